@@ -1,0 +1,58 @@
+# The commands of the project. `make help` lists them; every target sets the environment up first and only once.
+PYTHON ?= python3.11
+DEVICE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
+CONFIG ?= configs/stage2/qwen3vl_8b_3v1.yaml
+GPUS   ?=
+PORT   ?= 29500
+ARGS   ?=
+BIN     = .venv/bin
+READY   = .venv/.ready-$(DEVICE)
+CPU_INDEX = https://download.pytorch.org/whl/cpu
+
+# DeepSpeed and its children must find this environment's programs (ninja, deepspeed) whatever the caller's PATH is.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export DS_ACCELERATOR := $(if $(filter cpu,$(DEVICE)),cpu,)
+COMMA := ,
+NUM_GPUS = $(words $(subst $(COMMA), ,$(GPUS)))
+
+.PHONY: help setup demo test test-all lint server train docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(READY) ## make .venv from the pinned requirements (skipped when up to date)
+
+$(READY): requirements-$(DEVICE).txt constraints.txt tools/torchvision_cpu.py
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -q -r requirements-$(DEVICE).txt \
+	  $(if $(filter cpu,$(DEVICE)),$$(curl -sfo /dev/null -m 5 $(CPU_INDEX)/torch/ && echo --extra-index-url $(CPU_INDEX)))
+	$(if $(filter cpu,$(DEVICE)),$(BIN)/pip uninstall -q -y torchaudio torchcodec)
+	$(BIN)/python tools/torchvision_cpu.py
+	touch $@
+
+demo: $(READY) ## stage 2 from start to end on this machine's CPU: data, start model, server, learner, result
+	$(BIN)/python -m tools.demo $(ARGS)
+
+test: $(READY) ## the tests, real server and learner included
+	$(BIN)/python -m pytest tests -q -m "not slow and not gpu" $(ARGS)
+
+test-all: $(READY) ## every test, the slow ones too
+	$(BIN)/python -m pytest tests -q $(ARGS)
+
+lint: $(READY) ## ruff check and format check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
+	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)
+
+train: $(READY) ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2)
+	exec $(BIN)/deepspeed $(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)) --master_port $(PORT) \
+	  train_stage2.py --config $(CONFIG) $(ARGS)
+
+docs: $(READY) ## docs/config.md from the schema
+	$(BIN)/python tools/make_config_docs.py
+
+clean: ## remove runs and caches (not the environment)
+	rm -rf runs .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

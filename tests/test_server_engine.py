@@ -1,0 +1,363 @@
+"""SRV-9 placement, SRV-3 token, and the weight-update state machine (SYN-3, SYN-9), with a make-believe vLLM."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from fastapi.testclient import TestClient  # noqa: E402
+
+from utils import server_engine  # noqa: E402
+from utils.images import ImageStore  # noqa: E402
+from utils.protocol import (  # noqa: E402
+    FinishWeightUpdate,
+    InitCommunicator,
+    RequestConfig,
+    RolloutInferRequest,
+    StartWeightUpdate,
+    UpdateWeights,
+)
+from utils.server_app import make_app  # noqa: E402
+from utils.server_engine import BadCall, Conflict, RolloutEngine, Unavailable, UpdateFailed, WeightUpdates  # noqa: E402
+
+
+class FakeLLM:
+    """Counts what runs on each replica; answers with the replica's number; can be told to fail."""
+
+    def __init__(self, replicas: int = 2, seconds: float = 0.01):
+        self.seconds = seconds
+        self.errored = False
+        self.model_config = SimpleNamespace(get_diff_sampling_param=dict, is_multimodal_model=False)
+        self.engine_core = SimpleNamespace(core_engines=list(range(replicas)), _call_utility_async=self._utility)
+        self.running, self.most = [0] * replicas, [0] * replicas
+        self.aborted: set[str] = set()
+        self.log: list[str] = []
+        self.failing_step: str | None = None
+        self.version = "default"
+        self.missing: list[str] = []
+        self.seeds: list[int | None] = []
+
+    async def generate(self, prompt, params, request_id, data_parallel_rank):
+        self.seeds.append(params.seed)
+        self.running[data_parallel_rank] += 1
+        self.most[data_parallel_rank] = max(self.most[data_parallel_rank], self.running[data_parallel_rank])
+        version = self.version
+        for _ in range(10):
+            await asyncio.sleep(self.seconds * (1 + data_parallel_rank) / 10)
+        self.running[data_parallel_rank] -= 1
+        reason = "abort" if request_id in self.aborted else "stop"
+        yield SimpleNamespace(
+            prompt_token_ids=prompt["prompt_token_ids"],
+            outputs=[
+                SimpleNamespace(
+                    token_ids=[7, 8, 2],
+                    text="text",
+                    finish_reason=reason,
+                    stop_reason=None,
+                    logprobs=None,
+                    weight_versions=[SimpleNamespace(version=version)],
+                )
+            ],
+        )
+
+    async def _utility(self, method, *args, engine):
+        if method == "get_weight_version":
+            return self.version
+        assert method == "collective_rpc"
+        step = args[2][0]
+        self.log.append(f"{step}@{engine}")
+        failed = step == self.failing_step and engine == 1
+        result = {"update": {"w": f"digest{engine}"}, "finish": self.missing}.get(step)
+        return [{"result": result, "error": f"engine worker {engine}: boom" if failed else None}]
+
+    async def pause_generation(self, mode):
+        self.log.append(f"pause {mode}")
+        while mode == "wait" and sum(self.running):
+            await asyncio.sleep(0.001)
+        if mode == "abort":
+            self.aborted |= {f"rollout-{i}" for i in range(len(self.seeds))}
+
+    async def abort(self, ids):
+        self.aborted |= set(ids)
+
+    async def resume_generation(self):
+        self.log.append("resume")
+
+    async def update_weight_version(self, version):
+        self.version = version
+
+    async def reset_mm_cache(self):
+        self.log.append("reset mm")
+
+    async def reset_encoder_cache(self):
+        self.log.append("reset encoder")
+
+    async def reset_prefix_cache(self, reset_running_requests=False):
+        self.log.append(f"reset prefix {reset_running_requests}")
+        return True
+
+
+class FakeTokenizer:
+    def apply_chat_template(self, messages, **_):
+        if messages[0]["content"] == "bad":
+            raise ValueError("bad prompt")
+        return messages[0]["content"]
+
+    def __call__(self, text, **_):
+        return {"input_ids": [len(text)]}
+
+
+def make(**kwargs) -> tuple[FakeLLM, RolloutEngine, WeightUpdates]:
+    llm = FakeLLM(**kwargs)
+    engine = RolloutEngine(llm, FakeTokenizer(), ImageStore([]), "model", 2)
+    return llm, engine, WeightUpdates(engine, "gloo")
+
+
+def ask(*contents: str) -> list[RolloutInferRequest]:
+    return [RolloutInferRequest(messages=[{"role": "user", "content": text}]) for text in contents]
+
+
+INIT = InitCommunicator(
+    run_id="a", master_address="127.0.0.1", master_port=1, world_size=3, rank_offset=1, bucket_bytes=1, timeout_s=0.2
+)
+START = StartWeightUpdate(run_id="a", version="a:1", pause="wait")
+UPDATE = UpdateWeights(run_id="a", names=["w"], dtype_names=["float32"], shapes=[[1]], digest=True)
+FINISH = FinishWeightUpdate(run_id="a", version="a:1")
+
+
+def test_requests_go_to_the_replica_with_the_fewest_running():
+    """SRV-9: no replica ever holds more than its even share, whatever their speeds."""
+
+    async def run():
+        llm, engine, _ = make(replicas=3)
+        outputs = await engine.infer(ask(*"abcdefg"), RequestConfig(seed=5))
+        assert [len(output.response.prompt_token_ids) for output in outputs] == [1] * 7
+        assert llm.most == [3, 2, 2] and engine.num_running == [0, 0, 0]
+        assert sorted(llm.seeds) == [5, 6, 7, 8, 9, 10, 11]
+
+    asyncio.run(run())
+
+
+def test_answers_are_cut_before_the_stop_token_and_fail_alone():
+    """SRV-4, SRV-5, ROL-1"""
+
+    async def run():
+        _, engine, _ = make()
+        good, bad, refused = await engine.infer(
+            [*ask("x", "bad"), RolloutInferRequest(messages=[{"role": "user", "content": "i"}], images=["/etc/x"])],
+            RequestConfig(),
+        )
+        assert good.response_token_ids == [[7, 8]] and good.response.choices[0].finish_reason == "stop"
+        assert good.response.choices[0].token_ids == [7, 8] and good.rollout_infos == {"weight_version": None}
+        assert bad.rollout_infos["error"] == "bad prompt" and "refused" not in bad.rollout_infos
+        assert refused.rollout_infos["refused"] is True
+
+    asyncio.run(run())
+
+
+def test_an_update_in_order_then_answers_carry_the_version():
+    """SYN-8, SYN-9: pause, all workers, version, caches, resume."""
+
+    async def run():
+        llm, engine, updates = make()
+        assert await updates.init(INIT) == {"boot_id": engine.boot_id, "transport": "gloo"}
+        await updates.start(START)
+        late = asyncio.create_task(engine.infer(ask("late"), RequestConfig()))
+        await asyncio.sleep(0.01)
+        assert engine.gate.num_waiting == 1 and not llm.seeds
+        assert await updates.update(UPDATE) == [{"w": "digest0"}, {"w": "digest1"}]
+        assert await updates.finish(FINISH) == {"weight_version": "a:1", "missing": []}
+        assert (await late)[0].rollout_infos == {"weight_version": "a:1"}
+        steps = [f"{step}@{i}" for step in ("init", "start", "update", "finish") for i in (0, 1)]
+        caches = ["reset mm", "reset encoder", "reset prefix False", "resume"]
+        assert llm.log == [*steps[:2], "pause wait", *steps[2:], *caches]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort"])
+def test_running_requests_finish_first_or_are_made_again(pause):
+    """SYN-9: either way an answer is made by one set of weights."""
+
+    async def run():
+        llm, engine, updates = make(seconds=0.05)
+        await updates.init(INIT)
+        early = asyncio.create_task(engine.infer(ask("a", "b"), RequestConfig(seed=3)))
+        await asyncio.sleep(0.01)
+        await updates.start(START.model_copy(update={"pause": pause}))
+        assert sum(llm.running) == (0 if pause == "wait" else 2)
+        await updates.update(UPDATE)
+        await updates.finish(FINISH)
+        version = None if pause == "wait" else "a:1"
+        assert [output.rollout_infos for output in await early] == [{"weight_version": version}] * 2
+        assert sorted(llm.seeds) == ([3, 4] if pause == "wait" else [3, 3, 4, 4])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("step", ["start", "update", "finish"])
+def test_a_failed_update_leaves_the_server_dirty_until_a_full_one(step):
+    """SYN-3"""
+
+    async def run():
+        llm, engine, updates = make()
+        await updates.init(INIT)
+        llm.failing_step = step
+        with pytest.raises(UpdateFailed, match="engine worker 1: boom"):
+            await updates.start(START)
+            waiting = asyncio.create_task(engine.infer(ask("x"), RequestConfig()))
+            await asyncio.sleep(0)
+            await updates.update(UPDATE)
+            await updates.finish(FINISH)
+        if step != "start":
+            with pytest.raises(Unavailable, match="boom"):
+                await waiting
+        assert (engine.gate.state, engine.gate.version) == ("dirty", None)
+        assert llm.log[-3:] == ["abort@0", "abort@1", "resume"]
+        with pytest.raises(Unavailable, match="incomplete"):
+            await engine.infer(ask("x"), RequestConfig())
+        with pytest.raises(Conflict):
+            await updates.update(UPDATE)
+
+        llm.failing_step, llm.missing = None, ["v"]
+        await updates.start(START)
+        await updates.update(UPDATE)
+        with pytest.raises(UpdateFailed, match="all tensors are needed; 1 missing: v"):
+            await updates.finish(FINISH)
+        llm.missing = []
+        await updates.start(START)
+        await updates.update(UPDATE)
+        await updates.finish(FINISH)
+        assert (await engine.infer(ask("x"), RequestConfig()))[0].rollout_infos == {"weight_version": "a:1"}
+
+    asyncio.run(run())
+
+
+def test_a_partial_update_is_fine_on_whole_weights():
+    """SYN-6"""
+
+    async def run():
+        llm, engine, updates = make()
+        llm.missing = ["frozen"]
+        await updates.init(INIT)
+        await updates.start(START)
+        await updates.update(UPDATE)
+        assert (await updates.finish(FINISH))["missing"] == ["frozen"]
+        assert engine.gate.state == "idle"
+
+    asyncio.run(run())
+
+
+def test_only_the_owner_updates_and_a_new_run_takes_over():
+    """CON-4: another owner; a learner that died in the middle leaves the server dirty, not stuck."""
+
+    async def run():
+        _, engine, updates = make()
+        with pytest.raises(Conflict):
+            await updates.start(START)
+        await updates.init(INIT)
+        await updates.start(START)
+        with pytest.raises(Conflict, match="already in progress"):
+            await updates.start(START)
+        with pytest.raises(Conflict, match="belongs to run a, not b"):
+            await updates.abort("b")
+        await updates.init(INIT.model_copy(update={"run_id": "b"}))
+        assert engine.gate.state == "dirty" and updates.owner == "b"
+        with pytest.raises(Conflict, match="belongs to run b"):
+            await updates.update(UPDATE)
+        await updates.close("b")
+        assert updates.owner is None
+
+    asyncio.run(run())
+
+
+def test_abort_gives_up_and_without_an_update_does_nothing():
+    async def run():
+        _, engine, updates = make()
+        await updates.init(INIT)
+        await updates.abort("a")
+        assert engine.gate.state == "idle"
+        await updates.start(START)
+        await updates.abort("a")
+        assert engine.gate.state == "dirty"
+        await updates.abort("a")
+
+    asyncio.run(run())
+
+
+def test_a_communicator_of_another_size_is_refused():
+    """DIS-1: TP x DP workers and rank 0."""
+    _, _, updates = make()
+    with pytest.raises(BadCall, match="= 3"):
+        asyncio.run(updates.init(INIT.model_copy(update={"world_size": 4})))
+
+
+def test_a_call_that_waits_for_an_update_that_never_ends_is_refused():
+    async def run():
+        _, _, updates = make()
+        await updates._lock.acquire()
+        with pytest.raises(Conflict, match="in the middle"):
+            await updates.init(INIT)
+
+    asyncio.run(run())
+
+
+def test_health_is_good_only_while_the_server_can_generate():
+    """SRV-6"""
+    llm, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+    answer = client.get("/health/")
+    assert answer.status_code == 200
+    expected = {"status": "ok", "boot_id": engine.boot_id, "weight_version": None, "world_size": 2, "running": 0}
+    assert expected.items() <= answer.json().items()
+    assert client.get("/get_world_size/").json() == {"world_size": 2}
+
+    engine.gate.move("updating", "a:1")
+    assert client.get("/health/").status_code == 200
+    engine.gate.move("dirty", None, "boom")
+    answer = client.get("/health/")
+    assert (answer.status_code, answer.json()["status"], answer.json()["reason"]) == (503, "dirty", "boom")
+    infer = client.post("/infer/", json={"infer_requests": [{"messages": [{"role": "user", "content": "x"}]}]})
+    assert infer.status_code == 503
+    engine.gate.move("idle", "a:2")
+    engine.last_contact -= 2 * server_engine.STUCK_S
+    assert client.get("/health/").status_code == 503
+    engine.last_contact += 2 * server_engine.STUCK_S
+    llm.errored = True
+    assert client.get("/health/").json()["status"] == "dead"
+
+
+def test_a_token_is_required_on_every_endpoint():
+    """SRV-3"""
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, "secret"))
+    paths = [(route.path, next(iter(route.methods))) for route in client.app.routes if hasattr(route, "methods")]
+    assert len(paths) >= 13
+    wrong = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer sécret"})
+    for path, method in [*paths, ("/nowhere", "GET")]:
+        for headers in wrong:
+            raw = {key: value.encode() for key, value in headers.items()}
+            assert client.request(method, path, headers=raw).status_code == 401, path
+    assert client.get("/health/", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_endpoints_live_below_the_prefix_of_base_url():
+    """SRV-1"""
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None, prefix="/a/b"))
+    assert client.get("/a/b/health/").status_code == 200
+    assert client.get("/health/").status_code == 404
+
+
+def test_malformed_calls_get_a_4xx_with_the_field():
+    """SRV-5"""
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+    assert client.post("/infer/", content=b"{not json", headers={"content-type": "application/json"}).status_code == 422
+    answer = client.post("/infer/", json={"infer_requests": [], "request_config": {"top_p": "high"}})
+    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", "request_config", "top_p"]
+    assert client.post("/infer/", json=[]).status_code == 422
+    assert client.post("/update_weights/", json=UPDATE.model_dump()).status_code == 409
+    assert client.post("/infer/", json={"infer_requests": []}).json() == []

@@ -1,0 +1,358 @@
+"""Make everything the demo starts from: synthetic scenes, and a small Qwen3-VL that already answers a little.
+
+Run as `python -m tools.make_demo`. It writes `runs/demo/data` (JSONL and PNG files in the format that real users use),
+`runs/demo/start` (an untrained model), and `runs/demo/model` (that model after the plain supervised training of
+`configs/demo/warmup.yaml`). Each part is made once and kept until its settings change.
+
+The model is small but nothing about it is faked: the real `Qwen3VLForConditionalGeneration`, the real processor, and a
+byte-level BPE tokenizer of Qwen's own class with 1000 coordinate tokens, so everything downstream (transformers, vLLM,
+PEFT, DeepSpeed) treats it like the 8B model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from tools.warmup_sft import WarmupConfig, load_parts, load_warmup_config, save, train
+from utils.schema import Data
+
+WARMUP_CONFIG = Path("configs/demo/warmup.yaml")
+ROOT = Path("runs/demo")
+COLOURS = {"red": (214, 48, 49), "green": (39, 174, 96), "blue": (41, 98, 214), "yellow": (241, 196, 15)}
+SHAPES = ("circle", "square", "triangle")
+PROMPT = Data().prompt  # the config's default: demo data brings no prompts of its own
+
+NUM_COORD_TOKENS = 1000
+PATCH_SIZE = 8
+MERGE_SIZE = 2
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+# Qwen3-VL's own template without its tool calls: a message is a string or a list of {"type": "text" | "image"} parts.
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.content is string %}{{- message.content }}"
+    "{%- else %}{%- for part in message.content %}"
+    "{%- if part.type == 'image' or 'image' in part %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part.type == 'video' or 'video' in part %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- elif 'text' in part %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """A byte-level BPE tokenizer of Qwen's class, about 350 text tokens, then special and `<|coord_k|>` tokens.
+
+    It is trained on answers of the demo's form, so it fuses brackets as the big tokenizers do: `]}]}` is one token,
+    and the end of the last object lies inside it.
+    """
+    words = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+    item = '{{"desc": "{}", "bbox_2d": [1, 2]}}'
+    answers = [
+        '{"objects": [' + ", ".join(item.format(w) for w in pair) + "]}" for pair in zip(words, words[1:], strict=False)
+    ]
+    chat = [f"user\n{PROMPT}\nassistant\n", "system\n", '{"objects": []}', '", "poly": [1, 2]}, {"']
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(pattern=Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(answers + chat, trainer)
+    state = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=state["vocab"],
+        merges=[tuple(pair) for pair in state["merges"]],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=8192,
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
+    # Not "special": answers keep their coordinates when they are decoded with skip_special_tokens.
+    tokenizer.add_tokens([AddedToken(f"<|coord_{k}|>", normalized=False) for k in range(NUM_COORD_TOKENS)])
+    return tokenizer
+
+
+def build_processor(image_size: int) -> Qwen3VLProcessor:
+    """The real processor with the pixel budget pinned, so that every image becomes about `image_size`**2 pixels."""
+    budget = {"shortest_edge": image_size**2, "longest_edge": image_size**2}
+    vision = {
+        "size": budget,
+        "patch_size": PATCH_SIZE,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE_SIZE,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**vision),
+        tokenizer=build_tokenizer(),
+        video_processor=Qwen3VLVideoProcessor(**vision),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def model_config(processor: Qwen3VLProcessor, image_size: int) -> Qwen3VLConfig:
+    """The 1.6M-parameter Qwen3-VL of the demo: same parts as the big ones, two vision and four text layers."""
+    tokenizer = processor.tokenizer
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
+    hidden = 128
+    return Qwen3VLConfig(
+        vision_config={
+            "depth": 2,
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "num_heads": 4,
+            "patch_size": PATCH_SIZE,
+            "spatial_merge_size": MERGE_SIZE,
+            "temporal_patch_size": 2,
+            "out_hidden_size": hidden,
+            "num_position_embeddings": (image_size // PATCH_SIZE) ** 2,
+            "deepstack_visual_indexes": [0],
+        },
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": hidden,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 8192,
+            # The three sections (time, height, width) sum to half of head_dim.
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        image_token_id=processor.image_token_id,
+        video_token_id=processor.video_token_id,
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+        tie_word_embeddings=True,
+    )
+
+
+def build_start_model(out_dir: str | os.PathLike, image_size: int = 128, seed: int = 0) -> Path:
+    """Write an untrained Qwen3-VL with its processor to `out_dir` (float32) and return that path.
+
+    `image_size` is in pixels per side, a multiple of 16. The same seed gives the same weights. The checkpoint loads in
+    `AutoProcessor`, `AutoModelForImageTextToText` and vLLM.
+    """
+    if image_size % (PATCH_SIZE * MERGE_SIZE):
+        raise ValueError(f"image_size={image_size}: must be a multiple of {PATCH_SIZE * MERGE_SIZE}")
+    out_dir = Path(out_dir)
+    processor = build_processor(image_size)
+    tokenizer = processor.tokenizer
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(model_config(processor, image_size)).float()
+        with torch.no_grad():
+            first = tokenizer.convert_tokens_to_ids("<|coord_0|>")
+            embeddings = model.get_input_embeddings().weight
+            embeddings[first : first + NUM_COORD_TOKENS] = fourier_features(NUM_COORD_TOKENS, embeddings.shape[1])
+            positions = model.model.visual.pos_embed.weight
+            positions.copy_(sinusoid_2d(image_size // PATCH_SIZE, positions.shape[1]))
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(out_dir)
+    processor.save_pretrained(out_dir)
+    return out_dir
+
+
+def fourier_features(num_bins: int, dim: int, std: float = 0.06) -> torch.Tensor:
+    """Smooth random embeddings [num_bins, dim]: neighbouring bins start close, so that a Gaussian target makes sense.
+
+    Source: Rahimi and Recht 2007, random Fourier features, with frequencies log-uniform in 0.5 to 40 cycles.
+    """
+    frequency = 0.5 * (40 / 0.5) ** torch.rand(dim)
+    phase = 2 * math.pi * torch.rand(dim)
+    bins = torch.arange(num_bins)[:, None] / (num_bins - 1)
+    return std * math.sqrt(2) * torch.cos(2 * math.pi * frequency * bins + phase)
+
+
+def sinusoid_2d(side: int, dim: int, std: float = 0.3) -> torch.Tensor:
+    """Position embeddings [side * side, dim], row-major: half of `dim` encodes the row, half the column."""
+    quarter = dim // 4
+    frequency = (math.pi / side) * (side / 2) ** (torch.arange(quarter) / max(1, quarter - 1))
+    angle = torch.arange(side)[:, None] * frequency
+    wave = torch.cat([angle.sin(), angle.cos()], dim=1)
+    rows, columns = wave.repeat_interleave(side, dim=0), wave.repeat(side, 1)
+    return std * math.sqrt(2) * torch.cat([rows, columns], dim=1)
+
+
+# ---- scenes --------------------------------------------------------------------------------------------------------
+
+
+def make_dataset(
+    out_dir: str | os.PathLike, num_train: int = 4000, num_val: int = 256, seed: int = 0, image_size: int = 128
+) -> tuple[Path, Path]:
+    """Write `train.jsonl`, `val.jsonl` and their PNG files; return the two JSONL paths.
+
+    The same seed gives the same files, byte for byte. No validation scene is in the training set: each scene is drawn
+    by its own number of one random sequence.
+    """
+    out_dir = Path(out_dir)
+    paths = []
+    for name, numbers in (("train", range(num_val, num_val + num_train)), ("val", range(num_val))):
+        folder = out_dir / name
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = []
+        for number in numbers:
+            image, objects = draw_scene(random.Random(f"{seed}-{number}"), image_size)
+            file = folder / f"{number:06d}.png"
+            image.save(file, compress_level=1)
+            rows.append(
+                {
+                    "id": f"{name}-{number:06d}",
+                    "images": [f"{name}/{file.name}"],
+                    "width": image_size,
+                    "height": image_size,
+                    "objects": objects,
+                }
+            )
+        path = out_dir / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths.append(path)
+    return paths[0], paths[1]
+
+
+def draw_scene(rng: random.Random, side: int) -> tuple[Image.Image, list[dict]]:
+    """One scene: 1 to 4 coloured shapes that do not overlap on a slightly noisy grey ground, and its objects.
+
+    Objects are listed top to bottom, then left to right, boxes as xyxy in pixels.
+    """
+    grey = rng.randint(100, 160)
+    noise = np.random.default_rng(rng.getrandbits(32)).normal(0, 4, (side, side, 1)).repeat(3, axis=2)
+    image = Image.fromarray(np.clip(grey + noise, 0, 255).astype(np.uint8))
+    draw = ImageDraw.Draw(image)
+    objects = []
+    for box in _place_boxes(rng, side, rng.randint(1, 4)):
+        colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+        fill = tuple(max(0, min(255, value + rng.randint(-25, 25))) for value in COLOURS[colour])
+        _draw_shape(draw, shape, box, fill)
+        objects.append({"desc": f"{colour} {shape}", "bbox_2d": list(box)})
+    return image, sorted(objects, key=lambda item: (item["bbox_2d"][1], item["bbox_2d"][0]))
+
+
+def _place_boxes(rng: random.Random, side: int, count: int) -> list[tuple[int, int, int, int]]:
+    """Up to `count` boxes, 0.20 to 0.42 of the side, width and height within 20 %, at least 2 pixels apart."""
+    boxes: list[tuple[int, int, int, int]] = []
+    for _ in range(count):
+        for _ in range(50):
+            size = rng.uniform(0.20, 0.42) * side
+            width, height = round(size), round(size * rng.uniform(0.8, 1.2))
+            height = min(height, side - 1)
+            x, y = rng.randint(0, side - width), rng.randint(0, side - height)
+            box = (x, y, x + width, y + height)
+            if all(
+                box[0] > other[2] + 2 or other[0] > box[2] + 2 or box[1] > other[3] + 2 or other[1] > box[3] + 2
+                for other in boxes
+            ):
+                boxes.append(box)
+                break
+    return boxes
+
+
+def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], fill: tuple) -> None:
+    x1, y1, x2, y2 = box[0], box[1], box[2] - 1, box[3] - 1  # PIL includes the last pixel
+    if shape == "circle":
+        draw.ellipse((x1, y1, x2, y2), fill=fill)
+    elif shape == "square":
+        draw.rectangle((x1, y1, x2, y2), fill=fill)
+    else:
+        draw.polygon([((x1 + x2) / 2, y1), (x2, y2), (x1, y2)], fill=fill)
+
+
+# ---- everything, once ----------------------------------------------------------------------------------------------
+
+
+def make_demo(root: Path, warmup: WarmupConfig, num_train: int = 4000, num_val: int = 256) -> None:
+    """Make `data`, `start` and `model` below `root`, each only if its settings changed since it was last made.
+
+    `warmup` says how to train; which files it reads and where it writes is decided here.
+    """
+    warmup = warmup.model_copy(
+        update={
+            "model": str(root / "start"),
+            "train_jsonl": [warmup.train_jsonl[0].model_copy(update={"path": str(root / "data" / "train.jsonl")})],
+            "output_dir": str(root / "model"),
+        }
+    )
+    this_file = Path(__file__).read_text()
+    cached(
+        root / "data",
+        [this_file, num_train, num_val],
+        "synthetic scenes",
+        lambda d: make_dataset(d, num_train, num_val),
+    )
+    cached(root / "start", [this_file], "an untrained Qwen3-VL", build_start_model)
+
+    def warm_up(_: Path) -> None:
+        parts = load_parts(warmup)
+        train(warmup, parts)
+        save(parts.model, parts.processor, warmup.output_dir)
+
+    settings = [this_file, num_train, num_val, warmup.model_dump()]
+    cached(root / "model", settings, f"supervised warm-up, {warmup.steps} steps", warm_up)
+
+
+def cached(folder: Path, settings: list[Any], what: str, make: Callable[[Path], Any]) -> None:
+    """Call `make(folder)` unless the folder was completed with the same settings; the stamp is written last."""
+    stamp = folder / "made_with.sha256"
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    if stamp.exists() and stamp.read_text() == digest:
+        print(f"{folder}: {what}: kept", flush=True)
+        return
+    print(f"{folder}: {what} ...", flush=True)
+    started = time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    make(folder)
+    stamp.write_text(digest)
+    print(f"{folder}: made in {time.monotonic() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    make_demo(ROOT, load_warmup_config(WARMUP_CONFIG))

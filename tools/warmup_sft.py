@@ -1,0 +1,205 @@
+"""Plain supervised training on a small data set, in one process: gives a model its first idea of the answer format.
+
+Run as `python -m tools.warmup_sft --config configs/demo/warmup.yaml`. Stage 2 learns from its own rollouts, so it needs
+a model whose answers mostly parse; this is the short way there, on the JSONL format, targets, rows and losses of stage
+2 itself (the target is the ground truth behind an empty prefix). It holds the whole model in float32 on the CPU and
+trains all of it: meant for small models and a first try, not for the 8B one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, ValidationError
+from torch import nn
+
+from utils.config import ConfigError, Origin, exit_with, resolve_yaml
+from utils.data import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples
+from utils.losses import PARTS, LossWeights, num_chunks_for, total_loss
+from utils.model import RowModel, dummy_segment, load_model, part_of, position_ids_for
+from utils.packing import Batch, CarryBuffer, collate_packed, denominators
+from utils.parsing import TokenTable
+from utils.schema import Data, DataFiles, Losses, PositiveFloat, PositiveInt, Section, Share
+from utils.targets import Segment, TargetOptions, ground_truth_target, make_segment
+
+
+class WarmupConfig(Section):
+    """Everything that can be set; paths are relative to the working directory."""
+
+    model: str = Field(description="checkpoint directory to start from")
+    train_jsonl: DataFiles = Field(description="a file, a list of files, or a list of {path, weight}")
+    output_dir: str = Field(description="where the trained checkpoint goes, in Hugging Face form with its processor")
+    data: Data = Field(default_factory=Data)
+    losses: Losses = Field(default_factory=Losses)
+    seed: int = Field(0, ge=0)
+    steps: PositiveInt = Field(description="optimizer steps")
+    samples_per_step: PositiveInt = 16
+    row_tokens: PositiveInt = Field(2048, description="most tokens in one packed row; no segment may be longer")
+    matrix_lr: PositiveFloat = Field(0.01, description="learning rate of Muon, for the matrices")
+    other_lr: PositiveFloat = Field(2e-3, description="learning rate of AdamW, for embeddings, norms and biases")
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_share: Share = Field(0.05, description="share of the steps in which the learning rate rises")
+    min_lr_ratio: Share = Field(0.02, description="where the cosine ends, relative to the learning rate")
+    max_grad_norm: PositiveFloat = 1.0
+    autocast: Literal["bfloat16", "off"] = "bfloat16"
+    logging_steps: PositiveInt = 25
+
+
+def load_warmup_config(path: str | os.PathLike) -> WarmupConfig:
+    """Resolve (`extends` works as everywhere) and validate. Raises `ConfigError` with all problems."""
+    data, files = resolve_yaml(path)
+    origin = Origin(str(path), data, files)
+    try:
+        return WarmupConfig.model_validate(data)
+    except ValidationError as error:
+        problems = [origin.problem(tuple(e["loc"]), e["msg"]) for e in error.errors(include_url=False)]
+        raise ConfigError(problems) from None
+
+
+@dataclass
+class Parts:
+    """What training works with, all of it loaded and checked."""
+
+    model: nn.Module
+    processor: Any
+    table: TokenTable
+    stream: SampleStream
+
+
+def load_parts(cfg: WarmupConfig) -> Parts:
+    """Read data, processor and model.
+
+    Raises:
+        DataError, ValueError, OSError: the files, the tokenizer or the checkpoint cannot be used.
+    """
+    datasets = load_samples([file.path for file in cfg.train_jsonl], cfg.data.prompt, cfg.data.object_order)
+    stream = SampleStream(datasets, [file.weight for file in cfg.train_jsonl], cfg.seed)
+    processor = load_processor(cfg.model)
+    return Parts(load_model(cfg.model, "float32"), processor, TokenTable.from_tokenizer(processor.tokenizer), stream)
+
+
+def train(cfg: WarmupConfig, parts: Parts) -> None:
+    """Train all weights in place."""
+    model, table = parts.model, parts.table
+    row_model = RowModel(model).train()
+    optimizers = make_optimizers(model, cfg)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(cfg)) for optimizer in optimizers]
+    weights = LossWeights(**cfg.losses.model_dump(exclude={"desc"}))
+    options = TargetOptions(desc_weight=cfg.losses.desc)
+    started = time.monotonic()
+    for step in range(cfg.steps):
+        samples = parts.stream.next(cfg.samples_per_step)
+        segments = [supervised_segment(sample, parts.processor, table, options) for sample in samples]
+        rows = list(packed_rows(segments, cfg.row_tokens, model, table))
+        totals = denominators(rows)
+        sums = dict.fromkeys(PARTS, 0.0)
+        for row in rows:
+            with torch.autocast("cpu", torch.bfloat16, enabled=cfg.autocast == "bfloat16"):
+                loss, row_sums = row_model(row, totals, weights, num_chunks_for(row.num_labels))
+            loss.backward()
+            sums = {part: sums[part] + row_sums[part] for part in PARTS}
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if step % cfg.logging_steps == 0 or step == cfg.steps - 1:
+            log(step, cfg.steps, sums, totals, weights, time.monotonic() - started)
+
+
+def supervised_segment(sample: Sample, processor: Any, table: TokenTable, options: TargetOptions) -> Segment:
+    """The sample's prompt followed by its whole ground truth, all of which is learnt."""
+    prompt = encode_prompt(sample, processor)
+    target = ground_truth_target(sample.objects, table, options)
+    return make_segment(sample.id, prompt.prompt_token_ids, target, table, prompt.pixel_values, prompt.image_grid_thw)
+
+
+def packed_rows(segments: list[Segment], row_tokens: int, model: nn.Module, table: TokenTable) -> Iterator[Batch]:
+    """All segments of one step in as few rows as the fullest-row rule makes."""
+    buffer = CarryBuffer(row_tokens, max_segments=len(segments))
+    buffer.extend(segments)
+    positions, dummy = position_ids_for(model), dummy_segment(model)
+    while len(buffer):
+        yield collate_packed(buffer.pop_row(), positions, table.coord_ids, dummy)
+
+
+def make_optimizers(model: nn.Module, cfg: WarmupConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the weight matrices between layers, AdamW for embeddings, convolutions, norms and biases.
+
+    Source: Jordan et al. 2024, Muon: its orthogonalised update suits hidden matrices only. On the demo's model it is
+    far faster than AdamW alone.
+    """
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        hidden_matrix = parameter.ndim == 2 and part_of(name) != "embeddings" and "pos_embed" not in name
+        (matrices if hidden_matrix else others).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=cfg.matrix_lr, momentum=0.95, weight_decay=cfg.weight_decay),
+        torch.optim.AdamW(others, lr=cfg.other_lr, betas=(0.9, 0.98), weight_decay=cfg.weight_decay),
+    ]
+
+
+def lr_factor(cfg: WarmupConfig) -> Callable[[int], float]:
+    """Step -> factor on the learning rate: a linear rise, then a cosine down to `min_lr_ratio`."""
+    rise = max(1, round(cfg.warmup_share * cfg.steps))
+
+    def factor(step: int) -> float:
+        if step < rise:
+            return (step + 1) / rise
+        done = (step - rise) / max(1, cfg.steps - rise)
+        return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def log(step: int, steps: int, sums: dict, totals: dict, weights: LossWeights, seconds: float) -> None:
+    means = {part: float(sums[part]) / (totals["text" if part == "text" else "coord"] or 1.0) for part in PARTS}
+    parts = "  ".join(f"{part} {value:.4f}" for part, value in means.items())
+    print(
+        f"step {step + 1}/{steps}  loss {float(total_loss(sums, totals, weights)):.3f}  {parts}  {seconds:.0f} s",
+        flush=True,
+    )
+
+
+def save(model: nn.Module, processor: Any, output_dir: str | os.PathLike) -> None:
+    """A checkpoint that transformers and vLLM load as it is."""
+    model.save_pretrained(output_dir)
+    processor.save_pretrained(output_dir)
+
+
+def warm_up(cfg: WarmupConfig) -> Path:
+    """Load, train, save; returns `cfg.output_dir`."""
+    parts = load_parts(cfg)
+    train(cfg, parts)
+    save(parts.model, parts.processor, cfg.output_dir)
+    return Path(cfg.output_dir)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML, e.g. configs/demo/warmup.yaml")
+    try:
+        cfg = load_warmup_config(parser.parse_args().config)
+        parts = load_parts(cfg)
+    except ConfigError as error:
+        exit_with(error)
+    except (DataError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    print(f"supervised warm-up of {cfg.model}: {cfg.steps} steps of {cfg.samples_per_step} samples", flush=True)
+    train(cfg, parts)
+    save(parts.model, parts.processor, cfg.output_dir)
+    print(f"saved {cfg.output_dir}")
+
+
+if __name__ == "__main__":
+    main()

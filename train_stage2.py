@@ -1,0 +1,514 @@
+"""Stage 2: on-policy rollout-matching training.
+
+    deepspeed --num_gpus 2 train_stage2.py --config configs/demo/stage2.yaml     (CPU; see `make demo`)
+    deepspeed --include localhost:3 train_stage2.py --config configs/stage2/qwen3vl_8b_3v1.yaml
+
+Start the rollout server first (`make server CONFIG=...`). Every optimizer step: the current weights go to the server;
+the model answers on the step's images; each answer is parsed token by token, its objects matched with the ground truth,
+and one training sequence written from the model's own prefix and every object it missed; the sequences are packed into
+rows; one forward and backward per row; one optimizer step.
+"""
+
+import argparse
+import json
+import logging
+import math
+import socket
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from utils import targets
+from utils.checkpoint import save_adapter, save_merged
+from utils.config import Config, dump_yaml, load_config_or_exit, require_variant
+from utils.data import (
+    DataError,
+    EncodedPrompt,
+    Sample,
+    SampleStream,
+    encode_prompt,
+    load_processor,
+    load_samples,
+    prompt_chat,
+)
+from utils.dist import Ranks
+from utils.evaluation import count_sample, scores
+from utils.geometry import iou_matrix
+from utils.learner import Learner, StepResult
+from utils.losses import LossWeights
+from utils.matching import match
+from utils.model import dummy_segment, position_ids_for
+from utils.monitor import Monitor, collapse_warnings, write_run_json
+from utils.packing import Batch, CarryBuffer, collate_packed, collate_padded
+from utils.parsing import ParsedAnswer, TokenTable, parse_answer
+from utils.plan import format_plan, make_plan
+from utils.rollout import Decoding, RolloutRequest, RolloutResult, ServerBackend, check_prompt
+from utils.rollout_client import RolloutClient
+from utils.targets import Segment, TargetOptions, build_target
+from utils.weight_sync import MergedWeights, Probe, WeightSync, attempt
+
+logger = logging.getLogger("train_stage2")
+EVAL_MICRO_STEP = 1 << 20  # seeds of evaluation rollouts never meet those of training
+
+
+def main() -> None:
+    args = parse_args()
+    cfg = load_config_or_exit(args.config)
+    require_variant(cfg, "rollout_matching_sft", "train_stage2.py")
+    if args.dry_run:
+        print(dump_yaml(cfg) + format_plan(make_plan(cfg, args.world_size)))
+        return
+    run = set_up(cfg)
+    try:
+        train(run)
+    finally:
+        run.close()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file; everything is set there")
+    parser.add_argument("--dry-run", action="store_true", help="check the config, print the plan, touch no device")
+    parser.add_argument("--world-size", type=int, default=1, help="learner ranks to plan for (--dry-run only)")
+    parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher")
+    return parser.parse_args()
+
+
+@dataclass
+class Run:
+    """Everything a run holds. The functions below read like the life of a step; none of them hides state elsewhere."""
+
+    cfg: Config
+    ranks: Ranks
+    run_id: str
+    stream: SampleStream  # training samples of this rank
+    val_samples: list[Sample]
+    processor: Any
+    table: TokenTable
+    backend: ServerBackend  # rollouts
+    sync: WeightSync
+    learner: Learner
+    collate: Callable[[list[Segment]], Batch]
+    buffer: CarryBuffer  # finished segments that wait for a row
+    monitor: Monitor
+    num_steps: int
+    version: str | None = None  # the policy the server has
+    seconds: Counter = field(default_factory=Counter)  # of the current step, by part
+    total_seconds: Counter = field(default_factory=Counter)
+    best: float = -math.inf  # of training.metric_for_best_model
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[part] += time.monotonic() - start
+        self.total_seconds[part] += time.monotonic() - start
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.sync.close()
+        self.ranks.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# set-up: whatever a user can get wrong fails here, cheapest check first
+
+
+def set_up(cfg: Config) -> Run:
+    """Data, tokenizer, servers, model, engine, communicators: in the order in which mistakes are cheapest to find."""
+    ranks = Ranks()
+    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
+    datasets, weights, val_samples = load_data(cfg, ranks.is_main)
+    processor, table = load_tokenizer(cfg, ranks.is_main)
+    training = cfg.training
+    num_steps = training.num_steps(sum(map(len, datasets)), ranks.world_size)
+    ranks.open()
+    run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
+    rm, server = cfg.rm, cfg.rm.vllm.server
+    client = RolloutClient(
+        cfg.servers(),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        decode_batch_size=rm.decode_batch_size,
+        timeout_s=server.timeout_s,
+        infer_timeout_s=server.infer_timeout_s,
+        max_failed_fraction=rm.max_failed_fraction,
+    )
+    ranks.raise_together(attempt(client.wait_ready), "reaching the rollout servers")
+    learner = Learner(cfg, ranks, num_steps)
+    collate = partial(
+        collate_packed if training.packing else collate_padded,
+        position_ids_fn=position_ids_for(learner.model),
+        coord_ids=table.coord_ids,
+        dummy=dummy_segment(learner.model),
+    )
+    sync = WeightSync(
+        MergedWeights(learner.model),
+        ranks,
+        client,
+        [(learner_host(address.base_url), address.group_port) for address in cfg.servers()],
+        run_id=run_id,
+        bucket_bytes=rm.vllm.sync.bucket_mib << 20,
+        timeout_s=rm.vllm.sync.timeout_s,
+        open_timeout_s=server.timeout_s,
+        verify=rm.vllm.sync.verify,
+        probe=make_probe(datasets[0][0], processor, table, learner, collate),
+    )
+    sync.open()
+    run_dir = Path(training.output_dir)
+    if ranks.is_main:
+        facts = {"run_id": run_id, "world_size": ranks.world_size, "server_world_sizes": client.world_sizes}
+        write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
+    return Run(
+        cfg=cfg,
+        ranks=ranks,
+        run_id=run_id,
+        stream=SampleStream(datasets, weights, training.seed, ranks.rank, ranks.world_size),
+        val_samples=val_samples,
+        processor=processor,
+        table=table,
+        backend=ServerBackend(client),
+        sync=sync,
+        learner=learner,
+        collate=collate,
+        buffer=CarryBuffer(cfg.global_max_length, training.packing_buffer),
+        monitor=Monitor(run_dir, num_steps, ranks.is_main, training.report_to == "tensorboard"),
+        num_steps=num_steps,
+    )
+
+
+def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[float], list[Sample]]:
+    """Training files with their weights, and validation samples; exit status 2 with every problem listed."""
+    try:
+        options = {"prompt": cfg.data.prompt, "object_order": cfg.data.object_order}
+        train_specs, val_specs = cfg.custom.train_files(), cfg.custom.val_files()
+        datasets = load_samples([spec.path for spec in train_specs], **options)
+        validation = load_samples([spec.path for spec in val_specs], **options)
+    except DataError as error:
+        give_up(str(error), is_main)
+    limit = cfg.training.eval_limit
+    return datasets, [spec.weight for spec in train_specs], [sample for part in validation for sample in part][:limit]
+
+
+def load_tokenizer(cfg: Config, is_main: bool) -> tuple[Any, TokenTable]:
+    """Processor and token table; exit status 2 where the tokenizer lacks the coordinate tokens."""
+    try:
+        processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
+        return processor, TokenTable.from_tokenizer(processor.tokenizer)
+    except (OSError, ValueError) as error:
+        give_up(f"model.path={cfg.model.path}: {error}", is_main)
+
+
+def make_probe(
+    sample: Sample, processor: Any, table: TokenTable, learner: Learner, collate: Callable[[list[Segment]], Batch]
+) -> Probe:
+    """The first training sample with its ground truth as the answer: fixed, and it runs through every module."""
+    prompt = encode_prompt(sample, processor)
+    target = targets.ground_truth_target(sample.objects[:8], table, TargetOptions())
+    segment = targets.make_segment(
+        sample.id, prompt.prompt_token_ids, target, table, prompt.pixel_values, prompt.image_grid_thw
+    )
+    token_ids = [int(token) for token in target.answer_ids]
+    request = {"messages": prompt_chat(sample), "images": sample.images}
+    return Probe(request, token_ids, partial(learner.answer_logprobs, collate([segment]), token_ids))
+
+
+def give_up(message: str, is_main: bool) -> NoReturn:
+    """A user's mistake: the message once, on rank 0, and exit status 2 on all ranks."""
+    if is_main:
+        print(message, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def learner_host(base_url: str) -> str:
+    """The address under which a server reaches this learner: loopback from loopback, else that of our interface."""
+    host = urlsplit(base_url).hostname
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; picks the outgoing interface
+        return probe.getsockname()[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
+
+
+def train(run: Run) -> None:
+    """All optimizer steps: sync, roll out and build rows, forward and backward, log."""
+    cfg = run.cfg.training
+    if cfg.eval_at_start:
+        evaluate(run, 0)
+    for step in range(run.num_steps):
+        sync_weights(run, step)
+        rows, rollouts = prepare_rows(run, step)
+        with run.timed("train"):
+            result = run.learner.step([run.collate(row) for row in rows], loss_weights(run.cfg), step)
+        log_step(run, step + 1, result, rollouts)
+        is_last = step + 1 == run.num_steps
+        if cfg.eval_steps and (is_last or (step + 1) % cfg.eval_steps == 0):
+            evaluate(run, step + 1)
+        if is_last or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
+            save(run, step + 1)
+    finish(run)
+
+
+def sync_weights(run: Run, step: int) -> None:
+    """The server gets the weights of `step` unless it has them already (SYN-2); after the first sync, the probe."""
+    version = f"{run.run_id}:{step}"
+    if run.version == version:
+        return
+    with run.timed("sync"):
+        report = run.sync.sync(version)
+    run.version = version
+    values = {"sync/bytes": report.num_bytes, "sync/gb_per_s": report.gb_per_s, "sync/seconds": report.seconds}
+    run.monitor.scalars(step, values)
+
+
+@dataclass
+class Rollouts:
+    """What the answers of one step were like: summable counts, and the length of each in tokens."""
+
+    counts: Counter = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)
+
+
+def prepare_rows(run: Run, step: int) -> tuple[list[list[Segment]], Rollouts]:
+    """Rollouts and finished rows of all micro-steps of optimizer step `step`; a failure anywhere stops all ranks."""
+    rows: list[list[Segment]] = []
+    rollouts = Rollouts()
+
+    def prepare() -> None:
+        for micro_step_idx in range(run.cfg.training.gradient_accumulation_steps):
+            samples = run.stream.next(run.cfg.training.per_device_train_batch_size)
+            segments = make_segments(run, samples, step, micro_step_idx, rollouts)
+            if run.cfg.training.packing:
+                run.buffer.extend(segments)
+                rows.append(run.buffer.pop_row())
+            else:
+                rows.append(segments)
+
+    run.ranks.raise_together(attempt(prepare), f"preparing step {step} with weights {run.version}")
+    return rows, rollouts
+
+
+def make_segments(run: Run, samples: Sequence[Any], step: int, micro_step_idx: int, rollouts: Rollouts) -> list[Any]:
+    """Samples to finished training sequences: prompt, rollout, parse, match, target."""
+    with run.timed("prepare"):
+        prompts = [encode_prompt(sample, run.processor) for sample in samples]
+        forced = teacher_forced(run, step, micro_step_idx, len(samples))
+    asked = np.flatnonzero(~forced)
+    answers = roll_out(
+        run, [samples[i] for i in asked], [prompts[i] for i in asked], decoding(run.cfg), step, micro_step_idx
+    )
+    with run.timed("prepare"):
+        answer_of = dict(zip(asked, answers, strict=True))
+        return [
+            make_segment(run, sample, prompt, answer_of.get(index), rollouts)
+            for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
+        ]
+
+
+def roll_out(
+    run: Run,
+    samples: Sequence[Sample],
+    prompts: Sequence[EncodedPrompt],
+    sampling: Decoding,
+    step: int,
+    micro_step_idx: int,
+) -> list[RolloutResult]:
+    """The current policy's answers, in order, each behind exactly the prompt that it will be trained behind (ROL-3)."""
+    requests = [
+        RolloutRequest(sample.id, prompt_chat(sample), sample.images, prompt.prompt_token_ids)
+        for sample, prompt in zip(samples, prompts, strict=True)
+    ]
+    with run.timed("rollout"):
+        answers = run.backend.generate(
+            requests,
+            sampling,
+            global_step=step,
+            micro_step_idx=micro_step_idx,
+            run_seed=run.cfg.training.seed,
+            expect_version=run.version,
+        )
+    for request, answer in zip(requests, answers, strict=True):
+        if answer.error is None:
+            check_prompt(
+                request.sample_id, request.prompt_token_ids, answer.prompt_token_ids, run.processor.tokenizer.decode
+            )
+    return answers
+
+
+def teacher_forced(run: Run, step: int, micro_step_idx: int, num_samples: int) -> np.ndarray:
+    """Which samples train on the plain ground truth (DAT-4), `bool [num_samples]`; fixed by seed, step and rank."""
+    dice = np.random.default_rng([run.cfg.training.seed, step, micro_step_idx, run.ranks.rank])
+    return dice.random(num_samples) < run.cfg.rm.teacher_forced_ratio
+
+
+def make_segment(
+    run: Run, sample: Sample, prompt: EncodedPrompt, answer: RolloutResult | None, rollouts: Rollouts
+) -> Segment:
+    """One training sequence from one answer: parse, match, target. Without an answer, the plain ground truth."""
+    response = [] if answer is None else answer.response_token_ids
+    parsed = parse_answer(response, run.table)
+    threshold = run.cfg.rm.matching.iou_threshold
+    pairs = match(iou_matrix([pred.object for pred in parsed.objects], sample.objects), threshold)
+    target = build_target(parsed, sample.objects, pairs, run.table, target_options(run.cfg))
+    if answer is not None:
+        rollouts.counts.update(count_sample(parsed, sample.objects, threshold, answer.finish_reason == "length"))
+        rollouts.counts.update(appended=target.num_appended, failed=int(answer.error is not None))
+        rollouts.lengths.append(len(response))
+    return targets.make_segment(
+        sample.id,
+        prompt.prompt_token_ids,
+        target,
+        run.table,
+        prompt.pixel_values,
+        prompt.image_grid_thw,
+        policy_version=None if answer is None else answer.weight_version,
+    )
+
+
+def evaluate(run: Run, step: int) -> None:
+    """Greedy answers on the validation samples, scored as production would see them (LRN-7)."""
+    sync_weights(run, step)
+    counts: Counter = Counter()
+    predictions: list[dict[str, Any]] = []
+
+    def answer_all() -> None:
+        samples = run.val_samples[run.ranks.rank :: run.ranks.world_size]
+        prompts = [encode_prompt(sample, run.processor) for sample in samples]
+        answers = roll_out(run, samples, prompts, greedy(run.cfg), step, EVAL_MICRO_STEP)
+        for sample, answer in zip(samples, answers, strict=True):
+            parsed = parse_answer(answer.response_token_ids, run.table)
+            threshold = run.cfg.rm.eval.iou_threshold
+            counts.update(count_sample(parsed, sample.objects, threshold, answer.finish_reason == "length"))
+            predictions.append(prediction_record(sample, parsed))
+
+    with run.timed("eval"):
+        run.ranks.raise_together(attempt(answer_all), f"evaluation at step {step}")
+        result = scores(run.ranks.sum(counts))
+    gathered = run.ranks.gather(predictions)
+    metric = run.cfg.training.metric_for_best_model
+    is_best = result[metric] > run.best
+    run.best = max(run.best, result[metric])
+    if run.ranks.is_main:
+        run.monitor.scalars(step, {f"eval/{name}": value for name, value in result.items()})
+        write_evaluation(run, step, result, [record for part in gathered for record in part], is_best)
+
+
+def prediction_record(sample: Sample, parsed: ParsedAnswer) -> dict[str, Any]:
+    """A validation answer as it is kept on disk; coordinates norm1000."""
+    as_dict = {"gt": sample.objects, "pred": [pred.object for pred in parsed.objects]}
+    objects = {side: [{"desc": o.desc, o.kind: list(o.coords)} for o in objects] for side, objects in as_dict.items()}
+    return {"id": sample.id, "images": sample.images, **objects}
+
+
+def write_evaluation(
+    run: Run, step: int, result: dict[str, float], records: list[dict[str, Any]], is_best: bool
+) -> None:
+    """`eval/step_N.json` (scores) and `eval/step_N.jsonl` (every answer) under the run directory."""
+    folder = Path(run.cfg.training.output_dir) / "eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    scores_file = {"step": step, "is_best": is_best, **result}
+    (folder / f"step_{step:06d}.json").write_text(json.dumps(scores_file, indent=2) + "\n")
+    lines = (json.dumps(record) + "\n" for record in sorted(records, key=lambda record: record["id"]))
+    (folder / f"step_{step:06d}.jsonl").write_text("".join(lines))
+    shown = " ".join(
+        f"{name}={result[name]:.3f}" for name in ("f1", "f1_no_label", "precision", "recall", "parse_rate")
+    )
+    logger.info("evaluation at step %d on %d images: %s%s", step, result["num_images"], shown, " (best)" * is_best)
+
+
+def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts) -> None:
+    """TensorBoard and the progress line for optimizer step `step` (1-based: steps done), summed over ranks (LOG-3)."""
+    gathered = run.ranks.gather((rollouts.counts, rollouts.lengths, dict(run.seconds), result.num_tokens))
+    run.seconds.clear()
+    counts = sum((Counter(part[0]) for part in gathered), Counter())
+    lengths = np.array([length for part in gathered for length in part[1]] or [0])
+    seconds = {
+        name: max(part[2].get(name, 0.0) for part in gathered) for name in ("rollout", "sync", "prepare", "train")
+    }
+    quality = scores(counts)
+    tokens_per_s = sum(part[3] for part in gathered) / max(sum(seconds.values()), 1e-9)
+    values = {
+        **{f"loss/{name}": value for name, value in result.losses.items()},
+        **{f"learning_rate/{name}": value for name, value in result.learning_rates.items()},
+        **{f"rollout/{name}": value for name, value in counts.items()},
+        **{f"rollout/{name}": quality[name] for name in ("f1", "f1_no_label", "precision", "recall", "parse_rate")},
+        **{f"seconds/{name}": value for name, value in seconds.items()},
+        "rollout/new_tokens_mean": float(lengths.mean()),
+        "rollout/new_tokens_p90": float(np.percentile(lengths, 90)),
+        "rollout/new_tokens_p99": float(np.percentile(lengths, 99)),
+        "train/grad_norm": result.grad_norm,
+        "train/tokens_per_s": tokens_per_s,
+        "train/fill_ratio": result.fill_ratio,
+        "train/buffer_length": len(run.buffer),
+        "train/policy_lag": 0.0,  # strictly on-policy: prefetch would raise it
+    }
+    run.monitor.scalars(step, values)
+    run.monitor.progress(step, loss=result.losses["total"], f1=quality["f1"], tokens_per_s=tokens_per_s)
+    if run.ranks.is_main and counts["num_images"]:
+        for warning in collapse_warnings(quality, run.cfg.training.collapse.model_dump()):
+            logger.warning("step %d: %s", step, warning)
+
+
+def save(run: Run, step: int) -> None:
+    """The merged checkpoint and the adapter of `step` (LRN-6)."""
+    folder = Path(run.cfg.training.output_dir) / f"checkpoint-{step}"
+    with run.timed("save"):
+        save_merged(run.learner.model, run.cfg.model.path, folder / "merged", run.ranks)
+        save_adapter(run.learner.model, folder / "adapter", run.ranks)
+
+
+def finish(run: Run) -> None:
+    """Last words: where the time went, what was left in the buffers (LRN-1), what to look at."""
+    left = sum(run.ranks.gather(len(run.buffer)))
+    if not run.ranks.is_main:
+        return
+    output = Path(run.cfg.training.output_dir)
+    seconds = {name: round(value, 3) for name, value in run.total_seconds.items()}
+    record = {"steps": run.num_steps, "world_size": run.ranks.world_size, "seconds": seconds, "segments_left": left}
+    (output / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
+    logger.info("finished %d steps; %d finished segments were left in the buffers, untrained", run.num_steps, left)
+    logger.info("seconds on rank 0: %s", seconds)
+    logger.info("checkpoint: %s; curves: tensorboard --logdir %s", output / f"checkpoint-{run.num_steps}", output)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# small translations from the config
+
+
+def loss_weights(cfg: Config) -> LossWeights:
+    losses = cfg.rm.losses
+    return LossWeights(text=losses.text, coord=losses.coord, w1=losses.w1, gate=losses.gate, sigma=losses.sigma)
+
+
+def target_options(cfg: Config) -> TargetOptions:
+    options = cfg.rm.targets
+    return TargetOptions(
+        label=cfg.rm.matching.label,
+        trim_trailing_unmatched=options.trim_trailing_unmatched,
+        supervise_structure=options.supervise_structure,
+        desc_weight=cfg.rm.losses.desc,
+    )
+
+
+def decoding(cfg: Config) -> Decoding:
+    return Decoding(**cfg.rm.decoding.model_dump(), max_new_tokens=cfg.rm.max_new_tokens)
+
+
+def greedy(cfg: Config) -> Decoding:
+    return Decoding(temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, max_new_tokens=cfg.rm.max_new_tokens)
+
+
+if __name__ == "__main__":
+    main()

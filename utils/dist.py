@@ -1,0 +1,92 @@
+"""Process groups of the learner and the few collectives the trainer uses by name."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """This process's place among the learners, and a Gloo control group beside the group that DeepSpeed trains on.
+
+    Control messages (failures, counts, denominators) never travel on the training group: they must also work while a
+    CUDA stream is busy, and they must time out instead of waiting for ever.
+    """
+
+    def __init__(self, timeout_s: float = 1800.0) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.is_main = self.rank == 0
+        self.device = _device(self.local_rank)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._control: dist.ProcessGroup | None = None
+
+    def open(self) -> None:
+        """Open the process groups (collective). Works under `deepspeed`, `torchrun` and, alone, without a launcher."""
+        import deepspeed
+
+        for key, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+            os.environ.setdefault(key, value)
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(_free_port())
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, timeout=self._timeout, auto_mpi_discovery=False, verbose=False)
+        self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def close(self) -> None:
+        """Leave the process groups; safe to call twice."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._control = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def sum(self, values: dict[str, float]) -> dict[str, float]:
+        """Sum of dictionaries over ranks; a key that a rank lacks counts as 0."""
+        totals: dict[str, float] = {}
+        for part in self.gather(values):
+            for key, value in part.items():
+                totals[key] = totals.get(key, 0.0) + value
+        return totals
+
+    def fence(self) -> None:
+        """Returns only when every rank has arrived."""
+        if self.world_size > 1:
+            dist.barrier(group=self._control)
+
+    def raise_together(self, error: BaseException | None, where: str) -> None:
+        """A fence that ends on all ranks with the same error if any rank brings one (SYN-3).
+
+        Raises:
+            RuntimeError: names `where`, and every failing rank with its message.
+        """
+        messages = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        failed = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
+        if failed:
+            raise RuntimeError(
+                f"{where} failed on {len(failed)} of {self.world_size} ranks\n" + "\n".join(failed)
+            ) from error
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,66 @@
+"""Detection scores of parsed answers, as production would see them (LRN-7). Pure: counts per sample, sums, ratios."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from utils.geometry import Object, iou_matrix
+from utils.matching import match
+from utils.parsing import ParsedAnswer
+
+
+def count_sample(
+    parsed: ParsedAnswer, gt_objects: Sequence[Object], iou_threshold: float, truncated: bool
+) -> Counter[str]:
+    """Counts of one answer; counts of many samples (and ranks) add up. Objects are matched one to one at the threshold,
+    once by geometry alone and once among pairs with the same label (case and outer blanks aside)."""
+    pred_objects = [pred.object for pred in parsed.objects]
+    iou = iou_matrix(pred_objects, gt_objects)
+    same_label = np.array([[_label(p) == _label(g) for g in gt_objects] for p in pred_objects], dtype=bool)
+    pairs = match(iou, iou_threshold)
+    labelled = match(np.where(same_label.reshape(iou.shape), iou, 0.0), iou_threshold)
+    counts: Counter[str] = Counter(
+        num_images=1,
+        num_pred=len(pred_objects),
+        num_gt=len(gt_objects),
+        matched=len(labelled),
+        matched_no_label=len(pairs),
+        iou_sum=float(sum(iou[p, g] for p, g in pairs)),
+        parsed=int(parsed.closed and not parsed.dropped),
+        truncated=int(truncated),
+        duplicates=count_duplicates(pred_objects),
+    )
+    counts.update({f"dropped/{reason}": number for reason, number in parsed.dropped.items()})
+    return counts
+
+
+def count_duplicates(objects: Sequence[Object], iou_threshold: float = 0.9) -> int:
+    """Objects that repeat an earlier one of the same answer: same label, nearly the same place."""
+    if len(objects) < 2:
+        return 0
+    iou = np.triu(iou_matrix(objects, objects), k=1)
+    earlier, later = np.nonzero(iou >= iou_threshold)
+    return len({int(j) for i, j in zip(earlier, later, strict=True) if _label(objects[i]) == _label(objects[j])})
+
+
+def scores(counts: Mapping[str, float]) -> dict[str, float]:
+    """Ratios of summed counts: f1, precision, recall (with label), the same without label, mean IoU, parse health."""
+    images = max(counts.get("num_images", 0), 1)
+    result = {"num_images": counts.get("num_images", 0)}
+    for suffix in ("", "_no_label"):
+        matched = counts.get(f"matched{suffix}", 0)
+        result[f"precision{suffix}"] = matched / max(counts.get("num_pred", 0), 1)
+        result[f"recall{suffix}"] = matched / max(counts.get("num_gt", 0), 1)
+        # nothing predicted and nothing there: perfect, not zero
+        objects = counts.get("num_pred", 0) + counts.get("num_gt", 0)
+        result[f"f1{suffix}"] = 2 * matched / objects if objects else 1.0
+    result["mean_iou"] = counts.get("iou_sum", 0.0) / max(counts.get("matched_no_label", 0), 1)
+    result["parse_rate"] = counts.get("parsed", 0) / images
+    result["truncated_rate"] = counts.get("truncated", 0) / images
+    result["duplicate_rate"] = counts.get("duplicates", 0) / max(counts.get("num_pred", 0), 1)
+    return result
+
+
+def _label(object_: Object) -> str:
+    return object_.desc.strip().casefold()

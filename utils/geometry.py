@@ -1,0 +1,205 @@
+"""Boxes and polygons on the norm1000 grid: pixels to bins and back, overlap, and where a matched shape should move to.
+
+Every coordinate is a bin `0..999` of the image's width (x, even positions) or height (y, odd positions). Who is paired
+with whom is `matching`'s business; how shapes are written as tokens is `parsing`'s and `targets`'.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import shapely
+from scipy import sparse
+from scipy.optimize import linear_sum_assignment, linprog
+
+NUM_BINS = 1000
+MAX_BIN = NUM_BINS - 1
+_MAX_COPIES = 256  # transport problems up to this common multiple are solved as an assignment, larger ones as a program
+
+Kind = Literal["bbox_2d", "poly"]
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """One object: `desc`, and its geometry in bins: `bbox_2d` as `x1, y1, x2, y2`, `poly` as `x1, y1, x2, y2, ...`."""
+
+    desc: str
+    kind: Kind
+    coords: tuple[int, ...]
+
+
+def pixel_to_bin(value: float, size: float) -> int:
+    """Bin of a pixel coordinate on an axis of `size` pixels: `round(999 * value / size)`, clamped to 0..999 (DAT-2).
+
+    Halves go to the even bin, as Python's `round` has it.
+    """
+    return min(max(round(MAX_BIN * value / size), 0), MAX_BIN)
+
+
+def bin_to_pixel(index: float, size: float) -> float:
+    """Pixel coordinate of a bin on an axis of `size` pixels: `index / 999 * size` (DAT-2)."""
+    return index / MAX_BIN * size
+
+
+def pixels_to_bins(coords: Sequence[float], width: float, height: float) -> tuple[int, ...]:
+    """`pixel_to_bin` for `x, y, x, y, ...`."""
+    return tuple(pixel_to_bin(value, height if i % 2 else width) for i, value in enumerate(coords))
+
+
+def bins_to_pixels(coords: Sequence[float], width: float, height: float) -> tuple[float, ...]:
+    """`bin_to_pixel` for `x, y, x, y, ...`."""
+    return tuple(bin_to_pixel(value, height if i % 2 else width) for i, value in enumerate(coords))
+
+
+def corner_points(obj: Object) -> np.ndarray:
+    """Corners of a shape, float64 `[n, 2]` as (x, y): a polygon's own points, a box's four in outline order."""
+    if obj.kind == "poly":
+        return np.array(obj.coords, dtype=np.float64).reshape(-1, 2)
+    x1, y1, x2, y2 = obj.coords
+    return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
+
+
+def bounding_box(obj: Object) -> tuple[int, int, int, int]:
+    """The tightest `x1, y1, x2, y2` around a shape."""
+    xs, ys = obj.coords[0::2], obj.coords[1::2]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Overlap
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def iou_matrix(pred: Sequence[Object], gt: Sequence[Object]) -> np.ndarray:
+    """Intersection over union of every prediction with every ground-truth object, float64 `[num_pred, num_gt]`.
+
+    Boxes in closed form; a pair with a polygon by exact area overlap, self-crossing outlines made valid first. Two
+    shapes without any area overlap fully (1.0) when their coordinates are the same and not at all otherwise, so that
+    an object thinner than one bin can still be matched.
+    """
+    if not pred or not gt:
+        return np.zeros((len(pred), len(gt)))
+    pred_boxes = np.array([bounding_box(obj) for obj in pred], dtype=np.float64)
+    gt_boxes = np.array([bounding_box(obj) for obj in gt], dtype=np.float64)
+    overlap = _box_overlap(pred_boxes, gt_boxes)
+    iou = _ratio(overlap, _box_area(pred_boxes), _box_area(gt_boxes))
+    _fill_polygon_pairs(iou, overlap, pred, gt)
+    _fill_flat_pairs(iou, pred, gt)
+    return iou
+
+
+def _box_area(boxes: np.ndarray) -> np.ndarray:
+    """Areas `[n]` of `xyxy` boxes `[n, 4]`."""
+    return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+
+
+def _box_overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Shared areas `[len(a), len(b)]` of `xyxy` boxes."""
+    low = np.maximum(a[:, None, :2], b[None, :, :2])
+    high = np.minimum(a[:, None, 2:], b[None, :, 2:])
+    return np.clip(high - low, 0, None).prod(axis=2)
+
+
+def _ratio(overlap: np.ndarray, area_a: np.ndarray, area_b: np.ndarray) -> np.ndarray:
+    """Overlap over union, 0 where the union is empty."""
+    union = area_a[:, None] + area_b[None, :] - overlap
+    return np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
+
+
+def _fill_polygon_pairs(iou: np.ndarray, box_overlap: np.ndarray, pred: Sequence[Object], gt: Sequence[Object]) -> None:
+    """Overwrite the pairs that hold a polygon; where the bounding boxes share no area the IoU already is 0."""
+    pred_poly = np.array([obj.kind == "poly" for obj in pred])
+    gt_poly = np.array([obj.kind == "poly" for obj in gt])
+    rows, cols = np.nonzero((pred_poly[:, None] | gt_poly[None, :]) & (box_overlap > 0))
+    if not len(rows):
+        return
+    pred_shapes = {i: _valid_shape(pred[i]) for i in set(rows.tolist())}
+    gt_shapes = {j: _valid_shape(gt[j]) for j in set(cols.tolist())}
+    a = np.array([pred_shapes[i] for i in rows.tolist()])
+    b = np.array([gt_shapes[j] for j in cols.tolist()])
+    overlap = shapely.area(shapely.intersection(a, b))
+    union = shapely.area(a) + shapely.area(b) - overlap
+    iou[rows, cols] = np.clip(np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0), 0.0, 1.0)
+
+
+def _fill_flat_pairs(iou: np.ndarray, pred: Sequence[Object], gt: Sequence[Object]) -> None:
+    """Set pairs of equal shapes to exactly 1, those without area included."""
+    positions: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for j, obj in enumerate(gt):
+        positions.setdefault((obj.kind, obj.coords), []).append(j)
+    for i, obj in enumerate(pred):
+        iou[i, positions.get((obj.kind, obj.coords), [])] = 1.0
+
+
+def _valid_shape(obj: Object) -> shapely.Geometry:
+    """A valid areal geometry; a self-crossing outline keeps the area of all its lobes, a flat one becomes empty."""
+    shape = shapely.Polygon(corner_points(obj))
+    return shape if shape.is_valid else shapely.make_valid(shape, method="structure", keep_collapsed=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where a matched shape should move to
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def regression_targets(pred: Object, gt: Object) -> np.ndarray:
+    """What each coordinate of a matched prediction should have been, float64 `[len(pred.coords)]` in (fractional) bins.
+
+    A predicted box learns the ground-truth box, or the tightest box around a ground-truth polygon. A predicted polygon
+    may start elsewhere, run the other way round or have another number of points, so its points are carried onto the
+    ground-truth outline (a box counts as its four corners) by `project_points`.
+    """
+    if pred.kind == "bbox_2d":
+        return np.array(bounding_box(gt), dtype=np.float64)
+    return project_points(corner_points(pred), corner_points(gt)).reshape(-1)
+
+
+def project_points(points: np.ndarray, outline: np.ndarray) -> np.ndarray:
+    """Carry points `[n, 2]` onto a closed outline `[m, 2]` by optimal transport; returns float64 `[n, 2]`.
+
+    Both sets are uniform measures and the cost is the squared distance. Each point goes to the barycentre of the
+    outline's points its mass is sent to. With `n == m` this is a permutation of the outline's points, the one of least
+    total squared distance. A barycentre of several points may lie off the outline (inside a convex one, which would
+    shrink every shape that is drawn with fewer points) and then moves to the outline's nearest point.
+
+    Source: Courty et al., "Optimal Transport for Domain Adaptation", 2017, eq. 14 (barycentric mapping).
+    """
+    plan = transport_plan(((points[:, None, :] - outline[None, :, :]) ** 2).sum(axis=2))
+    projected = plan @ outline / plan.sum(axis=1, keepdims=True)
+    mixed = np.count_nonzero(plan > 1e-9 * plan.max(), axis=1) > 1
+    if mixed.any():
+        ring = shapely.LineString(np.concatenate([outline, outline[:1]]))
+        along = shapely.line_locate_point(ring, shapely.points(projected[mixed]))
+        projected[mixed] = shapely.get_coordinates(shapely.line_interpolate_point(ring, along))
+    return projected
+
+
+def transport_plan(cost: np.ndarray) -> np.ndarray:
+    """An exactly optimal plan between two uniform measures, float64 `[n, m]`; rows sum to `1/n`, columns to `1/m`.
+
+    With `k = lcm(n, m)` unit masses it is an assignment of `k/n` copies of each row to `k/m` copies of each column;
+    where that would be large, a linear program (dual simplex) with the same optimum.
+    """
+    num_rows, num_cols = cost.shape
+    copies = math.lcm(num_rows, num_cols)
+    if copies > max(_MAX_COPIES, num_rows, num_cols):
+        return _transport_program(cost)
+    row_of = np.repeat(np.arange(num_rows), copies // num_rows)
+    col_of = np.repeat(np.arange(num_cols), copies // num_cols)
+    rows, cols = linear_sum_assignment(cost[row_of[:, None], col_of[None, :]])
+    plan = np.zeros(cost.shape)
+    np.add.at(plan, (row_of[rows], col_of[cols]), 1.0 / copies)
+    return plan
+
+
+def _transport_program(cost: np.ndarray) -> np.ndarray:
+    """The same as a linear program over the `n * m` flows, in units in which all masses are integers."""
+    num_rows, num_cols = cost.shape
+    row_sums = sparse.kron(sparse.eye(num_rows), np.ones((1, num_cols)))
+    col_sums = sparse.kron(np.ones((1, num_rows)), sparse.eye(num_cols))
+    masses = np.concatenate([np.full(num_rows, float(num_cols)), np.full(num_cols, float(num_rows))])
+    answer = linprog(cost.reshape(-1), A_eq=sparse.vstack([row_sums, col_sums]), b_eq=masses, method="highs-ds")
+    assert answer.status == 0, answer.message
+    return answer.x.reshape(num_rows, num_cols) / (num_rows * num_cols)

@@ -1,0 +1,142 @@
+"""The training side that stage 2 and GRPO share: the DeepSpeed engine around a row model, its schedule, its steps."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from torch import nn
+
+from utils.config import Config, engine_json
+from utils.dist import Ranks
+from utils.losses import LossWeights, num_chunks_for
+from utils.model import (
+    RowModel,
+    apply_tuner,
+    base_model,
+    enable_gradient_checkpointing,
+    load_model,
+    param_groups,
+)
+from utils.packing import Batch, denominators
+
+
+@dataclass
+class StepResult:
+    """One optimizer step: loss parts as weighted means over all ranks and micro-steps, and the gradient norm."""
+
+    losses: dict[str, float]
+    grad_norm: float
+    learning_rates: dict[str, float]  # by parameter group
+    num_tokens: int
+    fill_ratio: float
+
+
+class Learner:
+    """A model, its adapters and its optimizer under DeepSpeed; knows nothing about rollouts.
+
+    Attributes:
+        model: the transformers or PEFT model (what weight sync and checkpoints read).
+        engine: the DeepSpeed engine around `RowModel(model)`.
+    """
+
+    def __init__(self, cfg: Config, ranks: Ranks, num_steps: int) -> None:
+        training = cfg.training
+        model = load_model(cfg.model.path, cfg.model.dtype, cfg.model.attn_implementation)
+        self.model: nn.Module = apply_tuner(model, **cfg.tuner.model_dump())
+        if training.gradient_checkpointing:
+            enable_gradient_checkpointing(self.model)
+        groups = param_groups(
+            self.model,
+            learning_rate=training.learning_rate,
+            vit_lr=training.vit_lr,
+            aligner_lr=training.aligner_lr,
+            embed_lr=training.embed_lr,
+            weight_decay=training.weight_decay,
+        )
+        config = engine_json(cfg, ranks.world_size)
+        optimizer = _optimizer_class(config, ranks)(
+            groups, betas=(training.adam_beta1, training.adam_beta2), eps=training.adam_epsilon
+        )
+        self.engine, *_ = deepspeed.initialize(model=RowModel(self.model), optimizer=optimizer, config=config)
+        self._base_lrs = {group["name"]: group["lr"] for group in groups}
+        self._cfg, self._ranks, self._num_steps = cfg, ranks, num_steps
+
+    def step(self, batches: Sequence[Batch], weights: LossWeights, step: int) -> StepResult:
+        """One optimizer step over this rank's `gas` batches (PCK-5).
+
+        Every loss part is divided by its total weight over all ranks and micro-steps, so how tokens are laid out in
+        rows does not change the gradient. DeepSpeed averages over ranks and micro-steps: that is multiplied out again.
+        """
+        totals, num_chunks = self._share_totals(batches)
+        factor = lr_factor(step, self._num_steps, self._cfg.training)
+        learning_rates = {name: base_lr * factor for name, base_lr in self._base_lrs.items()}
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rates[group["name"]]
+        sums: dict[str, float] = {}
+        for index, batch in enumerate(batches):
+            self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            loss, parts = self.engine(batch.to(self._ranks.device), totals, weights, num_chunks)
+            self.engine.backward(loss * (self._ranks.world_size * len(batches)))
+            self.engine.step()
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        losses = {
+            name: value / (totals.get(name) or totals["coord"] or 1.0) for name, value in self._ranks.sum(sums).items()
+        }
+        losses["total"] = sum(getattr(weights, name) * value for name, value in losses.items())
+        grad_norm = self.engine.get_global_grad_norm()
+        return StepResult(
+            losses=losses,
+            grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
+            learning_rates=learning_rates,
+            num_tokens=sum(batch.num_tokens for batch in batches),
+            fill_ratio=sum(batch.num_tokens for batch in batches) / (len(batches) * self._cfg.global_max_length),
+        )
+
+    def answer_logprobs(self, batch: Batch, token_ids: Sequence[int]) -> np.ndarray:
+        """Log-probabilities, float64 `[len(token_ids)]`, of the last tokens of a batch of one segment, which are
+        `token_ids`; adapters in force, no gradient. All ranks must call it with the same batch (ZeRO-3)."""
+        was_training = self.engine.module.training
+        self.engine.module.eval()
+        with torch.no_grad():
+            hidden = self.engine.module.hidden_states(batch.to(self._ranks.device))[0]
+            end = int(batch.cu_seqlens[1]) - 1
+            logits = base_model(self.model).lm_head(hidden[end - len(token_ids) : end])
+            chosen = torch.as_tensor(token_ids, device=logits.device)[:, None]
+            logprobs = logits.float().log_softmax(-1).gather(1, chosen)[:, 0]
+        self.engine.module.train(was_training)
+        return logprobs.double().cpu().numpy()
+
+    def _share_totals(self, batches: Sequence[Batch]) -> tuple[dict[str, float], int]:
+        """Total weight of each loss part over all ranks, and one number of logits chunks for all (one collective)."""
+        shared = self._ranks.gather((denominators(batches), max(batch.num_labels for batch in batches)))
+        totals = {name: sum(local[name] for local, _ in shared) for name in ("text", "coord")}
+        return totals, num_chunks_for(max(most_labels for _, most_labels in shared))
+
+
+def lr_factor(step: int, num_steps: int, training: Any) -> float:
+    """Learning-rate factor in [0, 1] of optimizer step `step` (0-based): linear warm-up, then the schedule's decay to
+    `min_lr_ratio`. A function of the step alone, so there is no scheduler state to save."""
+    if step < training.warmup_steps:
+        return (step + 1) / training.warmup_steps
+    progress = (step - training.warmup_steps) / max(1, num_steps - training.warmup_steps)
+    low = training.min_lr_ratio
+    if training.lr_scheduler == "constant":
+        return 1.0
+    if training.lr_scheduler == "linear":
+        return low + (1 - low) * (1 - progress)
+    return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def _optimizer_class(config: dict[str, Any], ranks: Ranks) -> type[torch.optim.Optimizer]:
+    """torch's AdamW, or DeepSpeed's CPU Adam where optimizer states are offloaded from a GPU."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+    if offload != "none" and ranks.device.type == "cuda":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam
+    return torch.optim.AdamW

@@ -1,0 +1,146 @@
+"""What the supervised positions of a row cost (TGT-7), without ever holding the logits of a whole row (LRN-4). Pure.
+
+Shapes: N positions, V vocabulary, D hidden width, Nc coordinates, Nt text tokens. Every part is computed in float32 and
+is a weighted SUM; `total_loss` divides by totals over all ranks and micro-steps of an optimizer step (PCK-5), so the
+gradient does not depend on how samples were laid out in rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.checkpoint import checkpoint
+
+NUM_BINS = 1000
+PARTS = ("text", "coord", "w1", "gate")
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the parts, and the width of the coordinate target in bins. `desc` weights are in `text_weight`."""
+
+    text: float = 1.0
+    coord: float = 1.0
+    w1: float = 1.0
+    gate: float = 1.0
+    sigma: float = 12.0
+
+
+@dataclass
+class Labels:
+    """Supervised positions and what they learn; `*_pos` index the rows of the hidden states that predict."""
+
+    coord_pos: Tensor  # int64[Nc]
+    coord_target: Tensor  # float32[Nc], bins
+    text_pos: Tensor  # int64[Nt]
+    text_label: Tensor  # int64[Nt]
+    text_weight: Tensor  # float32[Nt]
+    coord_ids: Tensor  # int64[1000], vocabulary id of each bin's token
+
+
+def gaussian_target(target: Tensor, sigma: float) -> Tensor:
+    """Probabilities [Nc, 1000]: a Gaussian of `sigma` bins around each (possibly fractional) bin, summing to one."""
+    bins = torch.arange(NUM_BINS, device=target.device, dtype=torch.float32)
+    return torch.softmax(-((bins - target.float()[:, None]) ** 2) / (2 * sigma**2), dim=1)
+
+
+def coordinate_losses(logits: Tensor, target: Tensor, coord_ids: Tensor, sigma: float) -> dict[str, Tensor]:
+    """The three coordinate parts per position, each float32[Nc].
+
+    Args:
+        logits: [Nc, V].
+        target: float[Nc], bins 0..999, may be fractional.
+        coord_ids: int64[1000], vocabulary id of each bin's token.
+        sigma: width of the Gaussian target, bins.
+
+    Returns:
+        coord: cross-entropy of the distribution over the 1000 coordinate tokens to the Gaussian target; its minimum is
+            that Gaussian's entropy, not zero.
+        w1: 1-Wasserstein distance of that distribution to the point mass at the target, E|k - target| / 999, in
+            normalised image widths (0..1). To a point mass this equals the integral of |CDF difference|.
+        gate: probability mass outside the coordinate tokens.
+    """
+    logits = logits.float()
+    over_bins = logits[:, coord_ids]
+    log_p = over_bins.log_softmax(dim=1)
+    bins = torch.arange(NUM_BINS, device=logits.device, dtype=torch.float32)
+    distance = (bins - target.float()[:, None]).abs() / (NUM_BINS - 1)
+    inside = over_bins.logsumexp(dim=1) - logits.logsumexp(dim=1)  # log of the mass on coordinate tokens, <= 0
+    return {
+        "coord": -(gaussian_target(target, sigma) * log_p).sum(dim=1),
+        "w1": (log_p.exp() * distance).sum(dim=1),
+        "gate": -torch.expm1(inside),
+    }
+
+
+def text_losses(logits: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy per position, float32[Nt], of logits [Nt, V] to labels int64[Nt]."""
+    return cross_entropy(logits.float(), label, reduction="none")
+
+
+def num_chunks_for(num_labels: int, chunk_size: int = 1024) -> int:
+    """How many chunks keep a chunk's logits within about `chunk_size` rows. Ranks must agree: take their maximum."""
+    return max(1, -(-num_labels // chunk_size))
+
+
+def loss_sums(
+    hidden: Tensor,
+    lm_head: Callable[[Tensor], Tensor],
+    labels: Labels,
+    sigma: float,
+    num_chunks: int,
+) -> dict[str, Tensor]:
+    """Weighted sums of the parts over all labels, each a float32 scalar: `{"text", "coord", "w1", "gate"}`.
+
+    The head runs exactly `num_chunks` times, forward and again in backward, whatever the number of labels, because
+    under ZeRO-3 each run gathers its weight with the other ranks; so `num_chunks` must be the same on all ranks. Only
+    one chunk's logits exist at a time. A chunk without labels scores one position with weight zero.
+
+    Args:
+        hidden: [N, D] final hidden states.
+        lm_head: the model's head, called as a module (so that PEFT's and ZeRO's hooks act).
+        labels: anything with the fields of `Labels`, such as `utils.packing.Batch`.
+    """
+
+    def score(states: Tensor, target: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+        logits = lm_head(states)
+        coord = coordinate_losses(logits[: len(target)], target, labels.coord_ids, sigma)
+        text = text_losses(logits[len(target) :], label) * weight
+        return torch.stack([text.sum(), *(coord[part].sum() for part in PARTS[1:])])
+
+    total = torch.zeros(len(PARTS), device=hidden.device)
+    chunks = [_chunk(labels, chunk, num_chunks) for chunk in range(num_chunks)]
+    positions = [position for position, *_ in chunks]
+    states = hidden[torch.cat(positions)].split([len(position) for position in positions])
+    for own, (_, *rest) in zip(states, chunks, strict=True):
+        total = total + checkpoint(score, own, *rest, use_reentrant=False, preserve_rng_state=False)
+    return dict(zip(PARTS, total.unbind(), strict=True))
+
+
+def total_loss(sums: Mapping[str, Tensor], denominators: Mapping[str, float], weights: LossWeights) -> Tensor:
+    """`sum over parts of weight * sum / denominator`, a float32 scalar.
+
+    Args:
+        denominators: `{"text": total text weight, "coord": number of coordinates}` of all ranks and micro-steps of the
+            optimizer step. Added up over them, this is the step's loss; who averages gradients multiplies first.
+    """
+    text = weights.text * sums["text"] / (denominators["text"] or 1.0)
+    coord = weights.coord * sums["coord"] + weights.w1 * sums["w1"] + weights.gate * sums["gate"]
+    return text + coord / (denominators["coord"] or 1.0)
+
+
+def _chunk(labels: Labels, chunk: int, num_chunks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Part `chunk` of `num_chunks` equal parts: positions (coordinates first), coord_target, text_label, weight."""
+
+    def mine(values: Tensor) -> Tensor:
+        return values[len(values) * chunk // num_chunks : len(values) * (chunk + 1) // num_chunks]
+
+    position = torch.cat([mine(labels.coord_pos), mine(labels.text_pos)])
+    label, weight = mine(labels.text_label), mine(labels.text_weight).float()
+    if len(position) == 0:
+        position, label, weight = pad(position, (0, 1)), pad(label, (0, 1)), pad(weight, (0, 1))
+    return position, mine(labels.coord_target), label, weight

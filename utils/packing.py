@@ -1,0 +1,345 @@
+"""Rows: which finished segments travel together, and the tensors a row becomes (section PCK of the contract). Pure.
+
+Shapes: B sequences (1 in a packed row), T tokens, Nc supervised coordinates, Nt supervised text tokens, P patches.
+What a segment is and how it was made is utils/targets.py's business; what a row costs is utils/losses.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.targets import Segment
+
+logger = logging.getLogger(__name__)
+
+WAYS_OUT = (
+    "ways out: a smaller training.per_device_train_batch_size, a larger training.packing_buffer, "
+    "a larger global_max_length, or a smaller RM.max_new_tokens"
+)
+# Enough segments for a mean that is worth a warning, and few enough to follow answers that grow during training.
+MEAN_WINDOW = 256
+MEAN_MINIMUM = 32
+
+# (input_ids [L], image_grid_thw [n, 3] or None) -> int64[4, L]: the text row, then the three multimodal rows.
+PositionIds = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def choose_row(lengths: Sequence[int], cap: int) -> list[int]:
+    """The fullest set of segments that contains the oldest one and fits `cap` tokens (PCK-2).
+
+    Args:
+        lengths: positive lengths in order of arrival, tokens; the first is the oldest segment and fits `cap`.
+        cap: tokens in a row.
+
+    Returns:
+        Ascending indices, 0 among them. No other such set holds more tokens. Of two equally full sets the one wins that
+        lacks the newest segment in which they differ, so the result depends on nothing but the arguments.
+
+    Subset-sum: bit `s` of `reachable[i]` says that some of the segments 1..i add up to `s` tokens. 200 segments and a
+    cap of 16k take about a millisecond.
+    """
+    budget = cap - lengths[0]
+    assert budget >= 0, "CarryBuffer lets no segment in that does not fit a row"
+    within = (1 << (budget + 1)) - 1
+    reachable = [1]
+    for length in lengths[1:]:
+        if reachable[-1] >> budget:  # the row is full already: newer segments cannot improve it
+            break
+        reachable.append((reachable[-1] | reachable[-1] << length) & within)
+    row, rest = [], reachable[-1].bit_length() - 1
+    for index in range(len(reachable) - 1, 0, -1):
+        if not reachable[index - 1] >> rest & 1:  # cannot be had without this segment
+            row.append(index)
+            rest -= lengths[index]
+    return [0, *reversed(row)]
+
+
+class CarryBuffer:
+    """One rank's segments that wait for a row (PCK-2, PCK-3, PCK-7).
+
+    Args:
+        cap: tokens in a row (`global_max_length`).
+        max_segments: segments held back after a row has left, at most (`training.packing_buffer`).
+    """
+
+    def __init__(self, cap: int, max_segments: int) -> None:
+        self.cap, self.max_segments = cap, max_segments
+        self._segments: list[Segment] = []
+        self._lengths: deque[int] = deque(maxlen=MEAN_WINDOW)  # of the segments that arrived last
+        self._arrivals: deque[int] = deque(maxlen=MEAN_WINDOW)  # segments per micro-step
+        self._rows: deque[int] = deque(maxlen=MEAN_WINDOW)  # tokens of rows that had to leave segments behind
+        self._warned = False
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Samples of the segments held back, oldest first."""
+        return [segment.sample_id for segment in self._segments]
+
+    def extend(self, segments: Sequence[Segment]) -> None:
+        """Take one micro-step's finished segments in.
+
+        Raises:
+            ValueError: a segment is longer than a row (PCK-3).
+        """
+        for segment in segments:
+            length = len(segment.input_ids)
+            if length > self.cap:
+                what = f"sample {segment.sample_id}: its segment has {length} tokens, global_max_length is {self.cap}"
+                raise ValueError(f"{what}; {WAYS_OUT}")
+        self._segments += segments
+        self._lengths.extend(len(segment.input_ids) for segment in segments)
+        self._arrivals.append(len(segments))
+
+    def pop_row(self) -> list[Segment]:
+        """The segments of the next row, in order of arrival; empty if none waits.
+
+        Raises:
+            ValueError: more than `max_segments` would stay behind (PCK-3).
+        """
+        if not self._segments:
+            return []
+        chosen = choose_row([len(segment.input_ids) for segment in self._segments], self.cap)
+        row = [self._segments[index] for index in chosen]
+        taken = set(chosen)
+        self._segments = [segment for index, segment in enumerate(self._segments) if index not in taken]
+        if len(self._segments) > self.max_segments:
+            what = f"{len(self._segments)} segments wait for a row, training.packing_buffer is {self.max_segments}"
+            raise ValueError(f"{what}; {WAYS_OUT}")
+        if self._segments:
+            self._rows.append(sum(len(segment.input_ids) for segment in row))
+        self._warn_of_growth()
+        return row
+
+    def _warn_of_growth(self) -> None:
+        """PCK-7: once, when more tokens arrive per micro-step than rows carry away and segments do pile up."""
+        seen, per_step = len(self._lengths), sum(self._arrivals) / len(self._arrivals)
+        if self._warned or seen < min(MEAN_MINIMUM, self.max_segments) or len(self) < per_step or not self._rows:
+            return
+        mean_length, per_row = sum(self._lengths) / seen, sum(self._rows) / len(self._rows)
+        if mean_length * per_step > per_row:
+            self._warned = True
+            logger.warning(
+                "the packing buffer grows without end: %.1f segments of %.0f tokens on average arrive per micro-step, "
+                "a row carries %.0f of global_max_length=%d; %d wait, training.packing_buffer is %d. "
+                "training.per_device_train_batch_size: %d fits; or raise global_max_length to %d",
+                per_step,
+                mean_length,
+                per_row,
+                self.cap,
+                len(self),
+                self.max_segments,
+                max(1, int(per_row / mean_length)),
+                int(mean_length * per_step * self.cap / per_row) + 1,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything held back and the means, of plain types and tensors."""
+        return {
+            "segments": [dict(vars(_with_tensors(segment))) for segment in self._segments],
+            "lengths": list(self._lengths),
+            "arrivals": list(self._arrivals),
+            "rows": list(self._rows),
+            "warned": self._warned,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`; what was held before is forgotten."""
+        self._segments = [_with_arrays(Segment(**fields)) for fields in state["segments"]]
+        for name in ("lengths", "arrivals", "rows"):
+            setattr(self, f"_{name}", deque(state[name], maxlen=MEAN_WINDOW))
+        self._warned = state["warned"]
+
+
+@dataclass
+class Batch:
+    """One micro-step of one rank, as tensors.
+
+    `coord_pos` and `text_pos` count in the flattened [B * T] hidden states and name the state that PREDICTS the token:
+    the one before it.
+    """
+
+    input_ids: Tensor  # int64[B, T]
+    position_ids: Tensor  # int64[4, B, T]: text positions, restarting at 0 with each segment; time; height; width
+    attention_mask: Tensor | None  # int64[B, T], 1 = token; None in a packed row, where position_ids[0] isolates
+    pixel_values: Tensor  # float32[P, patch_dim]
+    image_grid_thw: Tensor  # int64[num_images, 3], patches
+    coord_pos: Tensor  # int64[Nc]
+    coord_target: Tensor  # float32[Nc], bins, may be fractional
+    text_pos: Tensor  # int64[Nt]
+    text_label: Tensor  # int64[Nt]
+    text_weight: Tensor  # float32[Nt]
+    coord_ids: Tensor  # int64[1000], vocabulary id of each bin's token
+    cu_seqlens: Tensor  # int32[num_segments + 1]: borders of the segments if they lie end to end, tokens
+    sample_ids: list[str]  # the dummy is not named
+    num_tokens: int  # without dummy and padding
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in values.items()}
+        return Batch(**moved)
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.coord_pos) + len(self.text_pos)
+
+
+def collate_packed(
+    segments: Sequence[Segment], position_ids_fn: PositionIds, coord_ids: np.ndarray, dummy: Segment
+) -> Batch:
+    """Lay the segments end to end in one row [1, T] in which they cannot see each other (PCK-4).
+
+    Args:
+        segments: at most `global_max_length` tokens together; may be empty.
+        position_ids_fn: `utils.model.position_ids_for(model)`.
+        coord_ids: int64[1000], vocabulary id of each bin's token (`TokenTable.coord_ids`).
+        dummy: an image without supervision (`utils.model.dummy_segment(model)`), appended when no segment has an image,
+            so that every rank's row runs through every module (PCK-8). It is a few tokens long.
+
+    Raises:
+        ValueError: a supervised coordinate lies outside its segment's answer or is no coordinate token (TGT-8), or a
+            segment's images do not fit its tokens; the message names the sample.
+    """
+    parts = _with_dummy(segments, dummy)
+    starts = _starts(parts)
+    batch = _batch(
+        parts,
+        starts,
+        num_real=len(segments),
+        coord_ids=torch.from_numpy(coord_ids),
+        input_ids=torch.cat([part.input_ids for part in parts])[None],
+        position_ids=torch.cat([_positions(part, position_ids_fn) for part in parts], dim=1)[:, None],
+        attention_mask=None,
+    )
+    check_row(batch, segments, starts)
+    return batch
+
+
+def collate_padded(
+    segments: Sequence[Segment], position_ids_fn: PositionIds, coord_ids: np.ndarray, dummy: Segment
+) -> Batch:
+    """The same segments as a right-padded batch [B, T], one per line (PCK-6). Arguments as for `collate_packed`."""
+    parts = _with_dummy(segments, dummy)
+    length = max(len(part.input_ids) for part in parts)
+    starts = [line * length for line in range(len(parts))]
+
+    def pad(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values, (0, length - values.shape[-1]))
+
+    batch = _batch(
+        parts,
+        starts,
+        num_real=len(segments),
+        coord_ids=torch.from_numpy(coord_ids),
+        input_ids=torch.stack([pad(part.input_ids) for part in parts]),
+        position_ids=torch.stack([pad(_positions(part, position_ids_fn)) for part in parts], dim=1),
+        attention_mask=torch.stack([pad(torch.ones_like(part.input_ids)) for part in parts]),
+    )
+    check_row(batch, segments, starts)
+    return batch
+
+
+def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int]) -> None:
+    """TGT-8 on the finished row: every supervised coordinate lies in its segment's answer and is a coordinate token.
+
+    Args:
+        starts: where each segment begins in the flattened batch, tokens.
+
+    Raises:
+        ValueError: names the sample and the index in its segment.
+    """
+    flat, supervised = batch.input_ids.flatten(), batch.coord_pos + 1
+    is_coord = torch.isin(flat[supervised], batch.coord_ids)
+    first = 0
+    for segment, start in zip(segments, starts, strict=False):  # a dummy at the end has no coordinates
+        mine = slice(first, first + len(segment.coord_index))
+        first = mine.stop
+        index = supervised[mine] - start
+        inside = (index >= max(1, segment.answer_start)) & (index < len(segment.input_ids))
+        wrong = (~(inside & is_coord[mine])).nonzero()
+        if len(wrong):
+            at = int(index[wrong[0, 0]])
+            span = f"answer [{segment.answer_start}, {len(segment.input_ids)})"
+            raise ValueError(f"sample {segment.sample_id}: no coordinate token of its {span} at supervised index {at}")
+    assert first == len(supervised)
+
+
+def denominators(batches: Iterable[Batch]) -> dict[str, float]:
+    """This rank's total label weight per kind over an optimizer step's batches; summed over ranks they are PCK-5's."""
+    totals = {"text": 0.0, "coord": 0.0}
+    for batch in batches:
+        totals["text"] += float(batch.text_weight.double().sum())
+        totals["coord"] += float(len(batch.coord_pos))
+    return totals
+
+
+def _with_tensors(segment: Segment) -> Segment:
+    """The same segment with its numpy arrays as tensors (on the same memory)."""
+    fields = {name: torch.from_numpy(v) for name, v in vars(segment).items() if isinstance(v, np.ndarray)}
+    return dataclasses.replace(segment, **fields)
+
+
+def _with_arrays(segment: Segment) -> Segment:
+    """The reverse of `_with_tensors`; pixels stay tensors."""
+    fields = {
+        name: v.numpy()
+        for name, v in vars(segment).items()
+        if isinstance(v, Tensor) and name not in ("pixel_values", "image_grid_thw")
+    }
+    return dataclasses.replace(segment, **fields)
+
+
+def _with_dummy(segments: Sequence[Segment], dummy: Segment) -> list[Segment]:
+    has_image = any(segment.pixel_values is not None for segment in segments)
+    return [_with_tensors(segment) for segment in (segments if has_image else [*segments, dummy])]
+
+
+def _starts(parts: Sequence[Segment]) -> list[int]:
+    starts = [0]
+    for part in parts[:-1]:
+        starts.append(starts[-1] + len(part.input_ids))
+    return starts
+
+
+def _positions(part: Segment, position_ids_fn: PositionIds) -> Tensor:
+    try:
+        positions = position_ids_fn(part.input_ids, part.image_grid_thw)
+    except ValueError as error:
+        raise ValueError(f"sample {part.sample_id}: {error}") from error
+    assert positions.shape == (4, len(part.input_ids)), positions.shape
+    return positions
+
+
+def _batch(parts: list[Segment], starts: list[int], num_real: int, **tokens: Tensor | None) -> Batch:
+    """Put together what both layouts share: images in order, labels moved to where their segment starts."""
+
+    def predictors(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) + start - 1 for part, start in zip(parts, starts, strict=True)])
+
+    lengths = torch.tensor([0] + [len(part.input_ids) for part in parts], dtype=torch.int32)
+    with_image = [part for part in parts if part.pixel_values is not None]
+    return Batch(
+        **tokens,
+        pixel_values=torch.cat([part.pixel_values for part in with_image]),
+        image_grid_thw=torch.cat([part.image_grid_thw for part in with_image]),
+        coord_pos=predictors("coord_index"),
+        coord_target=torch.cat([part.coord_target for part in parts]),
+        text_pos=predictors("text_index"),
+        text_label=torch.cat([part.text_label for part in parts]),
+        text_weight=torch.cat([part.text_weight for part in parts]),
+        cu_seqlens=lengths.cumsum(0, dtype=torch.int32),
+        sample_ids=[part.sample_id for part in parts[:num_real]],
+        num_tokens=int(lengths[1 : num_real + 1].sum()),
+    )

@@ -1,0 +1,419 @@
+"""What runs inside vLLM's worker processes: the receiving end of weight transfer, with digests and checks of its own.
+
+Everything here stands on vLLM 0.32's weight-transfer interface and on its layerwise reload, both of which change with
+vLLM releases; all contact with them on the engine's side is in this module. Naming `WorkerExtension` as vLLM's
+`worker_extension_cls` imports the module in every worker, which registers two engines:
+
+- `stream_gloo`: buckets over Gloo, laid out by `utils.wire`. For CPU engines.
+- `stream_nccl`: vLLM's own NCCL engine; only loading is wrapped, for digests and checks. For CUDA engines.
+
+Both load through `model.load_weights` between layerwise `start` and `finish`: on CPU vLLM has packed the weights for
+its kernels and freed the originals, so a plain `load_weights` into a live engine fails.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.utils import (
+    stateless_destroy_torch_distributed_process_group,
+    stateless_init_torch_distributed_process_group,
+)
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from utils.wire import BucketLayout, plan_buckets, tensor_digest
+
+logger = logging.getLogger(__name__)
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class UpdateSession:
+    """One weight update as this worker sees it: what arrived, what the model took, and what went wrong.
+
+    Loading never raises. A worker that left the stream at a bad tensor would leave its peers hanging in the next
+    bucket, so errors are kept, the stream is read to its end, and the caller gets the first error then.
+    """
+
+    def __init__(self, model: torch.nn.Module, known_names: set[str], digest: bool = False) -> None:
+        self.model = model
+        self.known_names = known_names  # loaded successfully in an earlier update; shared with the engine
+        self.digest = digest
+        self.digests: dict[str, str] = {}
+        self.loaded: set[str] = set()  # vLLM's parameter names
+        self.unexpected: list[str] = []
+        self.error: str | None = None
+
+    def load(self, weights: Iterable[NamedTensor]) -> None:
+        """Hand tensors in checkpoint names to the model; names never seen before one by one, to see which it takes."""
+        weights = list(weights)
+        if self.digest:
+            self.digests.update((name, tensor_digest(tensor)) for name, tensor in weights)
+        known = [pair for pair in weights if pair[0] in self.known_names]
+        self._attempt(known)
+        for pair in weights:
+            if pair[0] not in self.known_names and self._attempt([pair]):
+                self.known_names.add(pair[0])
+
+    def _attempt(self, weights: list[NamedTensor]) -> bool:
+        """True if the model loaded something from `weights`."""
+        if not weights or self.error:
+            return False
+        try:
+            loaded = self.model.load_weights(iter(weights)) or set()
+        except Exception as error:  # the model's loaders raise whatever they like for a bad name or shape
+            logger.exception("weight update: loading %s failed", weights[0][0])
+            self.error = f"loading {_name_range(weights)} failed: {type(error).__name__}: {error}"
+            return False
+        if not loaded:
+            self.unexpected.extend(name for name, _ in weights)
+        self.loaded |= loaded
+        return bool(loaded)
+
+
+class _StreamedUpdates:
+    """Mixin for vLLM weight-transfer engines: layerwise reload with checks, and a way back after a failed update."""
+
+    model: torch.nn.Module
+    model_config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._known_names: set[str] = set()
+        self.session: UpdateSession | None = None
+        self.missing: list[str] = []  # parameters that the last finished update did not touch
+
+    def start_weight_update(self) -> None:
+        if self.session is not None:
+            self.reset_update()
+        initialize_layerwise_reload(self.model)
+        self.session = UpdateSession(self.model, self._known_names)
+
+    def finish_weight_update(self) -> None:
+        """Put the received weights in force.
+
+        Raises:
+            RuntimeError: the update must not be used: a load failed, a tensor is unknown to the model, or a fused
+                tensor (q, k, v; gate, up) came in part. vLLM would finish the last with uninitialised memory.
+        """
+        session = self.session
+        if session is None:
+            raise RuntimeError("no weight update is in progress")
+        if session.error:
+            raise RuntimeError(session.error)
+        if session.unexpected:
+            raise RuntimeError(f"the engine's model does not take these tensors: {_some(session.unexpected)}")
+        if partial := self._partly_loaded_modules():
+            raise RuntimeError(f"only a part of a fused tensor arrived for {_some(partial)}; send whole groups")
+        with _no_warning_per_layer():
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.session = None
+        self.missing = sorted({name for name, _ in self.model.named_parameters()} - session.loaded)
+
+    def _partly_loaded_modules(self) -> list[str]:
+        """Modules that vLLM would process unfinished. A vocabulary padded to a round size is never quite full."""
+        partial = []
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or is_deferred_attention_layer(layer) or isinstance(layer, VocabParallelEmbedding):
+                continue
+            if 0 < info.load_numel < (info.load_numel_total or 0):
+                partial.append(name)
+        return partial
+
+    def reset_update(self) -> None:
+        """Leave an unfinished update: forget what is buffered and give every unfinished module its old tensors back.
+
+        Modules that were complete before the failure keep their new values, so the weights as a whole are a mixture
+        and must not be used until a full update has gone through. Does nothing when no update is in progress.
+        """
+        if self.session is None:
+            return
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        with _no_warning_per_layer():
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.session = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load one update. Raises RuntimeError with the first loading error after the last bucket."""
+        if self.session is None:
+            raise RuntimeError("start_weight_update must come before update_weights")
+        info = self.parse_update_info(update_info)
+        self.session.digest = info.digest
+        self.receive_weights(info)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # NCCL and the copies into the model are asynchronous
+        if self.session.error:
+            raise RuntimeError(self.session.error)
+
+    def take_digests(self) -> dict[str, str]:
+        """Digests of the tensors received since the last call, by name."""
+        digests, self.session.digests = self.session.digests, {}
+        return digests
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """The learner (rank 0) hosts the store; `timeout_s` bounds the rendezvous and every single broadcast."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    digest: bool = False
+
+
+class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Buckets over Gloo: one uint8 broadcast from rank 0 per bucket; the next one travels while the last is loaded."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    _group: torch.distributed.ProcessGroup | None = None
+    _bucket_bytes = 0
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        self.shutdown()  # left over from a learner that died
+        self._bucket_bytes = init_info.bucket_bytes
+        with _loopback_if_local(init_info.master_address):
+            self._group = stateless_init_torch_distributed_process_group(
+                init_info.master_address,
+                init_info.master_port,
+                rank=_global_worker_rank(self.parallel_config) + init_info.rank_offset,
+                world_size=init_info.world_size,
+                backend="gloo",
+                timeout=timedelta(seconds=init_info.timeout_s),
+            )
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Raises RuntimeError when the sender is gone or `timeout_s` passes; the group is unusable afterwards."""
+        if self._group is None:
+            raise RuntimeError("no communicator: init_communicator must come first")
+        tensors = list(_metadata(update_info))
+        layouts = plan_buckets([_num_bytes(dtype, shape) for _, dtype, shape in tensors], self._bucket_bytes)
+        try:
+            with disable_mtp_completeness_check():
+                for layout, bucket in self._buckets(layouts):
+                    self.session.load(_unpack(bucket, layout, tensors))
+        except RuntimeError as error:
+            self.shutdown()
+            raise RuntimeError(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error
+
+    def _buckets(self, layouts: list[BucketLayout]) -> Iterator[tuple[BucketLayout, torch.Tensor]]:
+        """Buckets in order. Each gets memory of its own: vLLM keeps views of tensors whose module is incomplete."""
+        arriving = self._receive(layouts[0])
+        for index, layout in enumerate(layouts):
+            bucket, work = arriving
+            work.wait()
+            if index + 1 < len(layouts):
+                arriving = self._receive(layouts[index + 1])
+            yield layout, bucket
+
+    def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, torch.distributed.Work]:
+        bucket = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        return bucket, self._group.broadcast([bucket], options)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError, KeyError):
+                stateless_destroy_torch_distributed_process_group(self._group)
+            self._group = None
+
+
+@dataclass(kw_only=True)
+class NcclInitInfo(NCCLWeightTransferInitInfo):
+    timeout_s: float = 300.0
+
+
+@dataclass
+class NcclUpdateInfo(NCCLWeightTransferUpdateInfo):
+    digest: bool = False
+
+
+class StreamNcclEngine(_StreamedUpdates, NCCLWeightTransferEngine):
+    """vLLM's packed NCCL broadcast as it is, with our loading checks and digests, and a limit on its waiting.
+
+    `ncclBroadcast` cannot time out: after `timeout_s` without the end of an update the communicator is aborted.
+    """
+
+    init_info_cls = NcclInitInfo
+    update_info_cls = NcclUpdateInfo
+    _timeout_s = 300.0
+
+    def init_transfer_engine(self, init_info: NcclInitInfo) -> None:
+        self.shutdown()  # left over from a learner that died
+        self._timeout_s = init_info.timeout_s
+        super().init_transfer_engine(init_info)
+
+    def receive_weights(self, update_info: NcclUpdateInfo) -> None:
+        model, group = self.model, self.model_update_group
+        watchdog = threading.Timer(self._timeout_s, group.destroy) if group is not None else None
+        if watchdog is not None:
+            watchdog.daemon = True
+            watchdog.start()
+        self.model = SimpleNamespace(load_weights=self.session.load)  # all that the base class uses of it here
+        try:
+            super().receive_weights(update_info)
+        finally:
+            self.model = model
+            if watchdog is not None:
+                watchdog.cancel()
+        if group.disabled:
+            self.model_update_group = None
+            raise RuntimeError(f"weight broadcast not finished after {self._timeout_s:g} s; communicator aborted")
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class. One entry point that answers instead of raising.
+
+    A worker that raises inside a collective call leaves the replies of its tensor-parallel peers unread, and vLLM would
+    take them for the answers to its next call. So every worker always answers `{"result", "error"}`.
+    """
+
+    def weight_rpc(self, step: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Run one step of a weight update: init, start, update, finish, abort or close."""
+        try:
+            return {"result": getattr(self, f"_weight_{step}")(**payload), "error": None}
+        except Exception as error:
+            rank = _global_worker_rank(self.vllm_config.parallel_config)
+            logger.exception("weight update: %s failed on worker %d", step, rank)
+            return {"result": None, "error": f"engine worker {rank}: {type(error).__name__}: {error}"}
+
+    def _weight_init(self, **init_info: Any) -> None:
+        self._weight_abort()
+        self.init_weight_transfer_engine(init_info)
+
+    def _weight_start(self) -> None:
+        self.start_weight_update()
+
+    def _weight_update(self, **update_info: Any) -> dict[str, str]:
+        self.update_weights(update_info)
+        return self.weight_transfer_engine.take_digests()
+
+    def _weight_finish(self) -> list[str]:
+        self.finish_weight_update()
+        return self.weight_transfer_engine.missing
+
+    def _weight_abort(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.reset_update()
+        self._weight_update_active = False
+
+    def _weight_close(self) -> None:
+        self.weight_transfer_engine.shutdown()
+
+    def _weight_device_memory(self) -> dict[str, int]:
+        """Bytes in use on this worker's device (CUDA) and in its process (CPU)."""
+        import psutil
+
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            return {"used": total - free, "total": total}
+        return {"used": psutil.Process().memory_info().rss, "total": psutil.virtual_memory().total}
+
+
+def _global_worker_rank(parallel_config: Any) -> int:
+    """Rank among all workers of all replicas, counted as vLLM's NCCL engine counts."""
+    return parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank
+
+
+def _metadata(info: GlooUpdateInfo) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+    for name, dtype_name, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name}: unknown dtype {dtype_name!r}")
+        yield name, dtype, shape
+
+
+def _num_bytes(dtype: torch.dtype, shape: list[int]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _unpack(bucket: torch.Tensor, layout: BucketLayout, tensors: list) -> Iterator[NamedTensor]:
+    """Views into the bucket; nothing is copied."""
+    for (name, dtype, shape), offset in zip(tensors[layout.first : layout.last], layout.offsets, strict=True):
+        yield name, bucket[offset : offset + _num_bytes(dtype, shape)].view(dtype).view(shape)
+
+
+@contextlib.contextmanager
+def _loopback_if_local(address: str) -> Iterator[None]:
+    """Let Gloo listen on the loopback interface only when the learner is on this machine; it knows no passwords."""
+    key = "GLOO_SOCKET_IFNAME"
+    local = address in ("127.0.0.1", "localhost") and key not in os.environ
+    if not local or "lo" not in (name for _, name in socket.if_nameindex()):
+        yield
+        return
+    os.environ[key] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(key, None)
+
+
+@contextlib.contextmanager
+def _no_warning_per_layer() -> Iterator[None]:
+    """vLLM warns once per layer that received nothing, which is the normal case for frozen layers (SYN-6)."""
+    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+    def not_that_one(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in str(record.msg)
+
+    reload_logger.addFilter(not_that_one)
+    try:
+        yield
+    finally:
+        reload_logger.removeFilter(not_that_one)
+
+
+def _name_range(weights: list[NamedTensor]) -> str:
+    first, last = weights[0][0], weights[-1][0]
+    return first if first == last else f"{first} ... {last}"
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+for _name, _engine in (("stream_gloo", StreamGlooEngine), ("stream_nccl", StreamNcclEngine)):
+    with contextlib.suppress(ValueError):  # imported under a second name: already registered
+        WeightTransferEngineFactory.register_engine(_name, _engine)

@@ -1,0 +1,568 @@
+"""Merged weights, streamed from the learner's shards into the rollout engines' memory (section SYN of the contract).
+
+Three parts, in the order a tensor passes them: `MergedWeights` lists every checkpoint tensor of the training model and
+writes it, adapters merged in, into a given buffer; a transport (`GlooTransport`, `NcclTransport`) broadcasts buckets to
+the engines of all servers at the same time; `WeightSync` drives the servers' update calls, the fences and the proofs.
+All contact with vLLM's trainer side of weight transfer is in this module; the receiving side is utils/vllm_worker.py.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from utils.dist import Ranks
+from utils.wire import plan_buckets, tensor_digest
+
+logger = logging.getLogger(__name__)
+
+_MERGE_BLOCK_BYTES = 4 << 20  # float32 rows merged at once: bounds the scratch memory, whatever the tensor's size
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One LoRA or DoRA adapter of a linear layer: `W + scaling * B @ A`, for DoRA renormalised to `magnitude`."""
+
+    a: nn.Parameter  # [r, in]
+    b: nn.Parameter  # [out, r]
+    scaling: float
+    magnitude: nn.Parameter | None  # [out]
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """One tensor of the merged checkpoint: its name there, full shape, dtype, and what it is made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    weight: nn.Parameter
+    adapter: Adapter | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.weight.element_size()
+
+    @property
+    def parts(self) -> list[nn.Parameter]:
+        """The parameters that must be whole (gathered) before the tensor can be made."""
+        if self.adapter is None:
+            return [self.weight]
+        parts = [self.weight, self.adapter.a, self.adapter.b]
+        return parts if self.adapter.magnitude is None else [*parts, self.adapter.magnitude]
+
+    @property
+    def can_change(self) -> bool:
+        """False for frozen tensors without an adapter: training cannot change them."""
+        return any(part.requires_grad for part in self.parts)
+
+
+class MergedWeights:
+    """Every tensor of the model in checkpoint names and shapes, adapters merged in (SYN-4); only reads the model.
+
+    Args:
+        model: a transformers model or a PEFT model around one, before or after `deepspeed.initialize`, any ZeRO stage.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        seen: set[int] = set()
+        self.entries: list[WeightEntry] = []
+        for name, weight, adapter in _effective_parameters(base, ""):
+            if id(weight) not in seen:  # a tied tensor (lm_head) travels once, under its first name
+                seen.add(id(weight))
+                self.entries.append(WeightEntry(name, _full_shape(weight), weight, adapter))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ZeRO-3 holds the parameters in shards, so that reading one is a collective."""
+        return any(hasattr(entry.weight, "ds_id") for entry in self.entries)
+
+    @contextlib.contextmanager
+    def gathered(self, entry: WeightEntry) -> Iterator[None]:
+        """The entry's parameters are whole inside. Under ZeRO-3 a collective: all ranks, same entries, same order."""
+        if not hasattr(entry.weight, "ds_id"):
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(entry.parts):
+            yield
+            if entry.weight.is_cuda:  # the memory is taken back when the block ends: the copy must have landed
+                torch.cuda.current_stream().synchronize()
+
+    def write(self, entry: WeightEntry, out: torch.Tensor) -> None:
+        """Write the merged tensor into `out` (its shape and dtype). Call inside `gathered`."""
+        with torch.no_grad():
+            if entry.adapter is None:
+                out.copy_(entry.weight.data)
+            else:
+                _merge_into(out, entry.weight.data, entry.adapter)
+
+    def tensors(self, materialize: bool = True) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """All `(name, merged tensor)` in order, one alive at a time. Every rank must exhaust it under ZeRO-3;
+        ranks that do not want the tensors pass `materialize=False` and get None."""
+        for entry in self.entries:
+            with self.gathered(entry):
+                merged = None
+                if materialize:
+                    merged = torch.empty(entry.shape, dtype=entry.dtype, device=entry.weight.device)
+                    self.write(entry, merged)
+            yield entry.name, merged
+
+
+def _effective_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter, Adapter | None]]:
+    """Walk the model as if PEFT's wrappers were not there: `(checkpoint name, parameter in force, adapter)`."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        yield from _effective_parameters(module.modules_to_save[module.active_adapters[0]], prefix)
+        return
+    if isinstance(module, LoraLayer):
+        base = module.get_base_layer()
+        for name, parameter in base.named_parameters():
+            yield prefix + name, parameter, _adapter_of(module, prefix) if name == "weight" else None
+        return
+    if isinstance(module, BaseTunerLayer):
+        raise ValueError(f"{prefix}: {type(module).__name__} cannot be merged for the rollout server; use LoRA or DoRA")
+    for name, parameter in module.named_parameters(recurse=False):
+        yield prefix + name, parameter, None
+    for name, child in module.named_children():
+        yield from _effective_parameters(child, f"{prefix}{name}.")
+
+
+def _adapter_of(layer: nn.Module, prefix: str) -> Adapter | None:
+    active = [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
+    if not active:
+        return None
+    if len(active) > 1 or not isinstance(layer.get_base_layer(), nn.Linear) or layer.lora_bias[active[0]]:
+        raise ValueError(f"{prefix}: only one adapter, without bias, on a linear layer can be merged while streaming")
+    name = active[0]
+    vector = layer.lora_magnitude_vector[name].weight if name in layer.lora_magnitude_vector else None
+    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], vector)
+
+
+def _merge_into(out: torch.Tensor, weight: torch.Tensor, adapter: Adapter) -> None:
+    """`out = W + s * B@A`, or DoRA's `m * (W + s * B@A) / ||W + s * B@A||`, in float32, rounded once into `out`.
+
+    Row by row independent, hence done in blocks of rows; the order of operations is PEFT's, so that float32 results are
+    the same bits. Source: Hu et al. 2021 (LoRA) eq. 3; Liu et al. 2024 (DoRA) eq. 5.
+    """
+    a = adapter.a.data.float()
+    rows = max(1, _MERGE_BLOCK_BYTES // (4 * weight.shape[1]))
+    for start in range(0, weight.shape[0], rows):
+        block = slice(start, start + rows)
+        merged = (adapter.b.data[block].float() @ a).mul_(adapter.scaling)
+        merged.add_(weight[block])
+        if adapter.magnitude is not None:
+            norm = torch.linalg.norm(merged, dim=1)
+            merged.mul_((adapter.magnitude.data[block].float() / norm).view(-1, 1))
+        out[block].copy_(merged)
+
+
+def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+class Transport(Protocol):
+    """Rank 0's end of the data path to all servers. `alive` raises once a server's side of the transfer failed."""
+
+    def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None: ...
+    def send(self, weights: MergedWeights, digest: bool, alive: Callable[[], None]) -> dict[str, str]: ...
+    def close(self) -> None: ...
+
+
+class GlooTransport:
+    """Buckets over Gloo, one group per server, every bucket to all servers at the same time (SYN-11); for CPU.
+
+    A bucket is packed while the one before it is on its way. What is in flight, being packed and gathered together
+    never exceeds two buckets (SYN-5): where it would, the bucket in flight is waited for first.
+    """
+
+    def __init__(self, bucket_bytes: int, timeout_s: float) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.timeout_s = timeout_s
+        self._groups: list[torch.distributed.ProcessGroup] = []
+
+    def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None:
+        """Host one store per `(address, group port)` and wait until all workers of that server have joined."""
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group
+
+        def open_one(address: tuple[str, int], world_size: int) -> torch.distributed.ProcessGroup:
+            timeout = timedelta(seconds=self.timeout_s)
+            return open_group(*address, rank=0, world_size=world_size + 1, backend="gloo", timeout=timeout)
+
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            self._groups = list(pool.map(open_one, addresses, world_sizes))
+
+    def send(self, weights: MergedWeights, digest: bool, alive: Callable[[], None]) -> dict[str, str]:
+        """Stream all entries; returns their digests by name when asked, else nothing.
+
+        After a failure the walk goes on without sending, because other ranks are in the same gathers; it raises after.
+        """
+        digests: dict[str, str] = {}
+        entries = weights.entries
+        budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
+        broadcasts = _Broadcasts(self._groups, alive, time.monotonic() + self.timeout_s)
+        for bucket in plan_buckets([entry.num_bytes for entry in entries], self.bucket_bytes):
+            broadcasts.wait(at_most_bytes=budget - bucket.num_bytes)
+            buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+            for entry, offset in zip(entries[bucket.first : bucket.last], bucket.offsets, strict=True):
+                if weights.is_sharded:
+                    broadcasts.wait(at_most_bytes=budget - bucket.num_bytes - entry.num_bytes)
+                view = buffer[offset : offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
+                with weights.gathered(entry):
+                    weights.write(entry, view)
+                if digest:
+                    digests[entry.name] = tensor_digest(view)
+            broadcasts.start(buffer)
+            del buffer, view  # or they would keep a finished bucket alive while the next one is made
+        broadcasts.wait(at_most_bytes=0)
+        if broadcasts.failure is not None:
+            raise broadcasts.failure
+        return digests
+
+    def close(self) -> None:
+        """Leave the groups; the receiving side notices and must be opened anew."""
+        for group in self._groups:
+            with contextlib.suppress(RuntimeError):
+                group.shutdown()
+        self._groups = []
+
+
+class _Broadcasts:
+    """Broadcasts under way, oldest first. Keeps the first failure and from then on does nothing."""
+
+    def __init__(self, groups: list[Any], alive: Callable[[], None], deadline: float) -> None:
+        self.failure: Exception | None = None
+        self._groups, self._alive, self._deadline = groups, alive, deadline
+        self._under_way: list[tuple[torch.Tensor, list[Any]]] = []
+
+    def start(self, buffer: torch.Tensor) -> None:
+        if self.failure is None:
+            options = torch.distributed.BroadcastOptions()
+            options.rootRank, options.asyncOp = 0, True
+            try:
+                self._under_way.append((buffer, [group.broadcast([buffer], options) for group in self._groups]))
+            except RuntimeError as error:
+                self._fail(error)
+
+    def wait(self, at_most_bytes: int) -> None:
+        """Until at most that many bytes are under way."""
+        while self._under_way and sum(buffer.numel() for buffer, _ in self._under_way) > max(0, at_most_bytes):
+            try:
+                self._finish(self._under_way[0][1])
+            except (RuntimeError, TimeoutError) as error:
+                self._fail(error)
+                return
+            self._under_way.pop(0)
+
+    def _finish(self, works: list[Any]) -> None:
+        pause_s = 1e-5
+        while not all(work.is_completed() for work in works):
+            self._alive()
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("a bucket was not taken by all servers before RM.vllm.sync.timeout_s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1e-3)
+        for work in works:
+            work.wait()  # completed: returns at once, or raises the transport's error
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._under_way = []
+
+
+class NcclTransport:
+    """vLLM's own NCCL trainer engine functions, the same packed broadcast fanned out to one communicator per server.
+
+    For CUDA. Written over `vllm.distributed.weight_transfer` as it is; not run on the machines this was developed on.
+    """
+
+    def __init__(self, bucket_bytes: int, timeout_s: float) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.timeout_s = timeout_s
+        self._groups: list[Any] = []
+
+    def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        for (host, port), world_size in zip(addresses, world_sizes, strict=True):
+            self._groups.append(
+                trainer_init({"master_address": host, "master_port": port, "world_size": world_size + 1})
+            )
+
+    def send(self, weights: MergedWeights, digest: bool, alive: Callable[[], None]) -> dict[str, str]:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        digests: dict[str, str] = {}
+        walk = weights.tensors()
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in walk:
+                alive()
+                if digest:
+                    digests[name] = tensor_digest(tensor)
+                yield name, tensor
+
+        try:
+            packed_nccl_broadcast_producer(
+                iterator=stream(),
+                group=self,
+                src=0,
+                post_iter_func=lambda pair: pair[1],
+                buffer_size_bytes=self.bucket_bytes,
+                num_buffers=2,
+            )
+            torch.cuda.current_stream().synchronize()
+        except Exception:
+            self.close()  # ncclBroadcast cannot time out: without the abort a dead peer would hold this rank for ever
+            for _ in walk:  # other ranks are in the same gathers
+                pass
+            raise
+        return digests
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        """What vLLM's producer calls for every bucket: enqueue it on every server's communicator."""
+        for group in self._groups:
+            group.broadcast(tensor, src=src, stream=stream)
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.destroy()
+        self._groups = []
+
+
+@dataclass
+class SyncReport:
+    """What one sync did: for the log and TensorBoard."""
+
+    version: str
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    verified: bool
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.num_bytes / 1e9 / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A fixed prompt and answer on which engine and learner must give the same log-probabilities (SYN-7, second step).
+
+    `logprobs` computes the learner's own, float `[len(token_ids)]`, with adapters in force; a collective under ZeRO-3.
+    """
+
+    infer_request: dict[str, Any]
+    token_ids: list[int]
+    logprobs: Callable[[], np.ndarray]
+
+    def check(self, ours: np.ndarray, theirs: Sequence[float], dtype: torch.dtype, where: str) -> None:
+        """Raises RuntimeError where the engine is further off than rounding explains: in float32 1e-3 for every token,
+        in half precision 0.05 on average (two correct engines round differently there, token by token)."""
+        gap = np.abs(ours - np.asarray(theirs, dtype=np.float64))
+        worst = float(gap.max() if dtype == torch.float32 else gap.mean())
+        bound = 1e-3 if dtype == torch.float32 else 0.05
+        if not worst <= bound:
+            raise RuntimeError(f"{where}: log-probabilities of the probe are off by {worst:.3g}, allowed {bound}")
+
+
+class WeightSync:
+    """Drives a full sync on all ranks (SYN-2): fence, rank 0 sends, fence.
+
+    Args:
+        weights: what to send.
+        ranks: the learner's ranks; rank 0 alone talks to servers.
+        client: `post(server index, path, body, timeout_s)` and `world_sizes`; used on rank 0 only.
+        addresses: `(host of this learner as the server reaches it, group port)` per server.
+        verify: `off`, `first` or `always` (SYN-7).
+        probe: what the second step of verification compares; None leaves it out.
+    """
+
+    def __init__(
+        self,
+        weights: MergedWeights,
+        ranks: Ranks,
+        client: Any,
+        addresses: list[tuple[str, int]],
+        *,
+        run_id: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        open_timeout_s: float,
+        verify: str = "first",
+        probe: Probe | None = None,
+    ) -> None:
+        self.weights, self.ranks, self.client, self.addresses = weights, ranks, client, addresses
+        self.run_id, self.bucket_bytes, self.timeout_s, self.verify = run_id, bucket_bytes, timeout_s, verify
+        self.open_timeout_s, self.probe = open_timeout_s, probe
+        transport = NcclTransport if ranks.device.type == "cuda" else GlooTransport
+        self.transport: Transport = transport(bucket_bytes, timeout_s)
+        self.num_syncs = 0
+
+    def open(self) -> None:
+        """Open the communicator of every server (rank 0) and let all ranks know the outcome.
+
+        Raises:
+            RuntimeError: on every rank, with each server's url, group port and answer.
+        """
+        error = attempt(self._open) if self.ranks.is_main else None
+        self.ranks.raise_together(error, "opening the weight communicators")
+
+    def _open(self) -> None:
+        sizes = self.client.world_sizes
+        with ThreadPoolExecutor(len(sizes)) as pool:
+            answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
+            ours = attempt(self.transport.open, self.addresses, sizes)
+            problems = [error for error in (attempt(answer.result) for answer in answers) if error is not None]
+        if problems or ours is not None:
+            raise ConnectionError(_open_message(self.addresses, problems, ours)) from (problems or [ours])[0]
+
+    def _init_communicator(self, index: int, world_size: int) -> None:
+        host, port = self.addresses[index]
+        body = {
+            "run_id": self.run_id,
+            "master_address": host,
+            "master_port": port,
+            "world_size": world_size + 1,
+            "rank_offset": 1,
+            "bucket_bytes": self.bucket_bytes,
+            "timeout_s": self.timeout_s,
+        }
+        self.client.post(index, "/init_communicator/", body, self.open_timeout_s)
+
+    def sync(self, version: str) -> SyncReport:
+        """Bring every server to the learner's current merged weights under the name `version`.
+
+        Raises:
+            RuntimeError: on every rank, whatever rank failed, with run, version and server.
+        """
+        self.ranks.fence()
+        start = time.monotonic()
+        verify = self.verify == "always" or (self.verify == "first" and self.num_syncs == 0)
+        error = None
+        if self.ranks.is_main:
+            error = attempt(self._send, version, verify)
+        elif self.weights.is_sharded:
+            for _ in self.weights.tensors(materialize=False):
+                pass
+        self.ranks.raise_together(error, f"weight sync {version}")
+        if verify and self.probe is not None:
+            ours = self.probe.logprobs()
+            error = attempt(self._check_probe, ours) if self.ranks.is_main else None
+            self.ranks.raise_together(error, f"proving weight sync {version}")
+        self.num_syncs += 1
+        num_bytes = sum(entry.num_bytes for entry in self.weights.entries)
+        return SyncReport(version, len(self.weights.entries), num_bytes, time.monotonic() - start, verify)
+
+    def close(self) -> None:
+        """Tear the communicators down; the servers stay up (GRP-4)."""
+        if self.ranks.is_main:
+            for index in range(len(self.addresses)):
+                attempt(self.client.post, index, "/close_communicator/", {"run_id": self.run_id}, 10.0)
+            self.transport.close()
+
+    def _send(self, version: str, verify: bool) -> None:
+        entries = self.weights.entries
+        update = {
+            "run_id": self.run_id,
+            "names": [entry.name for entry in entries],
+            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in entries],
+            "shapes": [list(entry.shape) for entry in entries],
+            "digest": verify,
+        }
+        label = {"run_id": self.run_id, "version": version}
+        with ThreadPoolExecutor(len(self.addresses)) as pool:
+            started = attempt(self._post_all, pool, "/start_weight_update/", {**label, "pause": "wait"})
+            receiving = [] if started else self._submit_all(pool, "/update_weights/", update)
+            digests: dict[str, str] = {}
+
+            def stream() -> None:
+                digests.update(self.transport.send(self.weights, verify, lambda: _raise_early(receiving)))
+
+            # A server that refused the start gets nothing, but the other ranks' gathers are still walked with them.
+            failure = started or attempt(stream)
+            if started and self.weights.is_sharded:
+                for _ in self.weights.tensors(materialize=False):
+                    pass
+            if failure is not None:
+                self.transport.close()  # frees workers that still wait for a bucket
+                self._abandon(pool)
+                answered = [attempt(future.result) for future in receiving]
+                raise next((error for error in answered if error is not None), failure) from failure
+            answers = [future.result() for future in receiving]
+            finished = self._post_all(pool, "/finish_weight_update/", label)
+        for index, (answer, end) in enumerate(zip(answers, finished, strict=True)):
+            if end.get("missing"):
+                raise RuntimeError(f"{self.client.url(index)}: tensors the engine did not get: {end['missing'][:5]}")
+            if verify:
+                self._compare(index, digests, answer["digests"])
+
+    def _check_probe(self, ours: np.ndarray) -> None:
+        """SYN-7, second step: every replica of every server computes with the weights that the learner has."""
+        body = {"infer_request": self.probe.infer_request, "token_ids": self.probe.token_ids}
+        dtype = self.weights.entries[0].dtype
+        for index in range(len(self.addresses)):
+            answer = self.client.post(index, "/probe/", body, self.timeout_s)
+            for replica, logprobs in enumerate(answer["logprobs"]):
+                where = f"{self.client.url(index)}, replica {replica}"
+                self.probe.check(ours, logprobs[-len(self.probe.token_ids) :], dtype, where)
+
+    def _compare(self, index: int, sent: dict[str, str], received: list[dict[str, str]]) -> None:
+        """SYN-7, first step: what each worker received is, byte for byte, what was sent."""
+        if len(received) != self.client.world_sizes[index]:
+            raise RuntimeError(f"{self.client.url(index)}: {len(received)} workers reported digests")
+        for worker, digests in enumerate(received):
+            for name, digest in sent.items():
+                if digests.get(name) != digest:
+                    where = f"{self.client.url(index)}, worker {worker}, tensor {name}"
+                    raise RuntimeError(f"{where}: sent digest {digest}, received {digests.get(name)}")
+
+    def _submit_all(self, pool: ThreadPoolExecutor, path: str, body: dict[str, Any]) -> list[Future]:
+        posts = range(len(self.addresses))
+        return [pool.submit(self.client.post, index, path, body, self.timeout_s) for index in posts]
+
+    def _post_all(self, pool: ThreadPoolExecutor, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        return [future.result() for future in self._submit_all(pool, path, body)]
+
+    def _abandon(self, pool: ThreadPoolExecutor) -> None:
+        for index in range(len(self.addresses)):
+            attempt(self.client.post, index, "/abort_weight_update/", {"run_id": self.run_id}, 10.0)
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> Exception | None:
+    """Run `function`; hand its error back instead of raising, so that collectives around it stay aligned."""
+    try:
+        function(*args)
+    except Exception as error:  # noqa: BLE001  (raised again, on all ranks, at the next fence)
+        return error
+    return None
+
+
+def _raise_early(futures: list[Future]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
+
+
+def _open_message(addresses: list[tuple[str, int]], problems: list[Exception], ours: Exception | None) -> str:
+    lines = [f"group port {port} on {host}" for host, port in addresses]
+    lines += [f"  server said: {problem}" for problem in problems]
+    lines += [f"  this side: {ours}"] if ours is not None else []
+    ways_out = "free or change the group port (RM.vllm.server), restart the server, or set RM.rollout_backend: hf"
+    return "the weight communicator could not be opened: " + "\n".join(lines) + f"\nways out: {ways_out}"

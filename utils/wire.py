@@ -1,0 +1,67 @@
+"""What sender and receiver of a weight stream must agree on: bucket borders, byte layout, tensor digests. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 16  # bytes; every dtype can be viewed in place at such an offset
+_DIGEST_CHUNK = 1 << 22  # elements hashed at once, so that hashing never needs a copy of a large tensor
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant as a signed integer
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: tensors `[first, last)` of the update, their byte offsets in the bucket, and its size in bytes."""
+
+    first: int
+    last: int
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+
+def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[BucketLayout]:
+    """Cut tensors of `sizes` bytes into consecutive buckets of at most `bucket_bytes`.
+
+    A tensor is never split: one that is larger than `bucket_bytes` travels alone in a bucket of its own size.
+    Both ends call this with the same arguments, so no border ever has to be sent.
+    """
+    buckets: list[BucketLayout] = []
+    first, end, offsets = 0, 0, []
+    for index, size in enumerate(sizes):
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        if offsets and offset + size > bucket_bytes:
+            buckets.append(BucketLayout(first, index, tuple(offsets), end))
+            first, offset, offsets = index, 0, []
+        offsets.append(offset)
+        end = offset + size
+    if offsets:
+        buckets.append(BucketLayout(first, len(sizes), tuple(offsets), end))
+    return buckets
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """64-bit digest of a tensor's bytes, computed on the tensor's own device; equal bytes give equal digests anywhere.
+
+    Every 32-bit word is mixed with its position before summation, so swapped or shifted values change the digest.
+    It guards against faults, not against an adversary.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    padding = -flat.numel() % 4
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    body = flat[: flat.numel() - (4 - padding) % 4].view(torch.int32)
+    for start in range(0, body.numel(), _DIGEST_CHUNK):
+        words = body[start : start + _DIGEST_CHUNK].to(torch.int64)
+        total += _mix(words, start).sum()
+    if padding:
+        tail = flat[flat.numel() - (4 - padding) :].to(torch.int64)
+        total += _mix(tail, body.numel()).sum()
+    return f"{int(total) & 0xFFFFFFFFFFFFFFFF:016x}:{flat.numel()}"
+
+
+def _mix(words: torch.Tensor, start: int) -> torch.Tensor:
+    """Bijective mixing of `word + position * constant` (int64 arithmetic wraps), after splitmix64's finaliser."""
+    position = torch.arange(start + 1, start + 1 + words.numel(), device=words.device, dtype=torch.int64)
+    mixed = (words + position * _MULTIPLIER) * _MULTIPLIER
+    mixed ^= mixed >> 29
+    return mixed * _MULTIPLIER
