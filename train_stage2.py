@@ -220,7 +220,7 @@ def make_probe(
     )
     token_ids = [int(token) for token in target.answer_ids]
     request = {"messages": prompt_chat(sample), "images": sample.images}
-    return Probe(request, token_ids, partial(learner.answer_logprobs, collate([segment]), token_ids))
+    return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
 
 
 def give_up(message: str, is_main: bool) -> NoReturn:
@@ -357,15 +357,16 @@ def make_segment(
     run: Run, sample: Sample, prompt: EncodedPrompt, answer: RolloutResult | None, rollouts: Rollouts
 ) -> Segment:
     """One training sequence from one answer: parse, match, target. Without an answer, the plain ground truth."""
-    response = [] if answer is None else answer.response_token_ids
-    parsed = parse_answer(response, run.table)
-    threshold = run.cfg.rm.matching.iou_threshold
-    pairs = match(iou_matrix([pred.object for pred in parsed.objects], sample.objects), threshold)
-    target = build_target(parsed, sample.objects, pairs, run.table, target_options(run.cfg))
-    if answer is not None:
+    options, threshold = target_options(run.cfg), run.cfg.rm.matching.iou_threshold
+    if answer is None:
+        target = targets.ground_truth_target(sample.objects, run.table, options)
+    else:
+        parsed = parse_answer(answer.response_token_ids, run.table)
+        pairs = match(iou_matrix([pred.object for pred in parsed.objects], sample.objects), threshold)
+        target = build_target(parsed, sample.objects, pairs, run.table, options)
         rollouts.counts.update(count_sample(parsed, sample.objects, threshold, answer.finish_reason == "length"))
         rollouts.counts.update(appended=target.num_appended, failed=int(answer.error is not None))
-        rollouts.lengths.append(len(response))
+        rollouts.lengths.append(len(answer.response_token_ids))
     return targets.make_segment(
         sample.id,
         prompt.prompt_token_ids,

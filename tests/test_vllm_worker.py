@@ -105,7 +105,7 @@ def new_weights() -> dict:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 30, 64, 1 << 20])
 def test_a_streamed_update_loads_every_tensor_bit_for_bit(bucket_bytes):
-    """SYN-1, SYN-5, SYN-7: whatever the buckets; digests are of what arrived; the tensors in force keep their storage."""
+    """SYN-1, SYN-5, SYN-7: whatever the buckets; digests are of what arrived; tensors in force keep their storage."""
     model = TinyModel()
     engine = make_engine(model)
     storage = model.first.weight.data_ptr()
@@ -143,6 +143,27 @@ def test_tensors_that_are_not_sent_keep_their_values_and_are_reported():
     assert torch.equal(model.first.weight, tensors["first.weight"])
     assert torch.equal(model.second.weight, before["second.weight"])
     engine.shutdown()
+
+
+def test_a_tied_output_layer_is_processed_with_the_embeddings():
+    """SYN-7: vLLM 0.32 leaves it with its packed copy of the old weights on CPU."""
+
+    class Packing:
+        def process_weights_after_loading(self, module):
+            module.packed = module.weight.detach().clone()
+
+    model = TinyModel()
+    model.head = nn.Linear(4, 3, bias=False)
+    model.head.weight = model.first.weight
+    model.head.quant_method = Packing()
+    engine = make_engine(model)
+    engine.start_weight_update()
+    sent = torch.randn(3, 4)
+    engine.session.load([("first.weight", sent)])
+    engine.finish_weight_update()
+    assert model.head.weight is model.first.weight
+    assert torch.equal(model.head.packed, sent)
+    assert "head.weight" not in engine.missing
 
 
 def test_a_fused_group_that_came_in_part_is_refused():

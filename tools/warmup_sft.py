@@ -43,7 +43,7 @@ class WarmupConfig(Section):
     seed: int = Field(0, ge=0)
     steps: PositiveInt = Field(description="optimizer steps")
     samples_per_step: PositiveInt = 16
-    row_tokens: PositiveInt = Field(2048, description="most tokens in one packed row; no segment may be longer")
+    row_tokens: PositiveInt = Field(1024, description="most tokens in one packed row; no segment may be longer")
     matrix_lr: PositiveFloat = Field(0.01, description="learning rate of Muon, for the matrices")
     other_lr: PositiveFloat = Field(2e-3, description="learning rate of AdamW, for embeddings, norms and biases")
     weight_decay: float = Field(0.01, ge=0)

@@ -16,7 +16,6 @@ from utils.losses import LossWeights, num_chunks_for
 from utils.model import (
     RowModel,
     apply_tuner,
-    base_model,
     enable_gradient_checkpointing,
     load_model,
     param_groups,
@@ -97,18 +96,13 @@ class Learner:
             fill_ratio=sum(batch.num_tokens for batch in batches) / (len(batches) * self._cfg.global_max_length),
         )
 
-    def answer_logprobs(self, batch: Batch, token_ids: Sequence[int]) -> np.ndarray:
-        """Log-probabilities, float64 `[len(token_ids)]`, of the last tokens of a batch of one segment, which are
-        `token_ids`; adapters in force, no gradient. All ranks must call it with the same batch (ZeRO-3)."""
-        was_training = self.engine.module.training
-        self.engine.module.eval()
+    def last_logprobs(self, batch: Batch, num_tokens: int) -> np.ndarray:
+        """Log-probabilities, float64 `[num_tokens]`, of the last tokens of a batch of one segment; adapters in force.
+        All ranks must call it with the same batch (ZeRO-3)."""
+        self.engine.eval()
         with torch.no_grad():
-            hidden = self.engine.module.hidden_states(batch.to(self._ranks.device))[0]
-            end = int(batch.cu_seqlens[1]) - 1
-            logits = base_model(self.model).lm_head(hidden[end - len(token_ids) : end])
-            chosen = torch.as_tensor(token_ids, device=logits.device)[:, None]
-            logprobs = logits.float().log_softmax(-1).gather(1, chosen)[:, 0]
-        self.engine.module.train(was_training)
+            logprobs = self.engine(batch.to(self._ranks.device), num_scored=num_tokens)
+        self.engine.train()
         return logprobs.double().cpu().numpy()
 
     def _share_totals(self, batches: Sequence[Batch]) -> tuple[dict[str, float], int]:

@@ -278,9 +278,18 @@ class RowModel(nn.Module):
         self.model = model
 
     def forward(
-        self, batch: Batch, denominators: dict[str, float], weights: LossWeights, num_chunks: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self,
+        batch: Batch,
+        denominators: dict[str, float] | None = None,
+        weights: LossWeights | None = None,
+        num_chunks: int = 1,
+        num_scored: int = 0,
+    ) -> tuple[Tensor, dict[str, Tensor]] | Tensor:
         """Loss (float32 scalar, see `utils.losses.total_loss`) and the detached, unweighted sums of its parts.
+
+        With `num_scored` it returns the log-probabilities of the last tokens of a batch's first segment instead,
+        float32 `[num_scored]`: through the same door, because under ZeRO-3 only an engine's forward gathers weights
+        that one module reads from another, as DoRA does.
 
         Args:
             batch: on the model's device.
@@ -289,6 +298,11 @@ class RowModel(nn.Module):
         """
         hidden = self.hidden_states(batch).flatten(0, 1)
         head = base_model(self.model).lm_head
+        if num_scored:
+            end = int(batch.cu_seqlens[1])
+            scored = slice(end - num_scored, end)
+            logprobs = head(hidden[scored.start - 1 : end - 1]).float().log_softmax(-1)
+            return logprobs.gather(1, batch.input_ids.flatten()[scored, None])[:, 0]
         sums = loss_sums(hidden, head, batch, weights.sigma, num_chunks)
         return total_loss(sums, denominators, weights), {part: value.detach() for part, value in sums.items()}
 

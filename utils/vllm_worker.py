@@ -131,8 +131,26 @@ class _StreamedUpdates:
             raise RuntimeError(f"only a part of a fused tensor arrived for {_some(partial)}; send whole groups")
         with _no_warning_per_layer():
             finalize_layerwise_reload(self.model, self.model_config)
+        self._process_tied_modules(session.loaded)
         self.session = None
         self.missing = sorted({name for name, _ in self.model.named_parameters()} - session.loaded)
+
+    def _process_tied_modules(self, loaded: set[str]) -> None:
+        """Process modules that share a weight with one that was sent, under whose name it did not come.
+
+        vLLM's reload processes only modules that received something. An output layer tied to the embeddings does not,
+        and on CPU it would go on with a packed copy of the old weights (vLLM 0.32; the shared tensor itself is new).
+        """
+        fresh, others = set(), []
+        for name, module in self.model.named_modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and f"{name}.weight" in loaded:
+                fresh.add(id(weight))
+            elif weight is not None and hasattr(module, "quant_method"):
+                others.append(module)
+        for module in others:
+            if id(module.weight) in fresh:
+                module.quant_method.process_weights_after_loading(module)
 
     def _partly_loaded_modules(self) -> list[str]:
         """Modules that vLLM would process unfinished. A vocabulary padded to a round size is never quite full."""

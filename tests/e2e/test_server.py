@@ -1,0 +1,571 @@
+"""The rollout server as a real process: two CPU engines, real HTTP, real weight updates over Gloo, real signals."""
+
+import base64
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+import torch
+import yaml
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file
+
+from utils.wire import plan_buckets, tensor_digest
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+START_S = 400  # a loaded two-core machine; about 30 s on an idle one
+GREEDY = {"max_tokens": 12, "temperature": 0.0}
+SAMPLED = {"max_tokens": 12, "temperature": 1.0}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """A started `rollout_server.py` and how to talk to it."""
+
+    def __init__(self, folder: Path, model: Path, prefix: str = "", token: str | None = None, **settings):
+        self.port, self.group_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}{prefix}"
+        self.config = folder / f"server_{self.port}.yaml"
+        self.config.write_text(yaml.safe_dump(config_of(folder, model, self.url, self.group_port, settings)))
+        self.log = folder / f"server_{self.port}.log"
+        self.session = requests.Session()
+        self.session.trust_env = False
+        if token:
+            self.session.headers["Authorization"] = f"Bearer {token}"
+        self.process = launch(self.config, self.log, token)
+        self.children: list[psutil.Process] = []
+
+    def wait_ready(self) -> "Server":
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if self.get("/health/").status_code == 200:
+                    self.children = psutil.Process(self.process.pid).children(recursive=True)
+                    return self
+            except requests.ConnectionError:
+                pass
+            time.sleep(0.3)
+        raise AssertionError(f"server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def get(self, path: str) -> requests.Response:
+        return self.session.get(self.url + path, timeout=30)
+
+    def post(self, path: str, body: dict, timeout: float = 120) -> requests.Response:
+        return self.session.post(self.url + path, json=body, timeout=timeout)
+
+    def infer(self, asked: list[dict], **config) -> list[dict]:
+        answer = self.post("/infer/", {"infer_requests": asked, "request_config": config})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def end(self) -> None:
+        """Only what this test started, by process id."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for child in alive(self.children):
+            child.kill()
+
+
+def launch(config: Path, log: Path, token: str | None = None) -> subprocess.Popen:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"ROLLOUT_SERVER_TOKEN": token} if token else {})
+    command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(config)]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
+
+
+def config_of(folder: Path, model: Path, url: str, group_port: int, settings: dict) -> dict:
+    matching = {
+        "rollout_backend": "vllm",
+        "max_new_tokens": 64,
+        "vllm": {"mode": "server", "server": {"servers": [{"base_url": url, "group_port": group_port}]}},
+    }
+    server = {"device": "cpu", "vllm_max_model_len": 512, "cpu_kv_cache_gib": 1} | settings
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "global_max_length": 1024,
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": str(folder / "data" / "train.jsonl"),
+            "extra": {"rollout_matching": matching, "rollout_server": server},
+        },
+        "training": {"output_dir": str(folder / "run")},
+        "deepspeed": "zero2",
+    }
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those still running; a zombie has ended, its parent just has not asked."""
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return bool(condition())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "data").mkdir()
+    for i in range(4):
+        image = Image.new("RGB", (128, 96), (60 * i, 90, 200 - 40 * i))
+        ImageDraw.Draw(image).rectangle((10 * i, 20, 10 * i + 40, 70), fill=(250, 250, 60 * i))
+        image.save(folder / "data" / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory) -> Path:
+    """The same architecture with other random weights."""
+    from tools.make_demo import build_start_model
+
+    return build_start_model(tmp_path_factory.mktemp("other_model"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(folder, start_model):
+    server = Server(folder, start_model, vllm_data_parallel_size=2)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.end()
+
+
+@pytest.fixture(scope="module")
+def asked(folder) -> list[dict]:
+    prompt = [{"role": "user", "content": "<image>List every object."}]
+    return [{"messages": prompt, "images": [str(folder / "data" / f"{i}.png")]} for i in range(4)]
+
+
+class Learner:
+    """Rank 0 of a weight update, as utils/weight_sync.py does it, small enough to break off anywhere."""
+
+    def __init__(self, server: Server, run_id: str, world_size: int = 2, bucket_bytes: int = 1 << 20):
+        self.server, self.run_id, self.bucket_bytes = server, run_id, bucket_bytes
+        body = {"run_id": run_id, "master_address": "127.0.0.1", "master_port": server.group_port}
+        body |= {"world_size": world_size + 1, "rank_offset": 1, "bucket_bytes": bucket_bytes, "timeout_s": 60}
+        answers = []
+        opening = threading.Thread(target=lambda: answers.append(server.post("/init_communicator/", body)))
+        opening.start()
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group
+
+        self.group = open_group(
+            "127.0.0.1", server.group_port, 0, world_size + 1, backend="gloo", timeout=timedelta(seconds=60)
+        )
+        opening.join()
+        assert answers[0].status_code == 200, answers[0].text
+        assert answers[0].json()["transport"] == "gloo"
+
+    def call(self, path: str, **body) -> requests.Response:
+        return self.server.post(path, {"run_id": self.run_id, **body})
+
+    def update(
+        self, weights: dict, version: str, pause: str = "wait", stop_before: int | None = None
+    ) -> requests.Response:
+        """One whole update. Returns the answer to finish, or of the first call that failed."""
+        started = self.call("/start_weight_update/", version=version, pause=pause)
+        if started.status_code != 200:
+            return started
+        answers = []
+        info = {
+            "names": list(weights),
+            "dtype_names": [str(t.dtype).removeprefix("torch.") for t in weights.values()],
+            "shapes": [list(t.shape) for t in weights.values()],
+        }
+        receiving = threading.Thread(
+            target=lambda: answers.append(self.call("/update_weights/", digest=True, **info)), daemon=True
+        )
+        receiving.start()
+        self._send(list(weights.values()), stop_before)
+        receiving.join(60)
+        if answers[0].status_code != 200:
+            return answers[0]
+        self.digests = answers[0].json()["digests"]
+        return self.call("/finish_weight_update/", version=version)
+
+    def _send(self, tensors: list[torch.Tensor], stop_before: int | None) -> None:
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        layouts = plan_buckets([t.numel() * t.element_size() for t in tensors], self.bucket_bytes)
+        for index, layout in enumerate(layouts):
+            if index == stop_before:
+                self.group.shutdown()
+                self.group = None  # closes the connections, as the end of the process would
+                return
+            bucket = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+            for tensor, offset in zip(tensors[layout.first : layout.last], layout.offsets, strict=True):
+                raw = tensor.contiguous().view(-1).view(torch.uint8)
+                bucket[offset : offset + raw.numel()] = raw
+            self.group.broadcast([bucket], options).wait()
+
+
+def own_answers(model_dir: Path, asked: list[dict], max_tokens: int) -> list[tuple[list[int], list[int], torch.Tensor]]:
+    """Transformers' own greedy answers: (prompt ids, answer ids cut before the end token, log-probs of all of them)."""
+    from transformers import AutoModelForImageTextToText
+
+    from utils.data import load_processor, open_image
+    from utils.prompts import to_chat_messages
+
+    processor = load_processor(model_dir)
+    model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
+    answers = []
+    for request in asked:
+        images = [open_image(image) for image in request["images"]]
+        text = processor.apply_chat_template(
+            to_chat_messages(request["messages"], len(images)), tokenize=False, add_generation_prompt=True
+        )
+        inputs = processor(text=[text], images=images or None, return_tensors="pt")
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[0]
+            rest = {k: v for k, v in inputs.items() if k in ("pixel_values", "image_grid_thw")}
+            types = {"mm_token_type_ids": inputs["mm_token_type_ids"]} if "mm_token_type_ids" in inputs else {}
+            if types:  # answer tokens are text
+                padding = ids.numel() - inputs["input_ids"].shape[1]
+                types = {"mm_token_type_ids": torch.nn.functional.pad(types["mm_token_type_ids"], (0, padding))}
+            logits = model(input_ids=ids[None], **rest, **types).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        prompt = inputs["input_ids"][0].tolist()
+        answer = ids[len(prompt) :].tolist()
+        if answer and answer[-1] == processor.tokenizer.eos_token_id:
+            answer = answer[:-1]
+        answers.append((prompt, answer, logprobs))
+    return answers
+
+
+def assert_serves(server: Server, model_dir: Path, asked: list[dict]) -> None:
+    """The server's greedy answers and its probe are those of the checkpoint in `model_dir` (SYN-7, ROL-1, ROL-3)."""
+    own = own_answers(model_dir, asked, GREEDY["max_tokens"])
+    for output, (prompt_ids, answer_ids, _) in zip(server.infer(asked, **GREEDY), own, strict=True):
+        assert output["response"]["prompt_token_ids"] == prompt_ids
+        assert output["response_token_ids"] == [answer_ids]
+    prompt_ids, answer_ids, logprobs = own[0]
+    probe = server.post("/probe/", {"infer_request": asked[0], "token_ids": answer_ids}).json()
+    assert probe["prompt_token_ids"] == prompt_ids + answer_ids
+    for replica in probe["logprobs"]:
+        assert replica[0] is None
+        assert torch.tensor(replica[1:]).sub(logprobs[: len(replica) - 1]).abs().max() < 1e-3
+
+
+def test_health_and_sizes(server):
+    """SRV-1, SRV-6, SRV-8"""
+    health = server.get("/health/").json()
+    assert health["status"] == "ok" and health["weight_version"] is None and health["world_size"] == 2
+    assert server.get("/get_world_size/").json() == {"world_size": 2}
+    assert server.get("/weight_version/").json() == {"weight_version": None, "boot_id": health["boot_id"]}
+
+
+def test_start_up_print(server):
+    """SRV-2"""
+    text = server.log.read_text()
+    for words in (f"port              {server.port}", "data parallel     2", "max model length  512", "host "):
+        assert words in text
+
+
+def test_greedy_answers_and_prompts_equal_transformers(server, start_model, asked):
+    """ROL-1, ROL-3, SRV-4, SRV-8"""
+    assert_serves(server, start_model, asked)
+
+
+def test_every_image_form_gives_the_same_answer(server, folder, asked):
+    """SRV-4: local path, data URI, base64; string messages and content lists; order kept."""
+    raw = base64.b64encode((folder / "data" / "0.png").read_bytes()).decode()
+    uri = f"data:image/png;base64,{raw}"
+    text = {"type": "text", "text": "List every object."}
+    forms = [
+        asked[0],
+        {"messages": asked[0]["messages"], "images": [uri]},
+        {"messages": asked[0]["messages"], "images": [raw]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": uri}, text]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}, text]}]},
+        {"messages": [{"role": "user", "content": "List every object."}], "images": uri},
+        asked[1],
+    ]
+    outputs = server.infer(forms, **GREEDY, logprobs=True)
+    first = outputs[0]["response"]
+    for output in outputs[:-1]:
+        assert output["response"]["prompt_token_ids"] == first["prompt_token_ids"]
+        assert output["response_token_ids"] == outputs[0]["response_token_ids"]
+    assert outputs[-1]["rollout_logprobs"] != outputs[0]["rollout_logprobs"]
+    assert first["images_size"] == [[128, 96]]
+    assert len(first["choices"][0]["logprobs"]["content"]) == len(outputs[0]["response_token_ids"][0])
+    assert first["choices"][0]["message"]["content"]
+
+
+def test_request_i_samples_with_seed_plus_i(server, asked):
+    """SRV-4, DIS-6: so cutting a call into two changes nothing."""
+    whole = server.infer([asked[0]] * 4, **SAMPLED, seed=2**31 - 2)
+    again = server.infer([asked[0]] * 4, **SAMPLED, seed=2**31 - 2)
+    tokens = [output["response_token_ids"] for output in whole]
+    assert tokens == [output["response_token_ids"] for output in again]
+    halves = server.infer([asked[0]] * 2, **SAMPLED, seed=2**31 - 2) + server.infer([asked[0]] * 2, **SAMPLED, seed=0)
+    assert tokens == [output["response_token_ids"] for output in halves]
+    assert len({str(t) for t in tokens}) == 4
+
+
+def test_both_replicas_take_part(server, asked):
+    """SRV-9"""
+    server.infer(asked * 2, **GREEDY)
+    lines = server.get("/metrics/").text.splitlines()
+    done = [line for line in lines if line.startswith("vllm:request_success_total") and '"length"' in line]
+    counts = {line.split('engine="')[1][0]: float(line.split()[-1]) for line in done}
+    assert set(counts) == {"0", "1"} and abs(counts["0"] - counts["1"]) <= 4, counts
+    assert any(line.startswith("rollout_server_device_memory_bytes") for line in lines)
+
+
+def test_bad_requests_fail_alone(server, folder, asked):
+    """SRV-5: unreadable image, over-long prompt, refused path and url; the others are answered."""
+    (folder / "data" / "broken.png").write_bytes(b"\x89PNG broken")
+    (folder / "outside.png").write_bytes((folder / "data" / "0.png").read_bytes())
+    (folder / "data" / "link.png").symlink_to(folder / "outside.png")
+    prompt = asked[0]["messages"]
+    images = ["broken.png", "missing.png", "link.png", "../outside.png"]
+    bad = [{"messages": prompt, "images": [str(folder / "data" / name)]} for name in images]
+    bad.append({"messages": prompt, "images": ["http://127.0.0.1:9/a.png"]})
+    bad.append({"messages": [{"role": "user", "content": "word " * 600}]})
+    bad.append({"messages": prompt, "images": []})
+    bad.append({"messages": [{"role": "nobody", "content": "x"}]})
+    outputs = server.infer([asked[0], *bad, asked[1]], **GREEDY)
+    infos = [output["rollout_infos"] for output in outputs]
+    assert [("error" in info, info.get("refused", False)) for info in infos] == (
+        [(False, False)] + [(True, False)] * 2 + [(True, True)] * 3 + [(True, False)] * 3 + [(False, False)]
+    )
+    assert "512" in infos[6]["error"] and "nobody" in infos[8]["error"]
+    plain = server.infer(asked[:2], **GREEDY)
+    assert [outputs[0]["response_token_ids"], outputs[-1]["response_token_ids"]] == [
+        output["response_token_ids"] for output in plain
+    ]
+
+
+def test_malformed_calls_get_a_4xx_and_the_server_stays_up(server):
+    """SRV-5"""
+    broken = server.session.post(f"{server.url}/infer/", data="{", headers={"content-type": "application/json"})
+    assert broken.status_code == 422
+    answer = server.post("/infer/", {"infer_requests": [{"messages": 3}]})
+    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"][-1] == "messages"
+    assert server.post("/probe/", {"infer_request": {"messages": [{"role": "user", "content": "<image>"}]}}).ok is False
+    assert server.get("/health/").status_code == 200
+
+
+def test_a_client_that_hangs_up_frees_the_engine(server, asked):
+    """CON-3: its retry must not queue behind answers that nobody reads."""
+    with pytest.raises(requests.Timeout):
+        server.post(
+            "/infer/",
+            {"infer_requests": asked * 8, "request_config": {"max_tokens": 400, "temperature": 1.0, "stop": ["\0"]}},
+            timeout=1.0,
+        )
+    assert wait_until(lambda: server.get("/health/").json()["running"] == 0, 10)
+
+
+def test_weights_arrive_bit_for_bit_and_are_served(server, other_model, start_model, asked):
+    """SYN-1, SYN-7, SYN-8: over Gloo, in buckets, twice; digests per worker, versions, answers of the new weights."""
+    learner = Learner(server, "run-a", bucket_bytes=300_000)
+    for model, version in ((other_model, "run-a:1"), (start_model, "run-a:2"), (other_model, "run-a:3")):
+        weights = load_file(model / "model.safetensors")
+        answer = learner.update(weights, version)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {"weight_version": version, "missing": []}
+        assert learner.digests == [{name: tensor_digest(tensor) for name, tensor in weights.items()}] * 2
+        assert server.get("/health/").json()["weight_version"] == version
+        assert_serves(server, model, asked[:2])
+        assert server.infer(asked[:1], **GREEDY)[0]["rollout_infos"] == {"weight_version": version}
+
+
+def test_frozen_tensors_need_not_be_sent_again(server, other_model, start_model, asked, tmp_path):
+    """SYN-6: an update of one whole layer leaves all else as it was, and says what it did not touch."""
+    learner = Learner(server, "run-b")
+    mixed = load_file(other_model / "model.safetensors")
+    assert learner.update(mixed, "run-b:1").status_code == 200
+    layer = "model.language_model.layers.1."
+    changed = {n: t for n, t in load_file(start_model / "model.safetensors").items() if n.startswith(layer)}
+    assert len(changed) > 5
+    answer = learner.update(changed, "run-b:2").json()
+    assert answer["weight_version"] == "run-b:2" and len(answer["missing"]) > 20
+    assert not any(".layers.1." in name and "language_model" in name for name in answer["missing"])
+    assert_serves(server, save_variant(other_model, mixed | changed, tmp_path), asked[:2])
+
+
+def save_variant(model_dir: Path, weights: dict, path: Path) -> Path:
+    from safetensors.torch import save_file
+
+    for file in model_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_updates_that_must_not_be_used_are_refused(server, other_model):
+    """SYN-3, SYN-6: unknown tensor, wrong shape, half a fused group; then a full update repairs it."""
+    whole = load_file(other_model / "model.safetensors")
+    query = next(name for name in whole if name.endswith("layers.0.self_attn.q_proj.weight"))
+    for weights, words in (
+        (whole | {"model.language_model.nonsense.weight": torch.zeros(3)}, "nonsense"),
+        (whole | {query: torch.zeros(8, 8)}, "q_proj"),
+        ({query: whole[query]}, "part of a fused tensor"),
+    ):
+        learner = Learner(server, "run-c")
+        answer = learner.update(weights, "run-c:1")
+        assert answer.status_code == 502 and words in answer.json()["detail"], answer.text
+        assert server.get("/health/").json()["status"] == "dirty"
+    assert Learner(server, "run-c").update(whole, "run-c:2").status_code == 200
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort", "keep"])
+def test_requests_that_are_running_when_weights_change(server, start_model, other_model, asked, pause):
+    """SYN-8, SYN-9: one set of weights per answer, except with `keep`, which says so."""
+    learner = Learner(server, "run-d")
+    before = load_file(start_model / "model.safetensors")
+    assert learner.update(before, "run-d:1").status_code == 200
+    outputs = []
+    config = {"max_tokens": 300, "temperature": 1.0, "seed": 1}
+    running = threading.Thread(target=lambda: outputs.extend(server.infer(asked, **config)))
+    running.start()
+    assert wait_until(lambda: server.get("/health/").json()["running"] == 4, 30)
+    time.sleep(0.2)
+    answer = learner.update(load_file(other_model / "model.safetensors"), "run-d:2", pause=pause)
+    assert answer.status_code == 200, answer.text
+    running.join()
+    expected = {
+        "wait": {"weight_version": "run-d:1"},
+        "abort": {"weight_version": "run-d:2"},
+        "keep": {"weight_version": "run-d:1", "last_weight_version": "run-d:2"},
+    }
+    long = [output for output in outputs if len(output["response_token_ids"][0]) > 150]
+    assert long and all(output["rollout_infos"] == expected[pause] for output in long)
+    assert_serves(server, other_model, asked[:2])
+
+
+def test_a_learner_that_dies_in_the_middle_leaves_a_server_that_recovers(server, other_model, asked):
+    """SYN-3, CON-4: dirty, no answers; the next learner opens the communicator anew and sends everything."""
+    weights = load_file(other_model / "model.safetensors")
+    learner = Learner(server, "run-e", bucket_bytes=300_000)
+    answer = learner.update(weights, "run-e:1", stop_before=4)
+    assert answer.status_code == 502 and "broke off" in answer.json()["detail"]
+    health = server.get("/health/")
+    assert health.status_code == 503 and health.json()["status"] == "dirty"
+    assert health.json()["weight_version"] is None
+    assert server.post("/infer/", {"infer_requests": asked[:1], "request_config": GREEDY}).status_code == 503
+    assert learner.call("/abort_weight_update/").status_code == 200
+
+    following = Learner(server, "run-f", bucket_bytes=300_000)
+    assert learner.call("/start_weight_update/", version="run-e:2").status_code == 409
+    assert following.update(weights, "run-f:1").status_code == 200
+    assert server.get("/health/").status_code == 200
+    assert_serves(server, other_model, asked[:2])
+    assert following.call("/close_communicator/").status_code == 200
+
+
+def test_a_learner_that_dies_before_sending_leaves_a_server_that_recovers(server, other_model):
+    """SYN-3: between start and the first bucket."""
+    learner = Learner(server, "run-g")
+    assert learner.call("/start_weight_update/", version="run-g:1").status_code == 200
+    learner.group = None
+    following = Learner(server, "run-h")
+    assert server.get("/health/").json()["status"] == "dirty"
+    assert following.update(load_file(other_model / "model.safetensors"), "run-h:1").status_code == 200
+
+
+def test_prefix_cache_can_be_reset(server):
+    """SRV-1"""
+    assert server.post("/reset_prefix_cache/", {}).json() == {"reset": True}
+
+
+def test_a_busy_port_is_an_error_that_names_its_holder(server, folder):
+    """SRV-2: status 2, no traceback, never another port."""
+    log = folder / "busy.log"
+    assert launch(server.config, log).wait(120) == 2
+    text = log.read_text()
+    assert f"{server.port}: Address already in use; held by process {server.process.pid}" in text
+    assert "Traceback" not in text
+
+
+def test_tensor_parallel_behind_a_prefix_and_a_token(folder, start_model, other_model, asked):
+    """SRV-1, SRV-3, SRV-7: TP 2 takes weights; without the token nothing answers; SIGKILL of the front ends all."""
+    server = Server(folder, start_model, prefix="/rollout", token="s3cret", vllm_tensor_parallel_size=2)
+    try:
+        server.wait_ready()
+        assert requests.get(f"{server.url}/health/", timeout=10).status_code == 401
+        assert server.get("/get_world_size/").json() == {"world_size": 2}
+        weights = load_file(other_model / "model.safetensors")
+        learner = Learner(server, "run-t")
+        assert learner.update(weights, "run-t:1").json() == {"weight_version": "run-t:1", "missing": []}
+        assert learner.digests == [{name: tensor_digest(tensor) for name, tensor in weights.items()}] * 2
+        assert_serves(server, other_model, asked[:2])
+        assert learner.update(weights, "run-t:2", stop_before=2).status_code == 502
+        assert Learner(server, "run-u").update(weights, "run-u:1").status_code == 200
+        assert_serves(server, other_model, asked[:1])
+
+        assert len(alive(server.children)) >= 3
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        assert wait_until(lambda: not alive(server.children), 15), alive(server.children)
+        assert socket.socket().connect_ex(("127.0.0.1", server.port)) != 0
+    finally:
+        server.end()
+
+
+def test_sigterm_ends_the_tree_while_it_is_generating(server, asked):
+    """SRV-7: within 15 s, port free; an aborted client does not hold it up."""
+    body = {"infer_requests": asked * 16, "request_config": {"max_tokens": 400, "temperature": 1.0}}
+    threading.Thread(target=lambda: _ignore(server.post, "/infer/", body), daemon=True).start()
+    assert wait_until(lambda: server.get("/health/").json()["running"] > 8, 30)
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(20)
+    assert wait_until(lambda: not alive(server.children), 15 - (time.monotonic() - start)), alive(server.children)
+    assert time.monotonic() - start < 15
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", server.port))
+
+
+def _ignore(function, *args) -> None:
+    try:
+        function(*args)
+    except requests.RequestException:
+        pass
+
+
+def test_loading_server_says_so_and_dies_with_its_engines(folder, start_model):
+    """SRV-6, SRV-7: 503 while loading; SIGKILL at that moment leaves nothing behind either."""
+    server = Server(folder, start_model)
+    try:
+        assert wait_until(lambda: _status(server) == 503, 60)
+        assert server.get("/health/").json()["status"] == "loading"
+        front = psutil.Process(server.process.pid)
+        assert wait_until(lambda: len(front.children(recursive=True)) >= 2, START_S)
+        server.children = front.children(recursive=True)
+        server.process.kill()
+        server.process.wait()
+        assert wait_until(lambda: not alive(server.children), 30), alive(server.children)
+    finally:
+        server.end()
+
+
+def _status(server: Server) -> int | None:
+    try:
+        return server.get("/health/").status_code
+    except requests.ConnectionError:
+        return None
