@@ -12,8 +12,8 @@ CPU_INDEX = https://download.pytorch.org/whl/cpu
 # DeepSpeed and its children must find this environment's programs (ninja, deepspeed) whatever the caller's PATH is.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export DS_ACCELERATOR := $(if $(filter cpu,$(DEVICE)),cpu,)
-COMMA := ,
-NUM_GPUS = $(words $(subst $(COMMA), ,$(GPUS)))
+# DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
 .PHONY: help setup demo test test-all lint server train docs clean
 
@@ -28,6 +28,7 @@ $(READY): requirements-$(DEVICE).txt constraints.txt tools/torchvision_cpu.py
 	  $(if $(filter cpu,$(DEVICE)),$$(curl -sfo /dev/null -m 5 $(CPU_INDEX)/torch/ && echo --extra-index-url $(CPU_INDEX)))
 	$(if $(filter cpu,$(DEVICE)),$(BIN)/pip uninstall -q -y torchaudio torchcodec)
 	$(BIN)/python tools/torchvision_cpu.py
+	$(if $(filter cpu,$(DEVICE)),$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" > /dev/null)
 	touch $@
 
 demo: $(READY) ## stage 2 from start to end on this machine's CPU: data, start model, server, learner, result

@@ -30,7 +30,7 @@ import numpy as np
 
 from utils import targets
 from utils.checkpoint import save_adapter, save_merged
-from utils.config import Config, dump_yaml, load_config_or_exit, require_variant
+from utils.config import Config, ConfigError, check_world_size, engine_json, load_config_or_exit, require_variant
 from utils.data import (
     DataError,
     EncodedPrompt,
@@ -49,9 +49,9 @@ from utils.losses import LossWeights
 from utils.matching import match
 from utils.model import dummy_segment, position_ids_for
 from utils.monitor import Monitor, collapse_warnings, write_run_json
-from utils.packing import Batch, CarryBuffer, collate_packed, collate_padded
+from utils.packing import Batch, CarryBuffer, check_fits, collate_packed, collate_padded
 from utils.parsing import ParsedAnswer, TokenTable, parse_answer
-from utils.plan import format_plan, make_plan
+from utils.plan import print_dry_run
 from utils.rollout import Decoding, RolloutRequest, RolloutResult, ServerBackend, check_prompt
 from utils.rollout_client import RolloutClient
 from utils.targets import Segment, TargetOptions, build_target
@@ -66,7 +66,7 @@ def main() -> None:
     cfg = load_config_or_exit(args.config)
     require_variant(cfg, "rollout_matching_sft", "train_stage2.py")
     if args.dry_run:
-        print(dump_yaml(cfg) + format_plan(make_plan(cfg, args.world_size)))
+        print_dry_run(cfg, args.world_size)
         return
     run = set_up(cfg)
     try:
@@ -127,6 +127,11 @@ class Run:
 def set_up(cfg: Config) -> Run:
     """Data, tokenizer, servers, model, engine, communicators: in the order in which mistakes are cheapest to find."""
     ranks = Ranks()
+    try:
+        check_world_size(cfg, ranks.world_size)
+        engine_json(cfg, ranks.world_size)
+    except ConfigError as error:
+        give_up("\n".join(error.problems), ranks.is_main)
     logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
     datasets, weights, val_samples = load_data(cfg, ranks.is_main)
     processor, table = load_tokenizer(cfg, ranks.is_main)
@@ -294,6 +299,7 @@ def prepare_rows(run: Run, step: int) -> tuple[list[list[Segment]], Rollouts]:
                 run.buffer.extend(segments)
                 rows.append(run.buffer.pop_row())
             else:
+                check_fits(segments, run.cfg.global_max_length)
                 rows.append(segments)
 
     run.ranks.raise_together(attempt(prepare), f"preparing step {step} with weights {run.version}")
@@ -457,7 +463,11 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts) -> Non
     }
     run.monitor.scalars(step, values)
     run.monitor.progress(step, loss=result.losses["total"], f1=quality["f1"], tokens_per_s=tokens_per_s)
-    if run.ranks.is_main and counts["num_images"]:
+    if run.cfg.training.packing and result.fill_ratio < run.cfg.training.packing_min_fill_ratio:
+        logger.warning(
+            "step %d: rows are filled to %.2f only; a shorter global_max_length wastes less", step, result.fill_ratio
+        )
+    if counts["num_images"]:
         for warning in collapse_warnings(quality, run.cfg.training.collapse.model_dump()):
             logger.warning("step %d: %s", step, warning)
 
@@ -479,6 +489,9 @@ def finish(run: Run) -> None:
     seconds = {name: round(value, 3) for name, value in run.total_seconds.items()}
     record = {"steps": run.num_steps, "world_size": run.ranks.world_size, "seconds": seconds, "segments_left": left}
     (output / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
+    if run.cfg.rm.vllm.sync.verify == "always":
+        ledger = {"version": run.version, "digests": run.sync.ledger}
+        (output / "weights.json").write_text(json.dumps(ledger, indent=2) + "\n")
     logger.info("finished %d steps; %d finished segments were left in the buffers, untrained", run.num_steps, left)
     logger.info("seconds on rank 0: %s", seconds)
     logger.info("checkpoint: %s; curves: tensorboard --logdir %s", output / f"checkpoint-{run.num_steps}", output)

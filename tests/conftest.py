@@ -19,3 +19,28 @@ def start_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("start_model")
     build_start_model(path, seed=0)
     return path
+
+
+@pytest.fixture(scope="session")
+def warm_model(start_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The start model after a short supervised warm-up, by the program that users run: answers begin to parse."""
+    import subprocess
+    import sys
+
+    import yaml
+
+    from tools.make_demo import make_dataset
+
+    folder = tmp_path_factory.mktemp("warm_model")
+    make_dataset(folder / "data", num_train=600, num_val=1, seed=7)
+    config = {
+        "extends": str(Path("configs/demo/warmup.yaml").resolve()),
+        "model": str(start_model),
+        "train_jsonl": str(folder / "data" / "train.jsonl"),
+        "output_dir": str(folder / "model"),
+        "steps": 120,
+    }
+    (folder / "warmup.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "tools.warmup_sft", "--config", str(folder / "warmup.yaml")]
+    subprocess.run(command, check=True, timeout=600)
+    return folder / "model"

@@ -198,6 +198,7 @@ def test_CFG_2_missing_files_print_their_chains_all_together(tmp_path: Path) -> 
         ("- 1\n- 2", "must hold a mapping"),
         ("a: 1\nb: 2\na: 3", "'a' is given twice"),
         ("1: 2", "must be text to be a key"),
+        ("a: &x {b: *x}", "an anchor contains itself"),
         ("extends: 5", "must be a file or a list of files"),
         ("extends: [5]", "must be a file or a list of files"),
     ],
@@ -206,6 +207,12 @@ def test_broken_yaml_is_one_readable_problem(tmp_path: Path, text: str, message:
     with pytest.raises(ConfigError) as caught:
         resolve_yaml(write(tmp_path, top=text))
     assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
+
+
+def test_an_anchor_and_its_alias_are_reported_each_at_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, top="model: &empty {}\ncustom: *empty\ntraining: {output_dir: o}"))
+    assert len(caught.value.problems) == 4  # model.path, two of custom, and the mode that is not built
 
 
 def test_scalars_are_read_as_yaml_1_2(tmp_path: Path) -> None:
@@ -656,6 +663,10 @@ UNBUILT_SETTINGS = [
     {"RM__monitor_dump": {"every_steps": 5}},
     {"training__resume_from_checkpoint": "auto"},
     {"training__fused_kernels": True},
+    {"data__num_workers": 4},
+    {"training__packing_min_fill_ratio": 0.9},
+    {"training__save_total_limit": 2},
+    {"training__logging_steps": 10},
 ]
 
 

@@ -176,6 +176,10 @@ BAD_LINES = {
     "objects is a number": (line(objects=3), "objects: must be a list, not a number"),
     "width is a string": (line(width="100"), 'width: must be a positive integer, not "100"'),
     "height is zero": (line(height=0), "height: must be a positive integer, not 0"),
+    "no size": (
+        line(images=[], width=..., height=...),
+        "objects[0]: there is no image size; the line needs width and height",
+    ),
     "height is missing": (line(height=...), "height: must be a positive integer, not null"),
     "outside": (
         line(objects=[{"desc": "cat", "bbox_2d": [0, 0, 150, 25]}]),
@@ -184,6 +188,11 @@ BAD_LINES = {
     "poly outside": (
         line(objects=[{"desc": "c", "poly": [0, 0, 9, 9, -9, 3]}]),
         "objects[0].poly: [0, 0, 9, 9, -9, 3]",
+    ),
+    "huge number": (line(objects=[{"desc": "c", "bbox_2d": [0, 0, 10**400, 9]}]), "lies outside the image"),
+    "infinite number": (
+        '{"images": [], "width": 9, "height": 9, "objects": [{"desc": "c", "bbox_2d": [0, 0, 1e999, 9]}]}',
+        "must be a list of numbers",
     ),
     "turned box": (line(objects=[{"desc": "c", "bbox_2d": [9, 0, 3, 9]}]), "is not [x1, y1, x2, y2]"),
     "three numbers": (line(objects=[{"desc": "c", "bbox_2d": [9, 0, 3]}]), "bbox_2d: must have 4 numbers, has 3"),

@@ -387,11 +387,11 @@ def test_param_groups_have_their_own_rates_and_decay_lrn_2(model, tuner):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("stage, tuner", [(3, "dora"), (3, "full"), (2, "dora")])
+@pytest.mark.parametrize("stage, tuner", [(3, "dora"), (2, "full")])
 def test_zero_ranks_with_unlike_rows_train_as_one_process_pck_8(start, tmp_path, stage, tuner):
     """Two ranks, one with images and one without, one without any segment: ZeRO does not hang, and after four steps
     the parameters are those of a single process that saw the same rows (PCK-5, LRN-2)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", __file__]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # DeepSpeed looks for ninja there
     run = subprocess.run(

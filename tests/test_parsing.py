@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 
 import numpy as np
@@ -45,23 +46,18 @@ def wrap(*objects: str) -> str:
 
 def check_alignment(parsed: ParsedAnswer, table: TokenTable) -> None:
     """Every index of a parsed answer says what it should."""
-    assert [len(text) for text in map(table.bytes_of.__getitem__, parsed.prefix_ids)]
+    ids = parsed.prefix_ids
     for pred in parsed.objects:
-        tokens = np.array(parsed.prefix_ids)[pred.coord_index]
-        assert tuple(table.coord_bin[tokens].tolist()) == pred.object.coords
-        start, end = pred.token_span
-        assert text_of(parsed.prefix_ids[:start], table).count(b"\0") >= 0
-        around = text_of(parsed.prefix_ids[start:end], table)
-        inner = around[around.index(b"{") : around.rindex(b"}") + 1]
-        assert b'"desc"' in inner or inner == around
-        first, last = pred.desc_span
+        assert tuple(table.coord_bin[np.array(ids)[pred.coord_index]].tolist()) == pred.object.coords
         raw = parsed.prefix_bytes[slice(*pred.desc_bytes)]
         assert json.loads(b'"' + raw + b'"') == pred.object.desc
-        assert raw + b'"' in text_of(parsed.prefix_ids[first:last], table)
-        for token in (first, last - 1):  # no token of the span could be left out
-            inside = parsed.prefix_ids[first:last]
-            inside.pop(0 if token == first else -1)
-            assert raw + b'"' not in text_of(inside, table) or len(inside) == last - first
+        written = parsed.prefix_bytes[slice(*pred.byte_span)]
+        coord_text = iter(f"<|coord_{c}|>".encode() for c in pred.object.coords)
+        written = re.sub(rb"\xff", lambda _: next(coord_text), written)  # noqa: B023
+        for span, text in [(pred.desc_span, raw + b'"'), (pred.token_span, written)]:
+            start, end = span  # the fewest tokens that hold the text
+            assert text in text_of(ids[start:end], table)
+            assert text not in text_of(ids[start + 1 : end], table) and text not in text_of(ids[start : end - 1], table)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,14 +107,20 @@ def test_tgt_2_other_vocabularies_are_refused() -> None:
 
 
 def test_tgt_3_spell_uses_the_fewest_tokens() -> None:
-    """TGT-3: against the tokenizer's own spelling, never longer; exact bytes for any bytes."""
+    """TGT-3: against a breadth-first search; exact for any bytes."""
     table = make_table("whole")
     rng = random.Random(1)
+    ordinary = {text for token, text in enumerate(table.bytes_of) if text in table._id_of and token < 600}
     for _ in range(300):
-        data = text_of(table.encode(format_objects([random_object(rng)])), table)[: rng.randint(1, 60)]
+        text = table.bytes_of[rng.choice(table.encode(format_objects([random_object(rng)])))]
+        data = text[: rng.randint(1, len(text))]
         ids = table.spell(data)
         assert text_of(ids, table) == data
-        assert len(ids) <= len(table.encode(data.decode(errors="ignore"))) + 3
+        reach, steps = {0}, 0  # how far so many tokens can get
+        while len(data) not in reach:
+            reach = {j for i in reach for j in range(i + 1, len(data) + 1) if data[i:j] in ordinary}
+            steps += 1
+        assert len(ids) == steps
     assert text_of(table.spell(bytes(range(256))), table) == bytes(range(256))
     assert [table.bytes_of[token] for token in table.spell(b"]}")] == [b"]}"]
 
@@ -272,7 +274,11 @@ MALFORMED = {
     "extra_key": ['{"desc": "a", "bbox_2d": BOX, "score": 1}', '{"desc": "a", "bbox_2d": BOX, "x": {"y": [{}, {}]}}'],
     "missing_desc": ['{"bbox_2d": BOX}', "{}"],
     "empty_desc": ['{"desc": "", "bbox_2d": BOX}', '{"desc": " \\n", "bbox_2d": BOX}'],
-    "bad_desc": ['{"desc": 5, "bbox_2d": BOX}', '{"desc": "a <|coord_5|>", "bbox_2d": BOX}', r'{"desc": "\ud800", "bbox_2d": BOX}'],
+    "bad_desc": [
+        '{"desc": 5, "bbox_2d": BOX}',
+        '{"desc": "a <|coord_5|>", "bbox_2d": BOX}',
+        r'{"desc": "\ud800", "bbox_2d": BOX}',
+    ],
     "missing_geometry": ['{"desc": "a"}'],
     "two_geometries": ['{"desc": "a", "bbox_2d": BOX, "poly": BOX}'],
     "coord_not_token": [
@@ -280,13 +286,14 @@ MALFORMED = {
         '{"desc": "a", "bbox_2d": ["<|coord_1|>", "<|coord_1|>", 3, 4]}',
         '{"desc": "a", "bbox_2d": [BOX]}',
         '{"desc": "a", "bbox_2d": null}',
+        '{"desc": "a", "bbox_2d": "BOX"}',
         '{"desc": "a", "poly": <|coord_1|>}',
     ],
     "wrong_count": [
         '{"desc": "a", "bbox_2d": []}',
         '{"desc": "a", "bbox_2d": [<|coord_1|>, <|coord_2|>]}',
         '{"desc": "a", "poly": BOX}',
-        '{"desc": "a", "poly": [<|coord_1|>, <|coord_2|>, <|coord_1|>, <|coord_2|>, <|coord_1|>, <|coord_2|>, <|coord_3|>]}',
+        '{"desc": "a", "poly": [' + "<|coord_1|>, " * 6 + "<|coord_1|>]}",
     ],
     "reversed_box": [
         '{"desc": "a", "bbox_2d": [<|coord_3|>, <|coord_2|>, <|coord_1|>, <|coord_4|>]}',
@@ -304,6 +311,7 @@ MALFORMED = {
         '{"desc": "a", "bbox_2d": [<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>}',
         '{"desc": "a", "bbox_2d": <|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>]}',
         '{"desc": "a", "bbox_2d": BOX]}',
+        '{"desc": "a "big" car", "bbox_2d": BOX}',
         '{"desc": "a, "bbox_2d": BOX}',
         '{"desc": a", "bbox_2d": BOX}',
         "{" + '"a": [' * 3000 + "]" * 3000 + "}",
@@ -332,6 +340,7 @@ def test_tgt_2_malformed_object_is_counted_and_harms_no_other(kind: str, reason:
     "bad",
     [
         '{"desc": "a", "bbox_2d": ' + BOX,
+        '{"desc": "a, "bbox_2d": ' + BOX,
         '{"desc": "a", "bbox_2d": ' + BOX[:-1],
         '{"desc": "a", "bbox_2d": [<|coord_1|>, <|coord_2|>',
         '{"desc": "a"',
@@ -344,29 +353,39 @@ def test_tgt_2_unclosed_object_harms_no_other(kind: str, bad: str) -> None:
     table = make_table(kind)
     parsed = parse_text(wrap(GOOD, bad, GOOD), kind)
     assert parsed.pred_objects == [GOOD_OBJECT] * 2
-    assert parsed.dropped == {"bad_json" if bad == "{" and False else "unclosed": 1}
-    last = parse_text(wrap(GOOD, bad), kind)
+    assert parsed.dropped == {"unclosed": 1}
+    # where a list is open, the `]}` of the answer would close the object
+    last = parse_text(wrap(GOOD, bad)[: None if "]" in bad else -2], kind)
     assert last.pred_objects == [GOOD_OBJECT] and last.dropped == {"unfinished": 1} and not last.closed
     assert text_of(last.prefix_ids, table).decode() == wrap(GOOD)[:-2]
 
 
 @pytest.mark.parametrize(
-    ("middle", "number"),
-    [(" ", 1), (",, ", 1), (", and ", 1), (" and ", 1), (', "a", ', 1), (", 5, ", 1), ("}, ", 1), (f", [{GOOD}], ", 1), (f", {BOX}, ", 1)],
-)  # fmt: skip
-def test_tgt_2_stray_text_between_objects(middle: str, number: int) -> None:
+    "middle", [" ", ",, ", ", and ", " and ", ', "a", ', ", 5, ", "}, ", f", [{GOOD}], ", f", {BOX}, "]
+)
+def test_tgt_2_stray_text_between_objects(middle: str) -> None:
     """TGT-2: what is no object is counted once; nested lists are not searched; the next object is valid."""
     parsed = parse_text('{"objects": [' + GOOD + middle + GOOD + "]}")
-    assert parsed.pred_objects == [GOOD_OBJECT] * 2 and parsed.dropped == {"stray_text": number} and parsed.closed
+    assert parsed.pred_objects == [GOOD_OBJECT] * 2 and parsed.dropped == {"stray_text": 1} and parsed.closed
     check_alignment(parsed, make_table("qwen"))
 
 
 def test_tgt_2_stray_text_behind_the_last_object_goes() -> None:
     table = make_table("qwen")
-    for tail in [", and so on", "}]}", " ]", ", ]}", "], ", f"]}}, {GOOD}", f"], {GOOD}]}}", '], "more": 1}']:
+    for tail in [", and so on", "}", " ]", ", ]}", "], ", f"]}}, {GOOD}", f"], {GOOD}]}}", '], "more": 1}']:
         parsed = parse_text('{"objects": [' + GOOD + tail)
         assert parsed.pred_objects == [GOOD_OBJECT] and not parsed.closed
         assert text_of(parsed.prefix_ids, table).decode() == wrap(GOOD)[:-2]
+
+
+@pytest.mark.parametrize(
+    "bad", [f'{{"desc": "a", "bbox_2d": {BOX}"}}', f'{{"desc": "a", "bbox_2d": "{BOX}}}', '{"desc": "a}']
+)
+def test_tgt_2_forgotten_quote_harms_no_other(bad: str) -> None:
+    """TGT-2: where the stray quote is only known by what follows, the object is dropped but never ends the prefix."""
+    parsed = parse_text(wrap(GOOD, bad, GOOD))
+    assert parsed.pred_objects == [GOOD_OBJECT] * 2 and parsed.dropped == {"bad_json": 1}
+    assert text_of(parse_text(wrap(GOOD, bad)).prefix_ids, make_table("qwen")).decode() == wrap(GOOD)[:-2]
 
 
 def test_tgt_2_nested_objects_are_not_objects() -> None:
@@ -449,9 +468,33 @@ def test_tgt_2_time_is_linear_for_any_garbage(text: str) -> None:
     assert process_seconds(ids, table, repeats=1) < 2.0
 
 
-def test_tgt_2_long_answers_are_parsed_in_milliseconds() -> None:
-    """TGT-2: 16k tokens; the bound is loose for slow machines, a Python loop over the tokens' text takes far longer."""
+def scan_per_token(ids: list[int], kind: str) -> int:
+    """What a plain scanner does at the least: decode each token and walk through its characters. Counts the objects."""
+    tokenizer, is_coord = make_tokenizer(kind), set(make_table(kind).coord_ids.tolist())
+    depth, in_string, escaped, num_objects = 0, False, False, 0
+    for token in ids:
+        text = tokenizer.decode([token])
+        if token in is_coord:
+            continue
+        for char in text:
+            if in_string:
+                in_string, escaped = char != '"' or escaped, char == "\\" and not escaped
+            elif char == '"':
+                in_string = True
+            elif char in "{[":
+                depth += 1
+            elif char in "}]":
+                depth -= 1
+                num_objects += char == "}" and depth == 2
+    return num_objects
+
+
+def test_tgt_2_long_answers_are_parsed_many_times_faster_than_token_by_token() -> None:
+    """TGT-2: 16k tokens; a scanner that decodes every token takes about 15 times as long (5 asked for, noise aside)."""
     table = make_table("qwen")
     ids = long_answer(16_000, table)
-    assert len(ids) == 16_000
-    assert process_seconds(ids, table) < 0.05
+    start = time.process_time()
+    num_objects = scan_per_token(ids, "qwen")
+    scanner_s = time.process_time() - start
+    assert num_objects == len(parse_answer(ids, table).objects) > 500
+    assert process_seconds(ids, table) * 5 < scanner_s

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.test_config import edited
-from utils.config import ConfigError, build_config, engine_json
-from utils.plan import ModelSize, format_plan, learner_memory, make_plan, model_size
+from utils.config import ConfigError, build_config, engine_json, load_config
+from utils.plan import ModelSize, format_plan, learner_memory, make_plan, model_size, print_dry_run
 from utils.schema import Config, Tuner
 
 
@@ -59,7 +59,7 @@ def test_CFG_16_unknown_devices_leave_chunks_open() -> None:
 
 
 def test_DIS_2_too_many_learners_stop_the_dry_run_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"decode_batch_size=2 on 1 rollout device.*3 learners"):
+    with pytest.raises(ConfigError, match=r"decode_batch_size=2: on 1 rollout device.*3 learners"):
         make_plan(config(RS=settings(), RM__decode_batch_size=2), world_size=3)
 
 
@@ -133,6 +133,15 @@ def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
 
 def test_CFG_16_the_format_is_yaml_comments(tmp_path: Path) -> None:
     assert all(line.startswith("#") for line in format_plan(make_plan(config(), 1)).splitlines())
+
+
+def test_CFG_16_dry_run_prints_what_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config(RS=settings())
+    print_dry_run(cfg, world_size=1)
+    (tmp_path / "again.yaml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path / "again.yaml").model_dump() == cfg.model_dump()
+    with pytest.raises(SystemExit, match="2"):
+        print_dry_run(cfg, world_size=2)
 
 
 def test_checkpoint_of_the_test_is_what_it_says(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Write docs/config.md from the schema: `python -m tools.make_config_docs`; `--check` fails if out of date."""
+"""Write docs/config.md from the schema: `python -m tools.make_config_docs`; `--check` fails where it is stale."""
 
 import argparse
 import sys
@@ -18,9 +18,9 @@ _INTRO = """# Configuration
 Every key of a config file, generated from `utils/schema.py` by `python -m tools.make_config_docs`.
 
 A file may `extends` others (a path, or a list of paths, relative to itself): mappings merge key by key, lists and
-scalars are replaced, later entries win, the file itself wins over all. Paths inside a config are relative to the working
-directory. Unknown keys are errors, and all problems of a file are reported together. See what a file comes to with
-`python train_stage2.py --config FILE --dry-run --world-size N`.
+scalars are replaced, later entries win, the file itself wins over all. Paths inside a config are relative to the
+working directory. Unknown keys are errors, and all problems of a file are reported together. See what a file comes to
+with `python train_stage2.py --config FILE --dry-run --world-size N`.
 """
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -115,17 +114,26 @@ def _resolve(path: Path, chain: tuple[Path, ...], problems: list[str]) -> tuple[
 
 def _read_mapping(path: Path, trail: str, problems: list[str]) -> dict[str, Any]:
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        loaded = _own_copy(yaml.load(path.read_text(encoding="utf-8"), _Loader))
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         problems.append(f"{_shown(path)}: {reason}; reached by {trail}")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problems.append(f"{_shown(path)}: not valid YAML: {' '.join(str(error).split())}; reached by {trail}")
+    except RecursionError:
+        problems.append(f"{_shown(path)}: an anchor contains itself; reached by {trail}")
     else:
         if loaded is None or isinstance(loaded, dict):
             return loaded or {}
         problems.append(f"{_shown(path)}: must hold a mapping of keys, not {brief(loaded)}; reached by {trail}")
     return {}
+
+
+def _own_copy(value: Any) -> Any:
+    """A deep copy that shares nothing; `copy.deepcopy` keeps one object for an anchor and all its aliases."""
+    if isinstance(value, dict):
+        return {key: _own_copy(inner) for key, inner in value.items()}
+    return [_own_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _merge(base: dict, base_origin: dict[Keys, str], over: dict, over_origin: dict[Keys, str], at: Keys = ()) -> None:
@@ -317,7 +325,7 @@ def _check_fields(
 
     Wrong fields are set aside and take their defaults, so that rules over the others can still run on the result.
     """
-    data, bad, problems = deepcopy(data), [], []
+    data, bad, problems = _own_copy(data), [], []
     for path, migration in _RETIRED.items():
         keys = parse_path(path)
         if root is Config and _get(data, keys, _ABSENT) is not _ABSENT:

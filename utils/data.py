@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from utils.geometry import Object, bounding_box, pixels_to_bins
+from utils.images import to_rgb
 from utils.prompts import IMAGE_MARKER, render_prompt, to_chat_messages
 
 # Annotation tools round outwards; what lies at most this far outside the image is clamped, the rest is a mistake.
@@ -145,13 +146,11 @@ def _read_sample(row: dict[str, Any], base: Path, source: str, prompt: str | Non
             reasons.extend(bad.reasons)
             return default
 
-    known = len(reasons)
-    messages, images = attempt(_read_messages, row, prompt, default=(None, None))
-    images = attempt(_read_images, row, images or [], base, default=None)
-    sizes = attempt(_image_sizes, images, default=None) if images is not None else None
-    images_are_fine = len(reasons) == known
-    width, height = attempt(_read_size, row, sizes, images_are_fine, default=(None, None))
-    objects = attempt(_read_objects, row, sizes, width, height, default=[])
+    messages, inside = attempt(_read_messages, row, prompt, default=(None, []))
+    images = attempt(_read_images, row, inside, base)
+    sizes = None if images is None else attempt(_image_sizes, images)
+    size = attempt(_read_size, row, sizes)
+    objects = attempt(_read_objects, row, sizes, size)
     sample_id = attempt(_read_id, row, source)
     if messages is not None and images is not None:
         attempt(_check_markers, messages, len(images))
@@ -159,7 +158,7 @@ def _read_sample(row: dict[str, Any], base: Path, source: str, prompt: str | Non
         raise _Bad(*reasons)
     if object_order == "sorted":
         objects = sorted(objects, key=lambda item: (bounding_box(item)[1], bounding_box(item)[0]))
-    return Sample(sample_id, images, sizes, width or 0, height or 0, objects, messages, source)
+    return Sample(sample_id, images, sizes, *size, objects, messages, source)
 
 
 def _read_id(row: dict[str, Any], source: str) -> str:
@@ -276,15 +275,13 @@ def _image_sizes(images: list[str]) -> list[tuple[int, int]]:
     return sizes
 
 
-def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None, complain: bool) -> tuple[int, int]:
-    """`width` and `height` of the line, else of its only image."""
+def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tuple[int, int] | None:
+    """(width, height) of the line, else of its only image, else (0, 0). None if that image cannot be read."""
     given = {name: row.get(name) for name in ("width", "height")}
     if given["width"] is None and given["height"] is None:
-        if sizes is not None and len(sizes) == 1:
-            return sizes[0][1], sizes[0][0]
-        if _wants_size(row.get("objects")) and complain:
-            raise _Bad("width, height: missing")
-        return None, None
+        if sizes is None:
+            return None
+        return sizes[0][::-1] if len(sizes) == 1 else (0, 0)
     bad = [
         f"{name}: must be a positive integer, not {json.dumps(value)}"
         for name, value in given.items()
@@ -295,22 +292,21 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None, complai
     return given["width"], given["height"]
 
 
-def _wants_size(objects: Any) -> bool:
-    return bool(objects) and not (isinstance(objects, dict) and (objects.get("image_id") or not objects.get("bbox")))
-
-
-def _read_objects(row: dict[str, Any], sizes: list | None, width: int | None, height: int | None) -> list[Object]:
+def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None) -> list[Object]:
+    """All objects; `sizes` and `size` are None where what they come from is wrong and has been reported."""
     given = row.get("objects")
     if given is None:
         raise _Bad("objects: missing; write [] for an image without objects")
     if isinstance(given, dict):
-        given = _swift_objects(given, sizes)
-    if not isinstance(given, list):
+        items = _swift_objects(given, sizes, size)
+    elif isinstance(given, list):
+        items = [(item, size) for item in given]
+    else:
         raise _Bad(f"objects: must be a list, not {_kind(given)}")
     objects, reasons = [], []
-    for i, item in enumerate(given):
+    for i, (item, extent) in enumerate(items):
         try:
-            objects.append(_read_object(item, width, height))
+            objects.append(_read_object(item, extent))
         except _Bad as bad:
             reasons.extend(f"objects[{i}]{reason}" for reason in bad.reasons)
     if reasons:
@@ -318,8 +314,10 @@ def _read_objects(row: dict[str, Any], sizes: list | None, width: int | None, he
     return objects
 
 
-def _swift_objects(given: dict[str, Any], sizes: list[tuple[int, int]] | None) -> list[dict[str, Any]]:
-    """ms-swift's {"ref": [...], "bbox": [[...]], "bbox_type"?, "image_id"?} as a list of objects of our form.
+def _swift_objects(
+    given: dict[str, Any], sizes: list[tuple[int, int]] | None, size: tuple[int, int] | None
+) -> list[tuple[dict[str, Any], tuple[float, float] | None]]:
+    """ms-swift's {"ref": [...], "bbox": [[...]], "bbox_type"?, "image_id"?} as pairs (object of our form, its extent).
 
     One `ref` may name several boxes. Four numbers are a box, six or more a polygon. `bbox_type: norm1` means fractions.
     """
@@ -340,17 +338,18 @@ def _swift_objects(given: dict[str, Any], sizes: list[tuple[int, int]] | None) -
     objects = []
     for ref, box, image_id in zip(refs, boxes, image_ids, strict=False):
         item = {"desc": ref, "poly" if isinstance(box, list) and len(box) >= 6 else "bbox_2d": box}
+        extent = size
         if kind == "norm1":
-            item["extent"] = (1.0, 1.0)
+            extent = (1.0, 1.0)
         elif image_id != 0 or sizes is not None and len(sizes) > 1:
             if sizes is None or not isinstance(image_id, int) or not 0 <= image_id < len(sizes):
                 raise _Bad(f"objects.image_id: there is no image {image_id!r}")
-            item["extent"] = sizes[image_id][::-1]
-        objects.append(item)
+            extent = sizes[image_id][::-1]
+        objects.append((item, extent))
     return objects
 
 
-def _read_object(item: Any, width: int | None, height: int | None) -> Object:
+def _read_object(item: Any, size: tuple[int, int] | None) -> Object:
     if not isinstance(item, dict):
         raise _Bad(f": must be an object, not {_kind(item)}")
     desc = item.get("desc")
@@ -371,9 +370,11 @@ def _read_object(item: Any, width: int | None, height: int | None) -> Object:
         raise _Bad(f".poly: must have an even number of numbers, at least 6, has {len(numbers)}")
     if kind == "bbox_2d" and (numbers[0] > numbers[2] or numbers[1] > numbers[3]):
         raise _Bad(f".bbox_2d: {numbers} is not [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2")
-    width, height = item.get("extent", (width, height))
-    if not width or not height:
-        return Object(desc, kind, ())  # the size is missing, which has been reported
+    if size is None:
+        return Object(desc, kind, ())  # never used: the line is refused for another reason
+    if size == (0, 0):
+        raise _Bad(": there is no image size; the line needs width and height")
+    width, height = size
     slack = 0.0 if width == 1.0 else EDGE_TOLERANCE_PX
     outside = any(not -slack <= x <= width + slack for x in numbers[0::2]) or any(
         not -slack <= y <= height + slack for y in numbers[1::2]
@@ -384,7 +385,7 @@ def _read_object(item: Any, width: int | None, height: int | None) -> Object:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
 
 
 def _kind(value: Any) -> str:
@@ -396,7 +397,7 @@ def _kind(value: Any) -> str:
 
 
 def open_image(image: str | os.PathLike) -> Image.Image:
-    """The image at a path or in a `data:` URI, as `to_rgb` gives it.
+    """The image at a path or in a `data:` URI as RGB, made by the function that the server uses too.
 
     Raises:
         OSError: missing, unreadable or not an image; the message names it.
@@ -408,18 +409,6 @@ def open_image(image: str | os.PathLike) -> Image.Image:
         raise OSError(f"{_short(image)}: {error}") from None
     except (OSError, SyntaxError, ValueError) as error:
         raise _image_error(image, error) from None
-
-
-def to_rgb(opened: Image.Image) -> Image.Image:
-    """Decoded pixels as RGB: turned as the EXIF tag says, transparency on white.
-
-    Learner and server both turn files into pixels with this function, so that both see the same image.
-    """
-    turned = ImageOps.exif_transpose(opened)
-    if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
-        turned = turned.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned).convert("RGB")
-    return turned.convert("RGB")
 
 
 def _image_size(image: str) -> tuple[int, int]:

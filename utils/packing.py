@@ -63,6 +63,15 @@ def choose_row(lengths: Sequence[int], cap: int) -> list[int]:
     return [0, *reversed(row)]
 
 
+def check_fits(segments: Sequence[Segment], cap: int) -> None:
+    """Raises ValueError for a segment that is longer than `cap` tokens (PCK-3)."""
+    for segment in segments:
+        length = len(segment.input_ids)
+        if length > cap:
+            what = f"sample {segment.sample_id}: its segment has {length} tokens, global_max_length is {cap}"
+            raise ValueError(f"{what}; {WAYS_OUT}")
+
+
 class CarryBuffer:
     """One rank's segments that wait for a row (PCK-2, PCK-3, PCK-7).
 
@@ -93,11 +102,7 @@ class CarryBuffer:
         Raises:
             ValueError: a segment is longer than a row (PCK-3).
         """
-        for segment in segments:
-            length = len(segment.input_ids)
-            if length > self.cap:
-                what = f"sample {segment.sample_id}: its segment has {length} tokens, global_max_length is {self.cap}"
-                raise ValueError(f"{what}; {WAYS_OUT}")
+        check_fits(segments, self.cap)
         self._segments += segments
         self._lengths.extend(len(segment.input_ids) for segment in segments)
         self._arrivals.append(len(segments))

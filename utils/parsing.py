@@ -7,17 +7,17 @@ linear and there is no Python loop over tokens or characters.
 
 What is accepted: `{"objects": [...]}` as strict JSON, any JSON whitespace, the keys of an object in either order.
 
-Where a malformed object ends. Brackets are matched outside of strings (a string never holds a coordinate token: a quote
-that would have to run over one opens no string). `}` closes the innermost `{` with any `[` still open inside; a `]`
-that opens nothing is skipped. The object is closed where its own `{` is; it then stays in the prefix. Otherwise it is
-unclosed, and does not count as complete, but ends all the same before a `, {` that cannot stand inside it (directly in
-an object, or behind a coordinate), so that objects behind it survive. If neither comes, or the answer ends in `]}` with
-the object still open, it is the unfinished tail.
+Where a malformed object ends. Brackets are matched outside of strings; a quote opens a string only if the next one is
+followed by `,`, `:`, `]` or `}`, so that a forgotten quote does not turn the rest inside out. `}` closes the innermost
+`{` with any `[` still open inside; a `]` that opens nothing is skipped. The object is closed where its own `{` is; it
+then stays in the prefix. Otherwise it is unclosed, and does not count as complete, but ends all the same before a `, {`
+that cannot stand inside it (directly in an object, or behind a coordinate), so that objects behind it survive. If
+neither comes, or the answer ends in `]}` with the object still open, it is the unfinished tail.
 
 The prefix ends at the end of the last complete object: a valid one or a closed malformed one. An unclosed object or
-stray text between complete objects therefore stays in the prefix, behind the last one it goes. A closed object does
-not count as complete where that could only be told from text behind it (the coordinate token that shows that a quote
-opens no string): cut off there, and followed by something else, it would read differently.
+stray text between complete objects therefore stays in the prefix, behind the last one it goes. A closed object does not
+count as complete where only text behind it showed that a quote opens no string: cut off there, and followed by
+something else, it would read differently.
 """
 
 import json
@@ -77,17 +77,20 @@ _NEXT = re.compile(_COMMA + _OBJECT_TEXT)
 _HEADER = re.compile(_WS + rb"\{" + _WS + rb'"objects"' + _WS + rb":" + _WS + rb"\[")
 _SEPARATOR = re.compile(_WS + rb"(,?+)" + _WS)
 _END_OF_ANSWER = re.compile(rb"\]" + _WS + rb"\}" + _WS + rb"\Z")
-# What matters inside malformed text: a string, one cut off by the end of the answer, an escape outside of strings (so
-# that an escaped quote is not taken for a string), a `{` behind a comma (and behind a coordinate), single brackets.
+# What matters inside malformed text: a string, one cut off by the end of the answer, a quote that opens none, an escape
+# (an escaped quote opens none either), a `{` behind a comma (and behind a coordinate), single brackets.
+_QUOTED = rb'"(?:[^"\\]++|\\.)*+"'
 _STRUCTURE = re.compile(
-    rb'"(?:[^"\\\xff]++|\\[^\xff])*+"'
-    rb'|(?P<cut>"(?:[^"\\\xff]++|\\[^\xff])*+\\?+\Z)'
+    _QUOTED + rb"(?=" + _WS + rb"(?:[,:}\]]|\Z))"
+    rb'|(?P<cut>"(?:[^"\\]++|\\.)*+\\?+\Z)'
     rb'|(?P<quote>")'
-    rb"|\\[^\xff]"
+    rb"|\\."
     rb"|(?P<coord>\xff)?+" + _COMMA + rb"(?P<next>\{)"
     rb"|[ \t\n\r]++"
-    rb"|(?P<mark>[\[\]{},])"
+    rb"|(?P<mark>[\[\]{},])",
+    re.DOTALL,
 )
+_LOOKAHEAD = re.compile(_QUOTED + _WS, re.DOTALL)
 _BRACE = ord("{")
 
 
@@ -119,10 +122,12 @@ class TokenTable:
         self.stop_ids = frozenset(special_ids | {self.eos_id}) - frozenset(coord_ids)
         self.is_stop = np.array([not text for text in bytes_of])
         self.is_stop[list(self.stop_ids)] = True
-        self._scan_bytes = [text.replace(COORD_BYTE, b"\xfe") if COORD_BYTE in text else text for text in bytes_of]
+        scan_bytes = [text.replace(COORD_BYTE, b"\xfe") if COORD_BYTE in text else text for text in bytes_of]
         for token in coord_ids:
-            self._scan_bytes[token] = COORD_BYTE
-        self._scan_length = np.fromiter(map(len, self._scan_bytes), dtype=np.int64, count=len(bytes_of))
+            scan_bytes[token] = COORD_BYTE
+        self._flat = np.frombuffer(b"".join(scan_bytes), dtype=np.uint8)  # all tokens' bytes as scanned, end to end
+        self._length = np.fromiter(map(len, scan_bytes), dtype=np.int64, count=len(bytes_of))
+        self._offset = np.cumsum(self._length) - self._length
         ordinary = (i for i in range(len(bytes_of) - 1, -1, -1) if bytes_of[i] and i not in added_ids)
         self._id_of = {bytes_of[i]: i for i in ordinary if self.coord_bin[i] < 0}
         self._backend = backend
@@ -191,7 +196,13 @@ class TokenTable:
 
     def scan_text(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
         """The answer as scanned (one 0xFF per coordinate token) and each token's end in it, int64 `[len(ids)]`."""
-        return b"".join(map(self._scan_bytes.__getitem__, ids.tolist())), np.cumsum(self._scan_length[ids])
+        length = self._length[ids]
+        ends = np.cumsum(length)
+        if not len(ids):
+            return b"", ends
+        source = np.repeat(self._offset[ids] - ends + length, length)  # where a byte lies in `_flat`, less where here
+        source += np.arange(len(source))
+        return self._flat[source].tobytes(), ends
 
     def until_stop(self, token_ids: Sequence[int]) -> np.ndarray:
         """Ids before the first one that ends the answer: a special token, or an id without text. int64."""
@@ -285,7 +296,7 @@ def parse_answer(token_ids: Sequence[int], table: TokenTable) -> ParsedAnswer:
     ids = table.until_stop(token_ids)
     data, ends = table.scan_text(ids)
     coord_index = np.flatnonzero(table.coord_bin[ids] >= 0)
-    scan = _Scan(data, table.coord_bin[ids[coord_index]].tolist())
+    scan = _Scan(data, tuple(table.coord_bin[ids[coord_index]].tolist()))
     if not scan.end:
         return ParsedAnswer(table.encode(HEADER), dropped=dict(scan.dropped), closed=scan.closed)
     prefix_ids, prefix_ends, respelled = cut_tokens(ids.tolist(), ends, scan.end, table)
@@ -310,16 +321,12 @@ def cut_tokens(ids: list[int], ends: np.ndarray, cut: int, table: TokenTable) ->
 
 def _align(scan: "_Scan", ends: np.ndarray, coord_index: list[int]) -> list[PredObject]:
     """Turn byte offsets into token indices, for all objects at once."""
-    if not scan.found:
-        return []
-    spans = np.array([(start, end, a, b) for _, _, start, end, a, b, _ in scan.found], dtype=np.int64)
-    first, last, desc_first, desc_last = (
-        np.searchsorted(ends, spans - [0, 1, 0, 0], side="right") + [0, 1, 0, 1]
-    ).T.tolist()
+    spans = np.array(scan.spans, dtype=np.int64).reshape(-1, 4)
+    tokens = np.searchsorted(ends, spans - [0, 1, 0, 0], side="right") + [0, 1, 0, 1]
     return [
-        PredObject(obj, coord_index[k : k + len(obj.coords)], (i, j), (m, n), (a, b), (start, end), lead)
-        for (obj, k, start, end, a, b, lead), m, n, i, j in zip(
-            scan.found, first, last, desc_first, desc_last, strict=True
+        PredObject(obj, coord_index[rank : rank + len(obj.coords)], (i, j), (m, n), (a, b), (start, end), lead)
+        for (obj, rank, lead), (start, end, a, b), (m, n, i, j) in zip(
+            scan.found, spans.tolist(), tokens.tolist(), strict=True
         )
     ]
 
@@ -328,15 +335,17 @@ class _Scan:
     """One pass over the bytes of an answer.
 
     Attributes:
-        found: valid objects as (object, rank of its first coordinate token, start, end, start and end of desc, lead).
+        found: valid objects as (object, rank of its first coordinate token, lead).
+        spans: start, end, start and end of desc of each of them in turn.
         dropped: malformed objects by reason.
         end: where the last complete object ends, 0 if there is none.
         closed: the answer ended as it should.
     """
 
-    def __init__(self, data: bytes, bins: list[int]) -> None:
+    def __init__(self, data: bytes, bins: tuple[int, ...]) -> None:
         self.data, self.bins = data, bins
-        self.found: list[tuple[Object, int, int, int, int, int, int]] = []
+        self.found: list[tuple[Object, int, int]] = []
+        self.spans: list[int] = []
         self.dropped: Counter[str] = Counter()
         self.end = 0
         self.closed = False
@@ -360,14 +369,18 @@ class _Scan:
 
     def _take(self, found: re.Match[bytes], lead: int) -> None:
         """Add an object that has the right form, unless its content is wrong."""
-        desc, kind, coords = (2, 3, 4) if found[2] is not None else (7, 5, 6)
+        _, desc, kind, coords, kind_first, coords_first, desc_last = found.groups()
+        if desc is None:
+            desc, kind, coords = desc_last, kind_first, coords_first
         start, end = found.span(1)
-        rank, self._rank = self._rank, self._rank + found[coords].count(COORD_BYTE)
-        made = _make_object(found[desc], found[kind], tuple(self.bins[rank : self._rank]))
-        if isinstance(made, str):
-            self.dropped[made] += 1
+        rank, self._rank = self._rank, self._rank + coords.count(COORD_BYTE)
+        made = _make_object(desc, kind, self.bins[rank : self._rank])
+        if isinstance(made, Object):
+            desc_start, desc_end = found.span(7 if desc_last is not None else 2)
+            self.found.append((made, rank, start if lead < 0 else lead))
+            self.spans += (start, end, desc_start, desc_end)
         else:
-            self.found.append((made, rank, start, end, *found.span(desc), start if lead < 0 else lead))
+            self.dropped[made] += 1
         self._pos = self.end = self._complete_end = end
 
     def _step_over(self, is_first: bool) -> bool:
@@ -419,8 +432,8 @@ class _Scan:
                 continue
             if kind == "cut":
                 return -1, "unfinished"
-            if kind == "quote":  # there is a coordinate token, or it would have been a string, whole or cut off
-                self._looked_to = self.data.index(COORD_BYTE, found.end())
+            if kind == "quote":
+                self._looked_to = _LOOKAHEAD.match(self.data, found.start()).end() + 1
                 continue
             mark, stop = self.data[found.end() - 1], found.end("coord") if found["coord"] else found.start()
             if not open_marks and stop > at and (kind == "next" or mark in b",{]"):
@@ -456,7 +469,8 @@ def _make_object(desc: bytes, kind: bytes, coords: tuple[int, ...]) -> Object | 
         return Object(text, "poly", coords) if len(coords) >= 6 and not len(coords) % 2 else "wrong_count"
     if len(coords) != 4:
         return "wrong_count"
-    return Object(text, "bbox_2d", coords) if coords[0] <= coords[2] and coords[1] <= coords[3] else "reversed_box"
+    x1, y1, x2, y2 = coords
+    return Object(text, "bbox_2d", coords) if x1 <= x2 and y1 <= y2 else "reversed_box"
 
 
 def _unescape(desc: bytes) -> str:

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from utils.config import ConfigError, check_world_size, engine_json, problem
+from utils.config import ConfigError, check_world_size, dump_yaml, engine_json, exit_with, problem
 from utils.request_plan import check_capacity, chunk_size
 from utils.schema import RM, Config, Tuner
 
@@ -92,6 +92,14 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     )
 
 
+def print_dry_run(cfg: Config, world_size: int) -> None:
+    """What `--dry-run` shows: the resolved YAML and the plan; exit status 2 where the plan cannot work."""
+    try:
+        print(dump_yaml(cfg) + format_plan(make_plan(cfg, world_size)), end="")
+    except ConfigError as error:
+        exit_with(error)
+
+
 def _server_plans(cfg: Config) -> list[ServerPlan]:
     settings = [cfg.server_settings(index) if cfg.rs else None for index in range(len(cfg.servers()))]
     return [
@@ -107,7 +115,9 @@ def _chunk(cfg: Config, servers: list[ServerPlan], world_size: int) -> int | Non
     try:
         check_capacity(cfg.rm.decode_batch_size, num_devices, world_size)
     except ValueError as error:
-        raise ConfigError([problem(cfg, f"{RM}.decode_batch_size", str(error))]) from None
+        key = f"{RM}.decode_batch_size"
+        rule = str(error).removeprefix(f"{key}={cfg.rm.decode_batch_size} ")  # the line names the key itself
+        raise ConfigError([problem(cfg, key, rule)]) from None
     return chunk_size(cfg.rm.decode_batch_size, num_devices, world_size)
 
 

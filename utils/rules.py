@@ -272,6 +272,17 @@ UNBUILT: list[tuple[Callable[[Config], bool], str, str]] = [
         "training.resume_from_checkpoint",
         "resuming is not built yet; set it to null",
     ),
+    (lambda c: c.data.num_workers != 0, "data.num_workers", "reading ahead is not built yet; set it to 0"),
+    (
+        lambda c: c.training.save_total_limit is not None,
+        "training.save_total_limit",
+        "is not built yet, all checkpoints are kept; set it to null",
+    ),
+    (
+        lambda c: c.training.logging_steps != 1,
+        "training.logging_steps",
+        "is not built yet, every step is logged; set 1",
+    ),
     (lambda c: c.training.fused_kernels, "training.fused_kernels", "is not built yet; set it to false"),
 ]
 

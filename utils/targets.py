@@ -157,7 +157,8 @@ def build_target(
         - With `supervise_structure`, the remaining tokens of matched objects and of the comma (or header) before them.
         - All appended tokens: missed objects in file order, closing, end token.
         A bare `{"objects": [` (nothing usable, or everything trimmed) is tokenized together with what follows, so that
-        the model sees its natural tokens; those that lie within it carry no loss unless this is a plain ground truth.
+        the model sees its natural tokens; those that lie within it are learnt where the model did not write a header
+        itself (a plain ground truth, an answer that begins otherwise), else they carry no loss.
 
     Raises:
         ValueError: a ground-truth object cannot be written down, or its `desc` spells a special token.
@@ -171,7 +172,8 @@ def build_target(
         ids = np.array([*prefix.prefix_ids, *appended, table.eos_id], dtype=np.int64)
     else:
         ids = np.array([*table.encode(format_objects(missed)), table.eos_id], dtype=np.int64)
-        header = len(HEADER) if parsed.prefix_ids else 0
+        wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
+        header = len(HEADER) if wrote_header else 0
         start = int(np.searchsorted(table.scan_text(ids)[1], header, side="right"))
     labels = _Labels(ids, table, options.desc_weight)
     labels.add_appended(start)

@@ -83,11 +83,19 @@ class UpdateSession:
         """True if the model loaded something from `weights`."""
         if not weights or self.error:
             return False
+        current = weights[0][0]
+
+        def tracked() -> Iterator[NamedTensor]:
+            nonlocal current
+            for name, tensor in weights:
+                current = name
+                yield name, tensor
+
         try:
-            loaded = self.model.load_weights(iter(weights)) or set()
+            loaded = self.model.load_weights(tracked()) or set()
         except Exception as error:  # the model's loaders raise whatever they like for a bad name or shape
-            logger.exception("weight update: loading %s failed", weights[0][0])
-            self.error = f"loading {_name_range(weights)} failed: {type(error).__name__}: {error}"
+            logger.exception("weight update: loading %s failed", current)
+            self.error = f"loading {current} failed: {type(error).__name__}: {error}"
             return False
         if not loaded:
             self.unexpected.extend(name for name, _ in weights)
@@ -420,11 +428,6 @@ def _no_warning_per_layer() -> Iterator[None]:
         yield
     finally:
         reload_logger.removeFilter(not_that_one)
-
-
-def _name_range(weights: list[NamedTensor]) -> str:
-    first, last = weights[0][0], weights[-1][0]
-    return first if first == last else f"{first} ... {last}"
 
 
 def _some(names: list[str], limit: int = 5) -> str:

@@ -414,6 +414,7 @@ class WeightSync:
         transport = NcclTransport if ranks.device.type == "cuda" else GlooTransport
         self.transport: Transport = transport(bucket_bytes, timeout_s)
         self.num_syncs = 0
+        self.ledger: dict[str, str] = {}  # digest of every tensor the servers hold, as of the last verified sync
 
     def open(self) -> None:
         """Open the communicator of every server (rank 0) and let all ranks know the outcome.
@@ -512,6 +513,7 @@ class WeightSync:
                 raise RuntimeError(f"{self.client.url(index)}: tensors the engine did not get: {end['missing'][:5]}")
             if verify:
                 self._compare(index, digests, answer["digests"])
+        self.ledger.update(digests)
 
     def _check_probe(self, ours: np.ndarray) -> None:
         """SYN-7, second step: every replica of every server computes with the weights that the learner has."""

@@ -161,8 +161,14 @@ def asked(folder) -> list[dict]:
 class Learner:
     """Rank 0 of a weight update, as utils/weight_sync.py does it, small enough to break off anywhere."""
 
+    group: torch.distributed.ProcessGroup | None = None
+    last: "Learner | None" = None
+
     def __init__(self, server: Server, run_id: str, world_size: int = 2, bucket_bytes: int = 1 << 20):
         self.server, self.run_id, self.bucket_bytes = server, run_id, bucket_bytes
+        if Learner.last is not None:  # a store on the same port that is still alive would hand out its old keys
+            Learner.last.group = None
+        Learner.last = self
         body = {"run_id": run_id, "master_address": "127.0.0.1", "master_port": server.group_port}
         body |= {"world_size": world_size + 1, "rank_offset": 1, "bucket_bytes": bucket_bytes, "timeout_s": 60}
         answers = []

@@ -1,0 +1,129 @@
+"""Real processes for end-to-end tests: free ports, loopback only, and nothing outlives its test."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+import yaml
+
+ROOT = Path(__file__).parents[2]
+START_S = 400  # a loaded two-core machine; about 30 s on an idle one
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def write_yaml(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+class Server:
+    """A started `rollout_server.py` and how to talk to it."""
+
+    def __init__(self, folder: Path, model: Path, prefix: str = "", token: str | None = None, **settings: Any):
+        self.port, self.group_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}{prefix}"
+        config = config_of(folder, model, self.url, self.group_port, settings)
+        self.config = write_yaml(folder / f"server_{self.port}.yaml", config)
+        self.log = folder / f"server_{self.port}.log"
+        self.session = requests.Session()
+        self.session.trust_env = False
+        if token:
+            self.session.headers["Authorization"] = f"Bearer {token}"
+        self.process = launch(self.config, self.log, token)
+        self.children: list[psutil.Process] = []
+
+    def wait_ready(self) -> "Server":
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if self.get("/health/").status_code == 200:
+                    self.children = psutil.Process(self.process.pid).children(recursive=True)
+                    return self
+            except requests.ConnectionError:
+                pass
+            time.sleep(0.3)
+        raise AssertionError(f"server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def get(self, path: str) -> requests.Response:
+        return self.session.get(self.url + path, timeout=30)
+
+    def post(self, path: str, body: dict, timeout: float = 120) -> requests.Response:
+        return self.session.post(self.url + path, json=body, timeout=timeout)
+
+    def infer(self, asked: list[dict], **config: Any) -> list[dict]:
+        answer = self.post("/infer/", {"infer_requests": asked, "request_config": config})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def end(self) -> None:
+        """Only what this test started, by process id."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for child in alive(self.children):
+            child.kill()
+
+
+def launch(config: Path, log: Path, token: str | None = None) -> subprocess.Popen:
+    environment = ENVIRONMENT | ({"ROLLOUT_SERVER_TOKEN": token} if token else {})
+    command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(config)]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+
+
+def run_learner(
+    script: str, config: Path, num_ranks: int, timeout_s: float = 500.0, arguments: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    """`deepspeed --num_gpus N SCRIPT --config FILE` to its end; output of all ranks in `stdout`."""
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks)]
+    command = [*launcher, "--master_port", str(free_port()), str(ROOT / script), "--config", str(config), *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=ENVIRONMENT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the launcher and the ranks it started
+        output, _ = process.communicate()
+        raise AssertionError(f"{script} did not end in {timeout_s} s:\n{output[-6000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, stdout=output)
+
+
+def config_of(folder: Path, model: Path, url: str, group_port: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """A config for server and learner; `settings` go into the rollout server's section."""
+    matching = {
+        "rollout_backend": "vllm",
+        "max_new_tokens": 64,
+        "vllm": {"mode": "server", "server": {"servers": [{"base_url": url, "group_port": group_port}]}},
+    }
+    server = {"device": "cpu", "vllm_max_model_len": 512, "cpu_kv_cache_gib": 1} | settings
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "global_max_length": 1024,
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": str(folder / "data" / "train.jsonl"),
+            "extra": {"rollout_matching": matching, "rollout_server": server},
+        },
+        "training": {"output_dir": str(folder / "run")},
+        "deepspeed": "zero2",
+    }
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those still running; a zombie has ended, its parent just has not asked."""
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,49 @@
+"""A learner program for tests: the real stage-2 run, and at its end whether the base weights are still the file's bits.
+
+Launched by `deepspeed` like train_stage2.py; prints `base weights unchanged: N tensors` on rank 0.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import deepspeed
+import torch
+from safetensors import safe_open
+
+from train_stage2 import parse_args, set_up, train
+from utils.config import load_config_or_exit
+
+
+def main() -> None:
+    cfg = load_config_or_exit(parse_args().config)
+    run = set_up(cfg)
+    try:
+        train(run)
+        count = compare(run, Path(cfg.model.path) / "model.safetensors")
+        if run.ranks.is_main:
+            print(f"base weights unchanged: {count} tensors", flush=True)
+    finally:
+        run.close()
+
+
+def compare(run, checkpoint: Path) -> int:
+    """All ranks walk the parameters (ZeRO-3 gathers are collective); raises on the first changed bit."""
+    count = 0
+    with safe_open(checkpoint, "pt") as file:
+        on_disk = set(file.keys())
+        for name, parameter in run.learner.model.get_base_model().named_parameters():
+            name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+            if name not in on_disk or parameter.requires_grad:
+                continue
+            sharded = hasattr(parameter, "ds_id")
+            with deepspeed.zero.GatheredParameters([parameter]) if sharded else contextlib.nullcontext():
+                assert torch.equal(parameter.data, file.get_tensor(name)), f"{name} changed"
+            count += 1
+    return count
+
+
+if __name__ == "__main__":
+    main()

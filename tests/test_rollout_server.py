@@ -1,0 +1,169 @@
+"""SRV-2, SRV-3, SRV-6: what the server checks, prints and refuses before it loads anything."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rollout_server import (
+    Launch,
+    LoadingAnswer,
+    describe,
+    is_loopback,
+    listen,
+    model_problems,
+    problems_of,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def model_dir(tmp_path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 4096}}))
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    return tmp_path
+
+
+def launch_of(model_dir: Path, **changes) -> Launch:
+    launch = Launch(
+        host="127.0.0.1",
+        port=8080,
+        prefix="/x",
+        device="cpu",
+        num_devices=None,
+        tensor_parallel_size=1,
+        data_parallel_size=2,
+        model_path=str(model_dir),
+        dtype="float32",
+        seed=1,
+        max_model_len=1024,
+        max_num_seqs=None,
+        gpu_memory_utilization=0.6,
+        cpu_kv_cache_gib=1,
+        enable_lora=False,
+        enable_prefix_caching=True,
+        min_pixels=None,
+        max_pixels=None,
+        image_roots=("/data",),
+        allow_image_urls=False,
+        allow_remote=False,
+        engine_kwargs={},
+    )
+    return dataclasses.replace(launch, **changes)
+
+
+def test_a_sound_launch_has_no_problems(model_dir):
+    """SRV-2"""
+    assert problems_of(launch_of(model_dir), token=None) == []
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.3", "gpu-box"])
+def test_beyond_loopback_needs_permission_and_a_token(model_dir, host):
+    """SRV-3: both, or it refuses to start."""
+    launch = launch_of(model_dir, host=host)
+    allowed = dataclasses.replace(launch, allow_remote=True)
+    assert len(problems_of(launch, token=None)) == 2
+    assert "allow_remote" in problems_of(launch, token="t")[0]
+    assert "ROLLOUT_SERVER_TOKEN" in problems_of(allowed, token=None)[0]
+    assert problems_of(allowed, token="t") == []
+
+
+def test_loopback_addresses():
+    """SRV-3"""
+    assert all(map(is_loopback, ["127.0.0.1", "127.8.8.8", "::1", "localhost"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "localhost.example.com", "192.168.0.1", ""]))
+
+
+def test_devices_must_be_used_up_exactly(model_dir):
+    """SRV-2: TP x DP equals the visible devices."""
+    cuda = launch_of(model_dir, device="cuda", num_devices=3, tensor_parallel_size=2, data_parallel_size=1)
+    assert "2 x data_parallel_size 1 = 2, but 3 CUDA devices" in problems_of(cuda, None)[0]
+    assert problems_of(dataclasses.replace(cuda, num_devices=2), None) == []
+
+
+def test_model_directory_and_length_are_checked(model_dir, tmp_path):
+    """SRV-2, CFG-15: all problems at once, before loading."""
+    assert "config.json cannot be read" in model_problems(tmp_path / "nowhere", 10)[0]
+    assert "ends at 4096 positions" in model_problems(model_dir, 4097)[0]
+    assert model_problems(model_dir, 4096) == []
+    (model_dir / "model.safetensors").unlink()
+    assert "holds no weights" in model_problems(model_dir, 10)[0]
+    both = launch_of(model_dir, host="0.0.0.0", allow_remote=True)
+    assert len(problems_of(both, None)) == 2
+
+
+def test_the_start_up_print_names_everything(model_dir):
+    """SRV-2"""
+    text = describe(launch_of(model_dir, port=8123, max_model_len=12000))
+    for words in ("127.0.0.1", "8123", "tensor parallel   1", "data parallel     2", "12000", "1 GiB", str(model_dir)):
+        assert words in text
+    assert "0.6 of each device" in describe(launch_of(model_dir, device="cuda"))
+
+
+def test_a_busy_port_is_an_error_with_its_holder():
+    """SRV-2"""
+    first = listen("127.0.0.1", 0)
+    try:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"127.0.0.1:{port}: Address already in use; held by process {os.getpid()}"):
+            listen("127.0.0.1", port)
+    finally:
+        first.close()
+    listen("127.0.0.1", port).close()
+
+
+def test_while_loading_every_request_hears_503():
+    """SRV-6"""
+    server = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.getsockname()[1]}/health/"
+    try:
+        with LoadingAnswer(server):
+            silent = socket.create_connection(server.getsockname())  # a client that says nothing holds nobody up long
+            start = time.monotonic()
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10)
+            assert time.monotonic() - start < 5
+            assert error.value.code == 503 and json.loads(error.value.read())["status"] == "loading"
+            silent.close()
+    finally:
+        server.close()
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(model_dir, tmp_path):
+    """CFG-16"""
+    import yaml
+
+    config = {
+        "model": {"path": str(model_dir)},
+        "global_max_length": 2048,
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": "train.jsonl",
+            "extra": {
+                "rollout_matching": {
+                    "max_new_tokens": 64,
+                    "vllm": {"mode": "server", "server": {"base_url": "http://0.0.0.0:8765/x", "group_port": 8766}},
+                },
+                "rollout_server": {"device": "cpu", "vllm_max_model_len": 512},
+            },
+        },
+        "training": {"output_dir": str(tmp_path / "run")},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(path)]
+    done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "http://0.0.0.0:8765/x/" in done.stdout and "vllm_max_model_len: 512" in done.stdout
+    assert "would not start" in done.stdout
+    real = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert real.returncode == 2 and real.stderr.count("not loopback") == 2 and "Traceback" not in real.stderr

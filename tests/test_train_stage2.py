@@ -1,0 +1,161 @@
+"""What the learner program itself does: a user's mistakes end it early with one message; answers become segments."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+
+import train_stage2
+from tools.make_demo import make_dataset
+from utils.config import load_config
+from utils.data import encode_prompt
+from utils.rollout import RolloutResult
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stage2")
+    make_dataset(folder / "data", num_train=6, num_val=2)
+    return folder
+
+
+def config_of(folder: Path, model: Path, train: Path, **matching):
+    matching = {
+        "vllm": {"mode": "server", "server": {"base_url": "http://127.0.0.1:1", "group_port": 2}},
+        "max_new_tokens": 64,
+    } | matching
+    config = {
+        "global_max_length": 1024,
+        "model": {"path": str(model), "dtype": "float32"},
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": str(train),
+            "extra": {"rollout_matching": matching},
+        },
+        "training": {"output_dir": str(folder / "run")},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return load_config(path)
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "data" / "train.jsonl").open()]
+
+
+def broken_file(folder: Path, name: str, change) -> Path:
+    """The training file with its third line changed; `change` gets the sample and returns a dict or raw text."""
+    samples = rows(folder)
+    lines = [json.dumps(sample) for sample in samples]
+    changed = change(samples[2])
+    lines[2] = changed if isinstance(changed, str) else json.dumps(changed)
+    path = folder / "data" / f"{name}.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+MISTAKES = {
+    "missing_image": (lambda row: row | {"images": ["train/nowhere.png"]}, "nowhere.png"),
+    "outside": (lambda row: row | {"objects": [{"desc": "a", "bbox_2d": [0, 0, 500, 20]}]}, "500"),
+    "malformed": (lambda row: '{"images": [', "JSON"),
+    "no_objects_key": (lambda row: {key: row[key] for key in row if key != "objects"}, "objects"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_bad_data_ends_the_run_before_training_with_file_and_line_DAT_3(folder, start_model, name, capsys):
+    change, word = MISTAKES[name]
+    path = broken_file(folder, name, change)
+    with pytest.raises(SystemExit) as ended:
+        train_stage2.load_data(config_of(folder, start_model, path), is_main=True)
+    message = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert f"{path}:3" in message and word in message, message
+
+
+def test_an_empty_file_ends_the_run_DAT_3(folder, start_model, capsys):
+    path = folder / "data" / "empty.jsonl"
+    path.write_text("")
+    with pytest.raises(SystemExit) as ended:
+        train_stage2.load_data(config_of(folder, start_model, path), is_main=True)
+    assert ended.value.code == 2 and str(path) in capsys.readouterr().err
+
+
+def test_only_rank_0_speaks_but_all_ranks_leave(folder, start_model, capsys):
+    path = folder / "data" / "nowhere.jsonl"
+    with pytest.raises(SystemExit) as ended:
+        train_stage2.load_data(config_of(folder, start_model, path), is_main=False)
+    assert ended.value.code == 2 and capsys.readouterr().err == ""
+
+
+def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_model, capsys):
+    model = folder / "no_coords"
+    shutil.copytree(start_model, model, dirs_exist_ok=True)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if "coord" not in t["content"]]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(SystemExit) as ended:
+        train_stage2.load_tokenizer(config_of(folder, model, folder / "data" / "train.jsonl"), is_main=True)
+    message = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "model.path" in message and "coord" in message, message
+
+
+@pytest.fixture
+def run(folder, start_model):
+    """A run without processes: what `make_segment` needs."""
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl")
+    datasets, _, _ = train_stage2.load_data(cfg, is_main=True)
+    processor, table = train_stage2.load_tokenizer(cfg, is_main=True)
+    return SimpleNamespace(
+        cfg=cfg, samples=datasets[0], processor=processor, table=table, ranks=SimpleNamespace(rank=0)
+    )
+
+
+def answer_of(run, text: str) -> RolloutResult:
+    return RolloutResult(run.table.encode(text), [], text, "stop", "run:0")
+
+
+def test_a_failed_request_becomes_an_empty_rollout_with_every_object_missed_CON_3(run):
+    sample, rollouts = run.samples[0], train_stage2.Rollouts()
+    failed = RolloutResult([], [], "", None, None, error="unreadable image")
+    prompt = encode_prompt(sample, run.processor)
+    segment = train_stage2.make_segment(run, sample, prompt, failed, rollouts)
+    assert rollouts.counts["failed"] == 1 and rollouts.counts["appended"] == len(sample.objects)
+    assert len(segment.coord_index) == 4 * len(sample.objects)
+
+
+def test_a_teacher_forced_sample_trains_on_the_ground_truth_and_counts_no_rollout_DAT_4(run):
+    sample, rollouts = run.samples[0], train_stage2.Rollouts()
+    segment = train_stage2.make_segment(run, sample, encode_prompt(sample, run.processor), None, rollouts)
+    assert rollouts.counts == Counter() and segment.policy_version is None
+    supervised = set(segment.coord_index.tolist()) | set(segment.text_index.tolist())
+    assert supervised == set(range(segment.answer_start, len(segment.input_ids)))  # the header too
+
+
+def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(run):
+    run.cfg.rm.teacher_forced_ratio = 0.25
+    drawn = np.concatenate([train_stage2.teacher_forced(run, step, 0, 8) for step in range(500)])
+    assert abs(drawn.mean() - 0.25) < 0.03
+    again = train_stage2.teacher_forced(run, 3, 1, 8)
+    assert (again == train_stage2.teacher_forced(run, 3, 1, 8)).all()
+    run.cfg.rm.teacher_forced_ratio = 0.0
+    assert not train_stage2.teacher_forced(run, 0, 0, 100).any()
+
+
+def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):
+    sample, rollouts = run.samples[0], train_stage2.Rollouts()
+    sample = type(sample)(**{**vars(sample), "objects": []})
+    answer = answer_of(run, '{"objects": []}')
+    segment = train_stage2.make_segment(run, sample, encode_prompt(sample, run.processor), answer, rollouts)
+    text = run.processor.tokenizer.decode(segment.input_ids[segment.answer_start :])
+    assert text.startswith('{"objects": []}') and len(segment.coord_index) == 0 and len(segment.text_index) > 0
+
+
+def test_a_loopback_server_reaches_the_learner_on_loopback_SYN_1():
+    assert train_stage2.learner_host("http://127.0.0.1:8000/prefix") == "127.0.0.1"
