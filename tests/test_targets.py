@@ -109,7 +109,7 @@ def test_tgt_5_nothing_missed() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("answer", ["", "sorry", "}"])
 def test_tgt_3_a_header_the_model_did_not_write_is_learnt(kind: str, answer: str) -> None:
-    """TGT-3: no opening brace: all ground truth is learnt, and the header with it, or the format could never come back."""
+    """TGT-3: no opening brace: all ground truth is learnt, and the header too, or the format could never come back."""
     table = make_table(kind)
     target = build_target(parse_answer(table.encode(answer), table), [RED, BLUE], [], table, PLAIN)
     assert target.answer_ids.tolist() == [*table.encode(format_objects([RED, BLUE])), table.eos_id]

@@ -108,8 +108,12 @@ def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_
 
 @pytest.fixture
 def run(folder, start_model):
+    return run_of(folder, start_model)
+
+
+def run_of(folder: Path, start_model: Path, **matching) -> SimpleNamespace:
     """A run without processes: what `make_segment` needs."""
-    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl")
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", **matching)
     datasets, _, _ = train_stage2.load_data(cfg, is_main=True)
     processor, table = train_stage2.load_tokenizer(cfg, is_main=True)
     return SimpleNamespace(
@@ -138,14 +142,13 @@ def test_a_teacher_forced_sample_trains_on_the_ground_truth_and_counts_no_rollou
     assert supervised == set(range(segment.answer_start, len(segment.input_ids)))  # the header too
 
 
-def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(run):
-    run.cfg.rm.teacher_forced_ratio = 0.25
+def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(folder, start_model):
+    run = run_of(folder, start_model, teacher_forced_ratio=0.25)
     drawn = np.concatenate([train_stage2.teacher_forced(run, step, 0, 8) for step in range(500)])
     assert abs(drawn.mean() - 0.25) < 0.03
     again = train_stage2.teacher_forced(run, 3, 1, 8)
     assert (again == train_stage2.teacher_forced(run, 3, 1, 8)).all()
-    run.cfg.rm.teacher_forced_ratio = 0.0
-    assert not train_stage2.teacher_forced(run, 0, 0, 100).any()
+    assert not train_stage2.teacher_forced(run_of(folder, start_model), 0, 0, 100).any()
 
 
 def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):

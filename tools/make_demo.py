@@ -74,15 +74,13 @@ CHAT_TEMPLATE = (
 def build_tokenizer() -> Qwen2Tokenizer:
     """A byte-level BPE tokenizer of Qwen's class, about 350 text tokens, then special and `<|coord_k|>` tokens.
 
-    It is trained on answers of the demo's form, so it fuses brackets as the big tokenizers do: `]}]}` is one token,
-    and the end of the last object lies inside it.
+    It is trained on answers with one object, so it fuses brackets as the big tokenizers do: `]}]}` is one token, and the
+    end of the last object lies inside it. `]},` stays two tokens on purpose: a prefix that is cut behind `]}` and goes
+    on with `, {` then has the same tokens as any other answer. Were it one, so small a model would confuse the two.
     """
     words = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
-    item = '{{"desc": "{}", "bbox_2d": [1, 2]}}'
-    answers = [
-        '{"objects": [' + ", ".join(item.format(w) for w in pair) + "]}" for pair in zip(words, words[1:], strict=False)
-    ]
-    chat = [f"user\n{PROMPT}\nassistant\n", "system\n", '{"objects": []}', '", "poly": [1, 2]}, {"']
+    answers = [f'{{"objects": [{{"desc": "{word}", "bbox_2d": [1, 2]}}]}}' for word in words] * 2
+    chat = [f"user\n{PROMPT}\nassistant\n", "system\n", '{"objects": []}', '", "poly": [1, 2', '] {"desc']
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(pattern=Regex(PRETOKENIZE_REGEX), behavior="isolated")

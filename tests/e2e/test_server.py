@@ -446,10 +446,12 @@ def test_requests_that_are_running_when_weights_change(server, start_model, othe
     assert learner.update(before, "run-d:1").status_code == 200
     outputs = []
     config = {"max_tokens": 300, "temperature": 1.0, "seed": 1}
+    tokens_before = _generated_tokens(server)
     running = threading.Thread(target=lambda: outputs.extend(server.infer(asked, **config)))
     running.start()
-    assert wait_until(lambda: server.get("/health/").json()["running"] == 4, 30)
-    time.sleep(0.2)
+    assert wait_until(
+        lambda: min(now - b for now, b in zip(_generated_tokens(server), tokens_before, strict=True)) > 10, 30
+    )
     answer = learner.update(load_file(other_model / "model.safetensors"), "run-d:2", pause=pause)
     assert answer.status_code == 200, answer.text
     running.join()
@@ -459,8 +461,14 @@ def test_requests_that_are_running_when_weights_change(server, start_model, othe
         "keep": {"weight_version": "run-d:1", "last_weight_version": "run-d:2"},
     }
     long = [output for output in outputs if len(output["response_token_ids"][0]) > 150]
-    assert long and all(output["rollout_infos"] == expected[pause] for output in long)
+    assert long and [output["rollout_infos"] for output in long] == [expected[pause]] * len(long)
     assert_serves(server, other_model, asked[:2])
+
+
+def _generated_tokens(server: Server) -> list[float]:
+    """Tokens generated so far, per replica."""
+    lines = server.get("/metrics/").text.splitlines()
+    return [float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total")]
 
 
 def test_a_learner_that_dies_in_the_middle_leaves_a_server_that_recovers(server, other_model, asked):
