@@ -273,6 +273,7 @@ class ParsedAnswer:
         dropped: how many objects were dropped, by reason (`DROP_REASONS`).
         closed: the answer ended in `]}` as it should.
         respelled: the cut fell inside a token.
+        num_exact: leading ids of the prefix that are the generated ones; those behind spell the token at the cut.
         prefix_bytes: the prefix as scanned, one 0xFF per coordinate token; empty without any complete object.
         prefix_ends: end of each prefix token in `prefix_bytes`, int64.
     """
@@ -282,6 +283,7 @@ class ParsedAnswer:
     dropped: dict[str, int] = field(default_factory=dict)
     closed: bool = False
     respelled: bool = False
+    num_exact: int = 0
     prefix_bytes: bytes = b""
     prefix_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -299,24 +301,31 @@ def parse_answer(token_ids: Sequence[int], table: TokenTable) -> ParsedAnswer:
     scan = _Scan(data, tuple(table.coord_bin[ids[coord_index]].tolist()))
     if not scan.end:
         return ParsedAnswer(table.encode(HEADER), dropped=dict(scan.dropped), closed=scan.closed)
-    prefix_ids, prefix_ends, respelled = cut_tokens(ids.tolist(), ends, scan.end, table)
-    objects = _align(scan, prefix_ends, coord_index.tolist())
-    prefix_bytes = data[: scan.end]
-    return ParsedAnswer(prefix_ids, objects, dict(scan.dropped), scan.closed, respelled, prefix_bytes, prefix_ends)
+    prefix_ids, prefix_ends, num_exact = cut_tokens(ids.tolist(), ends, scan.end, table)
+    return ParsedAnswer(
+        prefix_ids=prefix_ids,
+        objects=_align(scan, prefix_ends, coord_index.tolist()),
+        dropped=dict(scan.dropped),
+        closed=scan.closed,
+        respelled=num_exact < len(prefix_ids),
+        num_exact=num_exact,
+        prefix_bytes=data[: scan.end],
+        prefix_ends=prefix_ends,
+    )
 
 
-def cut_tokens(ids: list[int], ends: np.ndarray, cut: int, table: TokenTable) -> tuple[list[int], np.ndarray, bool]:
-    """The tokens of the first `cut > 0` bytes as (ids, their ends, whether one was respelled).
+def cut_tokens(ids: list[int], ends: np.ndarray, cut: int, table: TokenTable) -> tuple[list[int], np.ndarray, int]:
+    """The tokens of the first `cut > 0` bytes as (ids, their ends, how many of them stand before a respelled token).
 
     Where the cut falls inside a token, that token is replaced by the fewest tokens that spell its kept bytes (TGT-3).
     """
     last = int(np.searchsorted(ends, cut))
     if ends[last] == cut:
-        return ids[: last + 1], ends[: last + 1], False
+        return ids[: last + 1], ends[: last + 1], last + 1
     start = int(ends[last - 1]) if last else 0
     spelling = table.spell(table.bytes_of[ids[last]][: cut - start])
     spelled_ends = start + np.cumsum([len(table.bytes_of[token]) for token in spelling])
-    return ids[:last] + spelling, np.concatenate([ends[:last], spelled_ends]), True
+    return ids[:last] + spelling, np.concatenate([ends[:last], spelled_ends]), last
 
 
 def _align(scan: "_Scan", ends: np.ndarray, coord_index: list[int]) -> list[PredObject]:

@@ -167,9 +167,8 @@ def build_target(
     matched_gt = {g for _, g in matches}
     missed = [obj for g, obj in enumerate(gt_objects) if g not in matched_gt]
     if prefix.prefix_bytes:
+        prefix, ids = _join(prefix, "".join(", " + _format_object(obj) for obj in missed) + CLOSING, table)
         start = len(prefix.prefix_ids)
-        appended = table.encode("".join(", " + _format_object(obj) for obj in missed) + CLOSING)
-        ids = np.array([*prefix.prefix_ids, *appended, table.eos_id], dtype=np.int64)
     else:
         ids = np.array([*table.encode(format_objects(missed)), table.eos_id], dtype=np.int64)
         wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
@@ -194,6 +193,28 @@ def build_target(
     )
 
 
+def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[ParsedAnswer, np.ndarray]:
+    """Prefix + appended text + end token as ids, and the part of the prefix that has tokens of its own there.
+
+    Where the token at the cut was respelled anyway, what was kept of it (brackets) and the appended text are tokenized
+    together: `]}` + `]}` becomes the one token `]}]}` that the model wrote and will write again. Learning to spell the
+    same text in two ways at this very place would teach it to break off. A token that reaches from the prefix into the
+    appended text counts as appended.
+    """
+    kept = prefix.prefix_bytes[int(prefix.prefix_ends[prefix.num_exact - 1]) if prefix.num_exact else 0 :]
+    if not prefix.respelled or kept.strip(b"]} \t\r\n"):
+        return prefix, np.array([*prefix.prefix_ids, *table.encode(appended), table.eos_id], dtype=np.int64)
+    joined = table.encode(kept.decode() + appended)
+    inside = int(np.searchsorted(table.scan_text(np.array(joined))[1], len(kept), side="right"))
+    exact = prefix.prefix_ids[: prefix.num_exact]
+    ids = np.array([*exact, *joined, table.eos_id], dtype=np.int64)
+    return replace(
+        prefix,
+        prefix_ids=[*exact, *joined[:inside]],
+        prefix_ends=table.scan_text(ids[: prefix.num_exact + inside])[1],
+    ), ids
+
+
 def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: TokenTable) -> tuple[ParsedAnswer, int]:
     """Cut behind the last matched object (TGT-10); returns the shorter prefix and how many valid objects went."""
     num_kept = max((p for p, _ in matches), default=-1) + 1
@@ -201,14 +222,16 @@ def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: Token
     if not num_kept:
         return ParsedAnswer(table.encode(HEADER) if parsed.prefix_ids else []), num_trimmed
     end = parsed.objects[num_kept - 1].byte_span[1]
-    ids, ends, respelled = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
+    ids, ends, num_exact = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
+    num_exact = min(num_exact, parsed.num_exact)
     trimmed = replace(
         parsed,
         prefix_ids=ids,
         prefix_ends=ends,
         prefix_bytes=parsed.prefix_bytes[:end],
         objects=parsed.objects[:num_kept],
-        respelled=respelled or (parsed.respelled and end == len(parsed.prefix_bytes)),
+        respelled=num_exact < len(ids),
+        num_exact=num_exact,
     )
     return trimmed, num_trimmed
 
@@ -245,7 +268,10 @@ class _Labels:
     def add_structure(self, prefix: ParsedAnswer, matched: Sequence[PredObject]) -> None:
         """Tokens of matched objects, and of the comma before them, that touch no coordinate and no `desc` at all."""
         ends = prefix.prefix_ends
-        own = np.array([(pred.lead, pred.byte_span[1] - 1) for pred in matched], dtype=np.int64).reshape(-1, 2)
+        if not len(ends):
+            return
+        last = int(ends[-1]) - 1  # the brackets of the last object may belong to an appended token
+        own = np.array([(p.lead, min(p.byte_span[1] - 1, last)) for p in matched], dtype=np.int64).reshape(-1, 2)
         descs = np.array([pred.desc_bytes for pred in prefix.objects], dtype=np.int64).reshape(-1, 2)
         chosen = np.flatnonzero(_touched(ends, own) & ~_touched(ends, descs) & ~self.is_coord[: len(ends)])
         self.text_label[chosen] = self.ids[chosen]

@@ -479,41 +479,50 @@ class WeightSync:
             self.transport.close()
 
     def _send(self, version: str, verify: bool) -> None:
-        entries = self.weights.entries
-        update = {
-            "run_id": self.run_id,
-            "names": [entry.name for entry in entries],
-            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in entries],
-            "shapes": [list(entry.shape) for entry in entries],
-            "digest": verify,
-        }
-        label = {"run_id": self.run_id, "version": version}
+        """Rank 0's part. After a failure no server is left waiting for a bucket, nor answers with half an update."""
         with ThreadPoolExecutor(len(self.addresses)) as pool:
-            started = attempt(self._post_all, pool, "/start_weight_update/", {**label, "pause": "wait"})
-            receiving = [] if started else self._submit_all(pool, "/update_weights/", update)
-            digests: dict[str, str] = {}
+            try:
+                self._update_all(pool, version, verify)
+            except Exception:
+                self.transport.close()
+                for index in range(len(self.addresses)):
+                    attempt(self.client.post, index, "/abort_weight_update/", {"run_id": self.run_id}, 10.0)
+                raise
 
-            def stream() -> None:
-                digests.update(self.transport.send(self.weights, verify, lambda: _raise_early(receiving)))
-
-            # A server that refused the start gets nothing, but the other ranks' gathers are still walked with them.
-            failure = started or attempt(stream)
-            if started and self.weights.is_sharded:
+    def _update_all(self, pool: ThreadPoolExecutor, version: str, verify: bool) -> None:
+        label = {"run_id": self.run_id, "version": version}
+        failure = attempt(self._post_all, pool, "/start_weight_update/", {**label, "pause": "wait"})
+        if failure is not None:
+            if self.weights.is_sharded:  # nothing is sent, but the other ranks are in the gathers already
                 for _ in self.weights.tensors(materialize=False):
                     pass
-            if failure is not None:
-                self.transport.close()  # frees workers that still wait for a bucket
-                self._abandon(pool)
-                answered = [attempt(future.result) for future in receiving]
-                raise next((error for error in answered if error is not None), failure) from failure
-            answers = [future.result() for future in receiving]
-            finished = self._post_all(pool, "/finish_weight_update/", label)
+            raise failure
+        receiving = self._submit_all(pool, "/update_weights/", self._metadata(verify))
+        try:
+            digests = self.transport.send(self.weights, verify, lambda: _raise_early(receiving))
+        except Exception:
+            self.transport.close()  # frees workers that still wait for a bucket, so that their servers answer
+            for future in receiving:
+                future.result()  # a server's own words say more than a broken connection
+            raise
+        answers = [future.result() for future in receiving]
+        finished = self._post_all(pool, "/finish_weight_update/", label)
         for index, (answer, end) in enumerate(zip(answers, finished, strict=True)):
             if end.get("missing"):
                 raise RuntimeError(f"{self.client.url(index)}: tensors the engine did not get: {end['missing'][:5]}")
             if verify:
                 self._compare(index, digests, answer["digests"])
         self.ledger.update(digests)
+
+    def _metadata(self, verify: bool) -> dict[str, Any]:
+        entries = self.weights.entries
+        return {
+            "run_id": self.run_id,
+            "names": [entry.name for entry in entries],
+            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in entries],
+            "shapes": [list(entry.shape) for entry in entries],
+            "digest": verify,
+        }
 
     def _check_probe(self, ours: np.ndarray) -> None:
         """SYN-7, second step: every replica of every server computes with the weights that the learner has."""
@@ -541,10 +550,6 @@ class WeightSync:
 
     def _post_all(self, pool: ThreadPoolExecutor, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         return [future.result() for future in self._submit_all(pool, path, body)]
-
-    def _abandon(self, pool: ThreadPoolExecutor) -> None:
-        for index in range(len(self.addresses)):
-            attempt(self.client.post, index, "/abort_weight_update/", {"run_id": self.run_id}, 10.0)
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Exception | None:

@@ -442,17 +442,17 @@ def test_updates_that_must_not_be_used_are_refused(server, other_model):
 def test_requests_that_are_running_when_weights_change(server, start_model, other_model, asked, pause):
     """SYN-8, SYN-9: one set of weights per answer, except with `keep`, which says so."""
     learner = Learner(server, "run-d")
-    before = load_file(start_model / "model.safetensors")
+    before, after = (load_file(model / "model.safetensors") for model in (start_model, other_model))
     assert learner.update(before, "run-d:1").status_code == 200
     outputs = []
-    config = {"max_tokens": 300, "temperature": 1.0, "seed": 1}
+    config = {"max_tokens": 400, "temperature": 1.0, "seed": 1}
     tokens_before = _generated_tokens(server)
-    running = threading.Thread(target=lambda: outputs.extend(server.infer(asked, **config)))
+    running = threading.Thread(target=lambda: outputs.extend(server.infer(asked * 8, **config)))
     running.start()
     assert wait_until(
-        lambda: min(now - b for now, b in zip(_generated_tokens(server), tokens_before, strict=True)) > 10, 30
+        lambda: min(now - b for now, b in zip(_generated_tokens(server), tokens_before, strict=True)) > 32, 30
     )
-    answer = learner.update(load_file(other_model / "model.safetensors"), "run-d:2", pause=pause)
+    answer = learner.update(after, "run-d:2", pause=pause)
     assert answer.status_code == 200, answer.text
     running.join()
     expected = {
@@ -460,7 +460,7 @@ def test_requests_that_are_running_when_weights_change(server, start_model, othe
         "abort": {"weight_version": "run-d:2"},
         "keep": {"weight_version": "run-d:1", "last_weight_version": "run-d:2"},
     }
-    long = [output for output in outputs if len(output["response_token_ids"][0]) > 150]
+    long = [output for output in outputs if len(output["response_token_ids"][0]) > 300]
     assert long and [output["rollout_infos"] for output in long] == [expected[pause]] * len(long)
     assert_serves(server, other_model, asked[:2])
 
