@@ -92,6 +92,7 @@ def write(folder: Path, **files: str) -> Path:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_CFG_3_every_shipped_config_loads(path: Path) -> None:
+    """CFG-3."""
     assert load_config(path).servers()
 
 
@@ -103,6 +104,7 @@ def test_shipped_configs_open_with_purpose_command_hardware(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_CFG_16_resolved_yaml_loads_to_the_same_config(path: Path, tmp_path: Path) -> None:
+    """CFG-16."""
     cfg = load_config(path)
     again = load_config(write(tmp_path, resolved=dump_yaml(cfg)))
     assert again.model_dump() == cfg.model_dump()
@@ -115,6 +117,7 @@ def test_dump_yaml_keeps_words_that_old_yaml_reads_as_booleans(tmp_path: Path) -
 
 
 def test_CFG_17_every_key_is_described_and_the_docs_are_up_to_date() -> None:
+    """CFG-17."""
     from utils.schema import section_of
 
     assert [path for path, field in iter_fields() if not field.description and not section_of(field.annotation)] == []
@@ -127,6 +130,7 @@ def test_importing_config_and_plan_pulls_in_no_torch() -> None:
 
 
 def test_CFG_1_programs_have_operational_flags_only() -> None:
+    """CFG-1."""
     allowed = {"--config", "--dry-run", "--world-size", "--resume", "--server-index", "--local_rank", "--local-rank"}
     programs = [ROOT / name for name in ("train_stage2.py", "rollout_server.py") if (ROOT / name).exists()]
     for program in programs:
@@ -138,6 +142,7 @@ def test_CFG_1_programs_have_operational_flags_only() -> None:
 
 
 def test_CFG_2_mappings_merge_lists_and_scalars_are_replaced(tmp_path: Path) -> None:
+    """CFG-2."""
     top = write(
         tmp_path,
         top="extends: [first.yaml, second.yaml]\na: {x: 1}\nlist: [9]",
@@ -151,6 +156,7 @@ def test_CFG_2_mappings_merge_lists_and_scalars_are_replaced(tmp_path: Path) -> 
 
 
 def test_CFG_2_extends_is_recursive_and_relative_to_the_naming_file(tmp_path: Path) -> None:
+    """CFG-2."""
     (tmp_path / "deep").mkdir()
     write(tmp_path / "deep", middle="extends: ../bottom.yaml\nb: 2")
     top = write(tmp_path, top="extends: deep/middle.yaml\nc: 3", bottom="a: 1\nb: 1\nc: 1")
@@ -158,6 +164,7 @@ def test_CFG_2_extends_is_recursive_and_relative_to_the_naming_file(tmp_path: Pa
 
 
 def test_CFG_2_a_mapping_replaces_a_scalar_and_the_other_way_round(tmp_path: Path) -> None:
+    """CFG-2."""
     top = write(tmp_path, top="extends: base.yaml\na: {x: 1}\nb: null", base="a: 5\nb: {y: 1}")
     data, origin = resolve_yaml(top)
     assert data == {"a": {"x": 1}, "b": None}
@@ -165,6 +172,7 @@ def test_CFG_2_a_mapping_replaces_a_scalar_and_the_other_way_round(tmp_path: Pat
 
 
 def test_CFG_2_two_parents_may_share_a_grandparent(tmp_path: Path) -> None:
+    """CFG-2."""
     top = write(
         tmp_path, top="extends: [b.yaml, c.yaml]", b="extends: a.yaml\nb: 1", c="extends: a.yaml\nc: 1", a="a: 1"
     )
@@ -172,17 +180,20 @@ def test_CFG_2_two_parents_may_share_a_grandparent(tmp_path: Path) -> None:
 
 
 def test_CFG_2_a_cycle_prints_its_chain(tmp_path: Path) -> None:
+    """CFG-2."""
     top = write(tmp_path, top="extends: a.yaml", a="extends: b.yaml", b="extends: a.yaml")
     with pytest.raises(ConfigError, match=r"cycle.*top\.yaml -> .*a\.yaml -> .*b\.yaml -> .*a\.yaml"):
         resolve_yaml(top)
 
 
 def test_CFG_2_a_file_that_extends_itself_is_a_cycle(tmp_path: Path) -> None:
+    """CFG-2."""
     with pytest.raises(ConfigError, match="cycle"):
         resolve_yaml(write(tmp_path, top="extends: top.yaml"))
 
 
 def test_CFG_2_missing_files_print_their_chains_all_together(tmp_path: Path) -> None:
+    """CFG-2."""
     top = write(tmp_path, top="extends: [a.yaml, gone1.yaml]", a="extends: gone2.yaml")
     with pytest.raises(ConfigError) as caught:
         resolve_yaml(top)
@@ -244,6 +255,7 @@ def test_minimal_config_has_the_documented_defaults() -> None:
 
 
 def test_CFG_3_unknown_key_names_path_file_and_nearest_key(tmp_path: Path) -> None:
+    """CFG-3."""
     base = yaml.safe_dump(edited(training__learning_rat=1.0))
     top = write(tmp_path, top="extends: base.yaml\ntraining: {seed: 1}", base=base)
     with pytest.raises(ConfigError) as caught:
@@ -253,14 +265,17 @@ def test_CFG_3_unknown_key_names_path_file_and_nearest_key(tmp_path: Path) -> No
 
 
 def test_CFG_3_a_known_key_in_the_wrong_section_is_sent_home() -> None:
+    """CFG-3."""
     assert f"did you mean {RM}.decode_batch_size?" in only_problem(edited(training__decode_batch_size=4))
 
 
 def test_CFG_3_unknown_key_like_nothing_else_still_names_a_known_one() -> None:
+    """CFG-3."""
     assert re.search(r"zzzz=1: unknown key; delete it \(nearest known key: \w+", only_problem(edited(model__zzzz=1)))
 
 
 def test_CFG_3_all_problems_together_fields_and_rules() -> None:
+    """CFG-3."""
     data = edited(
         RM__temperature=None,
         RM__decode_batch_size=0,
@@ -287,6 +302,7 @@ def test_CFG_3_all_problems_together_fields_and_rules() -> None:
 
 
 def test_CFG_3_required_keys_of_an_empty_file_are_all_named() -> None:
+    """CFG-3."""
     found = "\n".join(problems({}))
     for path in ("model.path", "custom.trainer_variant", "custom.train_jsonl", "training.output_dir"):
         assert f"{path}: is required" in found
@@ -325,6 +341,7 @@ def test_CFG_3_required_keys_of_an_empty_file_are_all_named() -> None:
     ],
 )
 def test_CFG_3_wrong_types_and_ranges(changes: dict[str, Any], message: str) -> None:
+    """CFG-3."""
     assert message in only_problem(edited(**changes))
 
 
@@ -341,6 +358,7 @@ def test_CFG_3_wrong_types_and_ranges(changes: dict[str, Any], message: str) -> 
     )
 )
 def test_CFG_3_whatever_a_file_holds_is_reported_and_never_crashes(value: Any) -> None:
+    """CFG-3."""
     data = {"model": value, "custom": value, "training": {"output_dir": value}, "tuner": value}
     assert problems(data)
     extra = {"rollout_matching": value, "rollout_server": value}
@@ -352,6 +370,7 @@ def test_CFG_3_whatever_a_file_holds_is_reported_and_never_crashes(value: Any) -
 
 
 def test_CFG_3_exit_status_2_without_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CFG-3."""
     with pytest.raises(SystemExit) as caught:
         load_config_or_exit(write(tmp_path, top="typo: 1"))
     assert caught.value.code == 2
@@ -385,6 +404,7 @@ def test_load_section_serves_other_schemas(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("value", [None, 1, {"enabled": True}])
 def test_CFG_13_retired_keys_name_their_migration(key: str, migration: str, value: Any) -> None:
+    """CFG-13."""
     found = only_problem(edited(**{f"RM__{key}": value}))
     assert f"{RM}.{key}=" in found and migration in found
 
@@ -401,6 +421,7 @@ def test_CFG_13_retired_keys_name_their_migration(key: str, migration: str, valu
     ],
 )
 def test_CFG_17_unsupported_techniques_are_refused_by_name(changes: dict[str, Any], technique: str) -> None:
+    """CFG-17."""
     found = only_problem(edited(**changes))
     assert technique in found and "not supported" in found
 
@@ -410,6 +431,7 @@ def test_CFG_17_unsupported_techniques_are_refused_by_name(changes: dict[str, An
 
 
 def test_CFG_4_the_right_script_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """CFG-4."""
     cfg = build_config(minimal())
     require_variant(cfg, "rollout_matching_sft", "train_stage2.py")
     with pytest.raises(SystemExit, match="2"):
@@ -424,6 +446,7 @@ def grpo() -> dict[str, Any]:
 
 
 def test_CFG_4_grpo_is_known_but_not_built() -> None:
+    """CFG-4."""
     assert "train_grpo.py is not built yet" in only_problem(grpo())
 
 
@@ -442,6 +465,7 @@ def test_CFG_4_grpo_is_known_but_not_built() -> None:
     ],
 )
 def test_GRP_2_connection_rules(edit: Callable[[dict[str, Any]], Any], message: str) -> None:
+    """GRP-2."""
     data = grpo()
     edit(data)
     assert any(message in found for found in problems(data))
@@ -481,10 +505,12 @@ def server(**keys: Any) -> dict[str, Any]:
     ],
 )
 def test_CFG_7_mistakes(keys: dict[str, Any], message: str) -> None:
+    """CFG-7."""
     assert message in only_problem(server(**keys))
 
 
 def test_CFG_7_server_mode_without_servers() -> None:
+    """CFG-7."""
     assert "is required by mode: server" in only_problem(edited(RM__vllm={"mode": "server"}))
 
 
@@ -493,6 +519,7 @@ ports = st.lists(st.integers(10000, 60000), min_size=1, max_size=5, unique=True)
 
 @given(ports)
 def test_CFG_7_both_forms_with_paired_lists_mean_the_same(group_ports: list[int]) -> None:
+    """CFG-7."""
     urls = [f"http://node{index}:8000/prefix/" for index in range(len(group_ports))]
     entries = [{"base_url": url, "group_port": port} for url, port in zip(urls, group_ports, strict=True)]
     paired = build_config(server(base_url=urls, group_port=group_ports)).servers()
@@ -503,6 +530,7 @@ def test_CFG_7_both_forms_with_paired_lists_mean_the_same(group_ports: list[int]
 
 @given(st.integers(1, 6), st.integers(1, 65536))
 def test_CFG_7_one_port_counts_up_and_stays_a_port(num_servers: int, first: int) -> None:
+    """CFG-7."""
     data = server(base_url=[f"http://node{i}" for i in range(num_servers)], group_port=first)
     if first + num_servers - 1 <= 65535:
         assert [a.group_port for a in build_config(data).servers()] == list(range(first, first + num_servers))
@@ -512,6 +540,7 @@ def test_CFG_7_one_port_counts_up_and_stays_a_port(num_servers: int, first: int)
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.lists(st.integers(1, 4), min_size=2, max_size=4))
 def test_CFG_7_no_two_servers_share_a_place_or_a_group_port(url_ports: list[int], group_ports: list[int]) -> None:
+    """CFG-7."""
     data = server(base_url=[f"http://h:{port}" for port in url_ports], group_port=group_ports)
     distinct = len(set(url_ports)) == len(url_ports) and len(set(group_ports)) == len(group_ports)
     if distinct and len(url_ports) == len(group_ports):
@@ -521,21 +550,25 @@ def test_CFG_7_no_two_servers_share_a_place_or_a_group_port(url_ports: list[int]
 
 
 def test_CFG_7_address_parts() -> None:
+    """CFG-7."""
     (address,) = build_config(server(base_url="https://h/a/b/", group_port=9)).servers()
     assert (address.base_url, address.host, address.port, address.path_prefix) == ("https://h/a/b", "h", 443, "/a/b")
 
 
 @pytest.mark.parametrize(("given_s", "meant_s"), [(None, None), (0, None), (-1.5, None), (30, 30.0)])
 def test_CFG_8_infer_timeout_without_a_positive_number_is_none(given_s: float | None, meant_s: float | None) -> None:
+    """CFG-8."""
     assert build_config(edited(RM__vllm__server__infer_timeout_s=given_s)).rm.vllm.server.infer_timeout_s == meant_s
 
 
 def test_CFG_9_adapter_sync_needs_lora_slots() -> None:
+    """CFG-9."""
     found = problems(edited(RM__vllm__sync={"mode": "adapter"}))
     assert any("adapter needs" in line and "enable_lora: true" in line for line in found)
 
 
 def test_CFG_9_learner_and_server_agree_on_lora() -> None:
+    """CFG-9."""
     settings = {"vllm_max_model_len": 2048, "servers": [{"vllm_enable_lora": True}]}
     assert "servers[0].vllm_enable_lora=true: must agree" in only_problem(edited(RS=settings))
 
@@ -551,6 +584,7 @@ def test_CFG_9_learner_and_server_agree_on_lora() -> None:
     ],
 )
 def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, expected: str) -> None:
+    """CFG-9."""
     base = build_config(minimal())
     vllm = base.rm.vllm.model_copy(update={"enable_lora": enable_lora})
     vllm = vllm.model_copy(update={"sync": vllm.sync.model_copy(update={"mode": sync})})
@@ -566,11 +600,13 @@ def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, 
 
 
 def test_CFG_14_packing_needs_drop_last() -> None:
+    """CFG-14."""
     assert "no flush steps" in only_problem(edited(training__packing=True, training__packing_drop_last=False))
     build_config(edited(training__packing=False, training__packing_drop_last=False))
 
 
 def test_CFG_14_buffer_holds_a_batch() -> None:
+    """CFG-14."""
     data = edited(training__packing_buffer=7, training__per_device_train_batch_size=8)
     assert "must hold the 8 samples" in only_problem(data)
 
@@ -588,10 +624,12 @@ def test_CFG_14_buffer_holds_a_batch() -> None:
     ],
 )
 def test_CFG_15_lengths_fit(changes: dict[str, Any], message: str) -> None:
+    """CFG-15."""
     assert message in only_problem(edited(**changes))
 
 
 def test_CFG_15_overrides_replace_single_settings_of_one_server() -> None:
+    """CFG-15."""
     settings = {"vllm_max_model_len": 2048, "device": "cuda", "servers": [{"vllm_data_parallel_size": 3}]}
     cfg = build_config(edited(RS=settings))
     own = cfg.server_settings(0)
@@ -601,15 +639,18 @@ def test_CFG_15_overrides_replace_single_settings_of_one_server() -> None:
 
 
 def test_CFG_15_more_overrides_than_servers() -> None:
+    """CFG-15."""
     assert "overrides 2 servers, but" in only_problem(edited(RS={"vllm_max_model_len": 2048, "servers": [{}, {}]}))
 
 
 def test_CFG_15_engine_kwargs_do_not_repeat_own_keys() -> None:
+    """CFG-15."""
     settings = {"vllm_max_model_len": 2048, "vllm_engine_kwargs": {"max_model_len": 1}, "servers": [{}]}
     assert f"use {RS}.vllm_max_model_len" in only_problem(edited(RS=settings))
 
 
 def test_CFG_15_server_to_launch() -> None:
+    """CFG-15."""
     with pytest.raises(ConfigError, match="required to launch a server"):
         require_server(build_config(minimal()), 0)
     cfg = build_config(edited(RS={"vllm_max_model_len": 2048}))
@@ -619,6 +660,7 @@ def test_CFG_15_server_to_launch() -> None:
 
 
 def test_SRV_5_image_roots_default_to_the_data_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SRV-5."""
     monkeypatch.chdir(tmp_path)
     data = edited(custom__train_jsonl=["a/x.jsonl", "a/y.jsonl"], custom__val_jsonl="/b/v.jsonl")
     assert build_config(data).image_roots() == [f"{tmp_path}/a", "/b"]
@@ -627,6 +669,8 @@ def test_SRV_5_image_roots_default_to_the_data_directories(tmp_path: Path, monke
 
 
 def test_DAT_3_data_files_in_all_three_forms() -> None:
+    """DAT-3."""
+
     def files(value: Any) -> list[tuple[str, float]]:
         return [
             (file.path, file.weight) for file in build_config(edited(custom__train_jsonl=value)).custom.train_files()
@@ -651,6 +695,7 @@ def test_DAT_3_data_files_in_all_three_forms() -> None:
     ],
 )
 def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: str) -> None:
+    """CFG-17."""
     assert message in only_problem(edited(**changes))
 
 
@@ -683,6 +728,7 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("ds_configs/*.json")), ids=lambda path: path.stem)
 def test_LRN_2_shipped_deepspeed_files_hold_engine_knobs_only(path: Path) -> None:
+    """LRN-2."""
     cfg = build_config(edited(deepspeed=path.stem, model__dtype="bfloat16"))
     raw = load_deepspeed_json(cfg)
     assert raw["zero_optimization"]["stage"] == int(re.search(r"\d", path.stem)[0])
@@ -691,6 +737,7 @@ def test_LRN_2_shipped_deepspeed_files_hold_engine_knobs_only(path: Path) -> Non
 
 
 def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
+    """CFG-17."""
     changes = {
         "per_device_train_batch_size": 3,
         "gradient_accumulation_steps": 4,
@@ -724,6 +771,7 @@ def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
     ],
 )
 def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content: Any, message: str) -> None:
+    """CFG-17."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(content))
     assert message in only_problem(edited(deepspeed=str(path)))
@@ -741,4 +789,5 @@ def test_deepspeed_json_may_repeat_the_yaml_or_say_auto(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "message"), [("zero7", "zero2, zero3"), ("gone.json", "there is no gone.json")])
 def test_CFG_17_missing_deepspeed_file_names_the_known_ones(name: str, message: str) -> None:
+    """CFG-17."""
     assert message in only_problem(edited(deepspeed=name))

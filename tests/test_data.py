@@ -57,6 +57,7 @@ def problems_of(*paths, prompt="List.") -> list[str]:
 
 
 def test_dat_1_own_form(tmp_path):
+    """DAT-1."""
     sample = load_one(tmp_path, id="s1")
     assert sample.id == "s1"
     assert sample.images == [str(tmp_path / "a.png")]
@@ -67,21 +68,25 @@ def test_dat_1_own_form(tmp_path):
 
 
 def test_dat_1_prompt_of_the_line_wins_over_the_config(tmp_path):
+    """DAT-1."""
     assert load_one(tmp_path, prompt="config's").messages[0]["content"] == "config's"
     row = line(prompt="its own")
     assert load_samples([write(tmp_path, row)], "config's")[0][0].messages[0]["content"] == "its own"
 
 
 def test_dat_1_without_objects_is_valid(tmp_path):
+    """DAT-1."""
     assert load_one(tmp_path, objects=[]).objects == []
 
 
 def test_dat_1_polygon(tmp_path):
+    """DAT-1."""
     objects = [{"desc": "kite", "poly": [0, 0, 100, 0, 100, 50]}]
     assert load_one(tmp_path, objects=objects).objects == [Object("kite", "poly", (0, 0, 999, 0, 999, 999))]
 
 
 def test_dat_1_relative_images_belong_to_the_file_not_the_working_directory(tmp_path, monkeypatch):
+    """DAT-1."""
     (tmp_path / "sub").mkdir()
     path = write(tmp_path / "sub", line(images=["../sub/a.png"]))
     monkeypatch.chdir(tmp_path)
@@ -90,12 +95,14 @@ def test_dat_1_relative_images_belong_to_the_file_not_the_working_directory(tmp_
 
 
 def test_dat_1_blank_lines_and_a_byte_order_mark_do_no_harm(tmp_path):
+    """DAT-1."""
     path = write(tmp_path, line())
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\n\r\n")
     assert len(load_samples([path], "x")[0]) == 1
 
 
 def test_dat_1_swift_messages_with_markers_and_answer(tmp_path):
+    """DAT-1."""
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "<image>Find all."},
@@ -106,6 +113,7 @@ def test_dat_1_swift_messages_with_markers_and_answer(tmp_path):
 
 
 def test_dat_1_swift_content_lists_with_images_inside(tmp_path):
+    """DAT-1."""
     content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Find all."}]
     sample = load_one(tmp_path, images=..., messages=[{"role": "user", "content": content}])
     assert sample.messages == [{"role": "user", "content": "<image>Find all."}]
@@ -113,6 +121,7 @@ def test_dat_1_swift_content_lists_with_images_inside(tmp_path):
 
 
 def test_dat_1_swift_images_as_path_or_bytes(tmp_path):
+    """DAT-1."""
     raw = base64.b64encode(png(tmp_path / "b.png", 30, 20).read_bytes()).decode()
     assert load_one(tmp_path, images=[{"path": "a.png", "bytes": None}]).images == [str(tmp_path / "a.png")]
     sample = load_one(tmp_path, images=[{"bytes": raw}])
@@ -120,6 +129,7 @@ def test_dat_1_swift_images_as_path_or_bytes(tmp_path):
 
 
 def test_dat_1_swift_objects_and_size_from_the_image(tmp_path):
+    """DAT-1."""
     objects = {"ref": ["cat", "kite"], "bbox": [[0, 0, 50, 25], [0, 0, 100, 0, 100, 50]]}
     sample = load_one(tmp_path, objects=objects, width=..., height=...)
     assert (sample.width, sample.height) == (100, 50)
@@ -128,11 +138,13 @@ def test_dat_1_swift_objects_and_size_from_the_image(tmp_path):
 
 
 def test_dat_1_swift_one_ref_names_several_boxes_and_fractions(tmp_path):
+    """DAT-1."""
     objects = {"ref": ["cat"], "bbox": [[0, 0, 0.5, 1], [0.5, 0, 1, 1]], "bbox_type": "norm1"}
     assert [o.coords for o in load_one(tmp_path, objects=objects).objects] == [(0, 0, 500, 999), (500, 0, 999, 999)]
 
 
 def test_dat_1_swift_image_id_picks_the_image_whose_size_counts(tmp_path):
+    """DAT-1."""
     png(tmp_path / "b.png", 200, 200)
     objects = {"ref": ["x", "y"], "bbox": [[0, 0, 100, 50], [0, 0, 100, 100]], "image_id": [0, 1]}
     sample = load_one(tmp_path, images=["a.png", "b.png"], width=..., height=..., objects=objects)
@@ -143,11 +155,13 @@ def test_dat_1_swift_image_id_picks_the_image_whose_size_counts(tmp_path):
 
 
 def test_dat_2_half_a_pixel_outside_is_clamped(tmp_path):
+    """DAT-2."""
     objects = [{"desc": "cat", "bbox_2d": [-0.4, 0, 100.5, 50]}]
     assert load_one(tmp_path, objects=objects).objects[0].coords == (0, 0, 999, 999)
 
 
 def test_dat_2_order(tmp_path):
+    """DAT-2."""
     boxes = {"low": [0, 30, 5, 40], "right": [50, 10, 60, 40], "left": [10, 10, 20, 12]}
     objects = [{"desc": desc, "bbox_2d": box} for desc, box in boxes.items()]
     objects.append({"desc": "roof", "poly": [50, 20, 40, 5, 60, 5]})
@@ -227,6 +241,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_dat_3_bad_line_is_reported_with_file_line_and_reason(tmp_path, name):
+    """DAT-3."""
     bad, reason = BAD_LINES[name]
     problems = problems_of(write(tmp_path, line(), bad, line()))
     assert len(problems) == 1
@@ -235,6 +250,7 @@ def test_dat_3_bad_line_is_reported_with_file_line_and_reason(tmp_path, name):
 
 
 def test_dat_3_all_problems_of_all_files_together(tmp_path):
+    """DAT-3."""
     first = write(tmp_path, line(images=["no.png"], objects=[{"desc": "", "bbox_2d": [0, 0, 1, 1]}]), "{")
     empty = write(tmp_path, name="empty.jsonl")
     problems = problems_of(first, empty, tmp_path / "absent.jsonl")
@@ -249,16 +265,19 @@ def test_dat_3_all_problems_of_all_files_together(tmp_path):
 
 
 def test_dat_3_no_prompt_anywhere(tmp_path):
+    """DAT-3."""
     assert "neither the line" in problems_of(write(tmp_path, line()), prompt=None)[0]
 
 
 def test_dat_3_bytes_that_are_not_utf_8(tmp_path):
+    """DAT-3."""
     path = write(tmp_path, line())
     path.write_bytes(path.read_bytes() + b'{"id": "\xff"}\n')
     assert problems_of(path) == [f"{path}:2: not UTF-8 at byte 8"]
 
 
 def test_dat_3_truncated_image_is_named_when_opened(tmp_path):
+    """DAT-3."""
     whole = png(tmp_path / "t.png", 300, 300).read_bytes()
     (tmp_path / "t.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(OSError, match="t.png"):
@@ -284,6 +303,7 @@ def test_dat_3_truncated_image_is_named_when_opened(tmp_path):
     )
 )
 def test_dat_3_wild_json_never_escapes_as_another_error(tmp_path_factory, value):
+    """DAT-3."""
     path = tmp_path_factory.getbasetemp() / "wild.jsonl"
     path.write_text(json.dumps(value) + "\n")
     try:
@@ -334,6 +354,7 @@ def global_ids(datasets, count: int, world_size: int, **kwargs) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_lrn_1_every_sample_once_per_epoch_across_ranks(world_size):
+    """LRN-1."""
     datasets = files(7, 4)
     order = global_ids(datasets, 33, world_size, seed=3)
     for epoch in range(3):
@@ -343,12 +364,14 @@ def test_lrn_1_every_sample_once_per_epoch_across_ranks(world_size):
 
 
 def test_lrn_1_batches_cross_epoch_borders():
+    """LRN-1."""
     stream = SampleStream(files(5), seed=1)
     drawn = ids(stream.next(3) + stream.next(4))
     assert len(set(drawn[:5])) == 5 and stream.epoch == 1
 
 
 def test_lrn_1_the_seed_decides_the_order():
+    """LRN-1."""
     assert global_ids(files(50), 50, 1, seed=1) == global_ids(files(50), 50, 1, seed=1)
     assert global_ids(files(50), 50, 1, seed=1) != global_ids(files(50), 50, 1, seed=2)
 
@@ -356,6 +379,7 @@ def test_lrn_1_the_seed_decides_the_order():
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 30), st.integers(1, 4), st.integers(1, 4))
 def test_lrn_1_resumed_stream_goes_on_also_with_other_ranks(sizes, draws, before, after):
+    """LRN-1."""
     datasets = files(*sizes)
     whole = global_ids(datasets, draws * before + 20, 1, seed=5)
     old = [SampleStream(datasets, seed=5, rank=r, world_size=before) for r in range(before)]
@@ -371,6 +395,7 @@ def test_lrn_1_resumed_stream_goes_on_also_with_other_ranks(sizes, draws, before
 
 
 def test_lrn_1_state_of_other_data_is_refused():
+    """LRN-1."""
     state = SampleStream(files(5), seed=1).state_dict()
     with pytest.raises(ValueError, match="sizes was"):
         SampleStream(files(6), seed=1).load_state_dict(state)
@@ -379,6 +404,7 @@ def test_lrn_1_state_of_other_data_is_refused():
 
 
 def test_dat_3_weights_mix_files():
+    """DAT-3."""
     datasets, weights = files(4, 6), [2, 0.5]
     assert [epoch_size([4, 6], weights, e) for e in range(2)] == [11, 11]
     order = global_ids(datasets, 22, 2, weights=weights)
@@ -390,6 +416,7 @@ def test_dat_3_weights_mix_files():
 
 def test_dat_3_fractional_shares_add_up():
     # 5 samples at weight 0.5: 2, 3, 2, 3 per epoch, each sample once in two epochs.
+    """DAT-3."""
     assert [epoch_size([5], [0.5], e) for e in range(4)] == [2, 3, 2, 3]
     assert sorted(global_ids(files(5), 5, 1, weights=[0.5])) == sorted(ids(files(5)[0]))
 
@@ -398,6 +425,7 @@ def test_dat_3_fractional_shares_add_up():
 
 
 def test_rol_3_encoded_prompt_equals_the_processors_own(tmp_path, processor):
+    """ROL-3."""
     png(tmp_path / "b.png", 64, 200)
     messages = [
         {"role": "system", "content": "Be brief. 日本 é"},
@@ -420,6 +448,7 @@ def test_encode_prompt_without_an_image(tmp_path, processor):
 
 
 def test_rol_3_placeholder_spelled_in_the_text_is_refused(tmp_path, processor):
+    """ROL-3."""
     sample = load_one(tmp_path, prompt="what is <|image_pad|>?")
     with pytest.raises(ValueError, match="d.jsonl:1: the prompt has 2 image placeholders for 1 images"):
         encode_prompt(sample, processor)

@@ -23,7 +23,7 @@ RED, BLUE, FAR = box("red", 0, 0, 100, 100), box("blue", 200, 200, 300, 300), bo
 
 
 def test_counts_are_summed_over_objects_not_averaged_over_images_LRN_7():
-    """One image with 1 of 1 found, one with 1 of 3: precision 2/2, recall 2/4, F1 2*2/(2+4)."""
+    """LRN-7: One image with 1 of 1 found, one with 1 of 3: precision 2/2, recall 2/4, F1 2*2/(2+4)."""
     counts = count_sample(parsed(RED), [RED], 0.5, False)
     counts.update(count_sample(parsed(RED), [RED, BLUE, FAR], 0.5, False))
     result = scores(counts)
@@ -32,23 +32,26 @@ def test_counts_are_summed_over_objects_not_averaged_over_images_LRN_7():
 
 
 def test_labels_are_compared_without_case_and_outer_blanks_LRN_7():
+    """LRN-7."""
     result = scores(count_sample(parsed(box(" Red ", *RED.coords)), [RED], 0.5, False))
     assert result["f1"] == 1.0
 
 
 def test_a_wrong_label_counts_by_place_only_LRN_7():
+    """LRN-7."""
     result = scores(count_sample(parsed(box("green", *RED.coords)), [RED], 0.5, False))
     assert result["f1"] == 0.0 and result["f1_no_label"] == 1.0
 
 
 def test_with_label_the_match_is_made_among_equal_labels_LRN_7():
-    """The nearer prediction has the wrong label; the other one is right and counts."""
+    """LRN-7: The nearer prediction has the wrong label; the other one is right and counts."""
     near_wrong, far_right = box("blue", 0, 0, 100, 100), box("red", 0, 0, 100, 80)
     result = scores(count_sample(parsed(near_wrong, far_right), [RED], 0.5, False))
     assert result["precision"] == 0.5 and result["recall"] == 1.0
 
 
 def test_parse_health_LRN_7():
+    """LRN-7."""
     counts = count_sample(parsed(RED, closed=False), [RED], 0.5, True)
     counts.update(count_sample(parsed(RED, dropped={"bad_json": 2}), [RED], 0.5, False))
     counts.update(count_sample(parsed(), [], 0.5, False))
@@ -58,6 +61,7 @@ def test_parse_health_LRN_7():
 
 
 def test_nothing_there_and_nothing_said_is_perfect_LRN_7():
+    """LRN-7."""
     assert scores(count_sample(parsed(), [], 0.5, False))["f1"] == 1.0
 
 

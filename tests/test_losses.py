@@ -51,7 +51,8 @@ def plain_sums(hidden, head, labels, sigma):
 
 
 def test_gaussian_target_is_centred_where_the_bin_is_tgt_7():
-    """A fractional target (from optimal transport) lies between its neighbours; at the border mass piles up inside."""
+    """TGT-7: A fractional target (from optimal transport) lies between its neighbours; at the border mass piles up
+    inside."""
     probability = gaussian_target(torch.tensor([500.0, 500.25, 0.0]), sigma=2.0)
     torch.testing.assert_close(probability.sum(dim=1), torch.ones(3))
     assert probability[0].argmax() == 500
@@ -62,7 +63,8 @@ def test_gaussian_target_is_centred_where_the_bin_is_tgt_7():
 
 
 def test_coordinate_cross_entropy_by_hand_tgt_7():
-    """A uniform guess costs log(1000) whatever the target and whatever the other tokens' logits; a perfect one costs
+    """TGT-7: A uniform guess costs log(1000) whatever the target and whatever the other tokens' logits; a perfect
+    one costs
     the target's entropy, log(sigma * sqrt(2 pi e))."""
     logits = torch.zeros(1, VOCAB)
     logits[0, :200] = 5.0
@@ -77,7 +79,7 @@ def test_coordinate_cross_entropy_by_hand_tgt_7():
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.floats(0, 999), st.floats(0.1, 30))
 def test_w1_is_the_wasserstein_distance_tgt_7(seed, target, scale):
-    """Against scipy, in units of the image width (bin / 999)."""
+    """TGT-7: Against scipy, in units of the image width (bin / 999)."""
     logits = scale * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
     ours = coordinate_losses(logits, torch.tensor([target]), COORD_IDS, 12.0)["w1"]
     probability = logits[0, COORD_IDS].double().softmax(0).numpy()
@@ -87,7 +89,7 @@ def test_w1_is_the_wasserstein_distance_tgt_7(seed, target, scale):
 
 @pytest.mark.parametrize("gap", [-200.0, -30.0, -5.0, 0.0, 5.0, 30.0, 200.0])
 def test_gate_is_the_mass_outside_tgt_7(gap):
-    """Against float64; no inf or nan and a value in [0, 1] however far apart the logits are."""
+    """TGT-7: Against float64; no inf or nan and a value in [0, 1] however far apart the logits are."""
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[:, COORD_IDS] += gap
     logits.requires_grad_()
@@ -102,6 +104,7 @@ def test_gate_is_the_mass_outside_tgt_7(gap):
 
 
 def test_coordinate_gradient_equals_float64_tgt_7():
+    """TGT-7."""
     logits = torch.randn(5, VOCAB, requires_grad=True)
     target = torch.tensor([0.0, 17.5, 333.3, 998.9, 999.0])
     sum(value.sum() for value in coordinate_losses(logits, target, COORD_IDS, 9.0).values()).backward()
@@ -116,13 +119,14 @@ def test_coordinate_gradient_equals_float64_tgt_7():
 
 
 def test_text_loss_by_hand_tgt_7():
+    """TGT-7."""
     logits = torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0]])
     expected = torch.tensor([math.log(4 / 3), math.log(2.0)])
     torch.testing.assert_close(text_losses(logits, torch.tensor([1, 0])), expected)
 
 
 def test_text_weights_carry_the_desc_weight_tgt_7():
-    """Doubling a token's weight doubles its share of the sum; weight zero removes it."""
+    """TGT-7: Doubling a token's weight doubles its share of the sum; weight zero removes it."""
     head, hidden = head_and_states()
     labels = random_labels(0, 2, 40)
     single = text_losses(head(hidden[labels.text_pos]), labels.text_label)
@@ -133,6 +137,7 @@ def test_text_weights_carry_the_desc_weight_tgt_7():
 @pytest.mark.parametrize("num_coord, num_text", [(37, 23), (0, 23), (37, 0), (1, 1), (0, 0)])
 @pytest.mark.parametrize("num_chunks", [1, 3, 50])
 def test_chunks_change_neither_sums_nor_gradients_lrn_4(num_coord, num_text, num_chunks):
+    """LRN-4."""
     head, hidden = head_and_states()
     labels = random_labels(num_coord, num_text, 40)
     parameters = (hidden, head.weight)
@@ -147,7 +152,7 @@ def test_chunks_change_neither_sums_nor_gradients_lrn_4(num_coord, num_text, num
 
 @pytest.mark.parametrize("num_labels", [0, 1, 60])
 def test_head_runs_equally_often_on_every_rank_pck_8(num_labels):
-    """`num_chunks` times forward, as often in backward, also without any label: ZeRO-3 gathers each time."""
+    """PCK-8: `num_chunks` times forward, as often in backward, also without any label: ZeRO-3 gathers each time."""
     head, hidden = head_and_states()
     calls = []
     head.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
@@ -161,7 +166,7 @@ def test_head_runs_equally_often_on_every_rank_pck_8(num_labels):
 
 
 def test_logits_exist_at_labels_only_and_chunk_by_chunk_lrn_4():
-    """1000 positions, 30 labels, 3 chunks: never more than ten rows of logits, and none kept for backward."""
+    """LRN-4: 1000 positions, 30 labels, 3 chunks: never more than ten rows of logits, and none kept for backward."""
     head, hidden = head_and_states(num_positions=1000)
     rows, kept = [], []
     head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
@@ -177,12 +182,14 @@ def test_logits_exist_at_labels_only_and_chunk_by_chunk_lrn_4():
 
 
 def test_parts_are_float32_even_on_bfloat16_states_tgt_7():
+    """TGT-7."""
     head, hidden = head_and_states()
     sums = loss_sums(hidden.bfloat16(), head.bfloat16(), random_labels(4, 4, 40), 12.0, 2)
     assert all(value.dtype == torch.float32 for value in sums.values())
 
 
 def test_total_loss_by_hand_tgt_7():
+    """TGT-7."""
     sums = {"text": torch.tensor(6.0), "coord": torch.tensor(8.0), "w1": torch.tensor(2.0), "gate": torch.tensor(1.0)}
     weights = LossWeights(text=0.5, coord=1.0, w1=3.0, gate=4.0)
     loss = total_loss(sums, {"text": 3.0, "coord": 2.0}, weights)
@@ -191,7 +198,8 @@ def test_total_loss_by_hand_tgt_7():
 
 
 def test_layout_of_micro_steps_does_not_change_the_loss_pck_5():
-    """Five labels in one batch, or two and three in two batches, with the step's denominators: the same total."""
+    """PCK-5: Five labels in one batch, or two and three in two batches, with the step's denominators: the same
+    total."""
     head, hidden = head_and_states()
     whole = random_labels(5, 5, 40)
 

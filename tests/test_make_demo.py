@@ -43,6 +43,7 @@ def dataset(tmp_path_factory) -> Path:
 
 
 def test_dat_1_dataset_loads_and_holds_what_the_recipe_says(dataset):
+    """DAT-1."""
     train, val = load_samples([dataset / "train.jsonl", dataset / "val.jsonl"], "x")
     assert (len(train), len(val)) == (40, 10)
     for sample in train + val:
@@ -97,6 +98,7 @@ def test_start_model_loads_and_takes_an_encoded_prompt(start_model, dataset):
 
 
 def test_tgt_1_tokenizer_spells_answers_with_one_token_per_coordinate(start_model):
+    """TGT-1."""
     tokenizer = load_processor(start_model).tokenizer
     answer = (
         '{"objects": [{"desc": "red circle", "bbox_2d": [<|coord_0|>, <|coord_88|>, <|coord_340|>, <|coord_999|>]}]}'
@@ -166,6 +168,7 @@ def test_make_demo_trains_saves_and_keeps_what_is_made(tmp_path, capsys):
 
 
 def test_cfg_3_warmup_config_reports_all_mistakes_with_the_file(tmp_path):
+    """CFG-3."""
     path = tmp_path / "w.yaml"
     path.write_text("model: m\ntrain_jsonl: t.jsonl\noutput_dir: o\nsteps: 0\nmomentum: 1\nlosses: {text: high}\n")
     with pytest.raises(ConfigError) as caught:
@@ -201,6 +204,7 @@ def test_learning_rate_rises_then_falls_to_its_end():
 def test_dat_3_bad_data_ends_the_command_with_2_and_one_message(
     tmp_path, start_model, monkeypatch, capsys, name, text, message
 ):
+    """DAT-3."""
     (tmp_path / "train.jsonl").write_text(text)
     config = tmp_path / "w.yaml"
     config.write_text(

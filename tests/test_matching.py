@@ -63,6 +63,7 @@ def test_tgt_4_best_sum_beats_best_pair() -> None:
 
 
 def test_tgt_4_earlier_prediction_wins_the_only_object() -> None:
+    """TGT-4."""
     assert match(np.array([[0.7], [0.7], [0.7]]), 0.5) == [(0, 0)]
     assert match(np.array([[0.7, 0.7, 0.7]]), 0.5) == [(0, 0)]
     assert match(np.array([[0.7], [0.8], [0.8]]), 0.5) == [(1, 0)]
@@ -76,6 +77,7 @@ def test_tgt_4_pairs_below_the_threshold_are_never_used() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0)])
 def test_tgt_4_empty_sides(shape: tuple[int, int]) -> None:
+    """TGT-4."""
     assert match(np.zeros(shape), 0.5) == []
 
 

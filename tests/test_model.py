@@ -111,7 +111,8 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_segments_in_a_row_cannot_see_each_other_pck_4(start, implementation):
-    """Logits of a row equal those of each segment alone, with images of different sizes and one segment without."""
+    """PCK-4: Logits of a row equal those of each segment alone, with images of different sizes and one segment
+    without."""
     model = load_model(start, "float32", implementation)
     assert model.config._attn_implementation == implementation
     segments = [*images_of_three_sizes(model), make_segment(model, 3, None)]
@@ -124,7 +125,7 @@ def test_segments_in_a_row_cannot_see_each_other_pck_4(start, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_without_the_text_row_segments_would_leak_pck_4(start, implementation):
-    """The check above can fail: three position rows instead of four, and the second segment sees the first."""
+    """PCK-4: The check above can fail: three position rows instead of four, and the second segment sees the first."""
     model = load_model(start, "float32", implementation)
     segments = images_of_three_sizes(model)
     row = collate(model, segments)
@@ -136,7 +137,8 @@ def test_without_the_text_row_segments_would_leak_pck_4(start, implementation):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_one_segment_equals_transformers_own_forward_pck_4(model, packed):
-    """Image features, multimodal positions and deepstack as the library computes them from the processor's output."""
+    """PCK-4: Image features, multimodal positions and deepstack as the library computes them from the processor's
+    output."""
     segment = make_segment(model, 5, (4, 6))
     input_ids = torch.from_numpy(segment.input_ids)[None]
     with torch.no_grad():
@@ -150,7 +152,7 @@ def test_one_segment_equals_transformers_own_forward_pck_4(model, packed):
 
 
 def test_position_ids_of_a_segment_pck_4(model):
-    """Text, one image of 2 x 3 merged patches, text: worked out by hand."""
+    """PCK-4: Text, one image of 2 x 3 merged patches, text: worked out by hand."""
     config = model.config
     ids = torch.tensor([7, config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id, 8])
     positions = position_ids_for(model)(ids, torch.tensor([[1, 4, 6]]))
@@ -163,12 +165,14 @@ def test_position_ids_of_a_segment_pck_4(model):
 
 
 def test_image_tokens_must_fit_the_images_pck_4(model):
+    """PCK-4."""
     with pytest.raises(ValueError, match="2 image tokens .* have 6"):
         position_ids_for(model)(torch.tensor([model.config.image_token_id] * 2), torch.tensor([[1, 4, 6]]))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_and_padded_give_the_same_gradient_pck_6(start, implementation):
+    """PCK-6."""
     model = apply_tuner(load_model(start, "float32", implementation), freeze_vit=False, freeze_aligner=False)
     segments = images_of_three_sizes(model)
     packed = gradients(model, [collate(model, segments, packed=True)])
@@ -179,7 +183,8 @@ def test_packed_and_padded_give_the_same_gradient_pck_6(start, implementation):
 
 @pytest.mark.parametrize("num_chunks", [1, 7])
 def test_layout_of_rows_does_not_change_the_gradient_pck_5(model, num_chunks):
-    """Three segments in one row; or in two rows, the second one empty; or one each. Different numbers of labels."""
+    """PCK-5: Three segments in one row; or in two rows, the second one empty; or one each. Different numbers of
+    labels."""
     model = apply_tuner(model, freeze_vit=False, freeze_aligner=False)
     a, b, c = images_of_three_sizes(model)
     whole = gradients(model, [collate(model, [a, b, c])])
@@ -189,7 +194,8 @@ def test_layout_of_rows_does_not_change_the_gradient_pck_5(model, num_chunks):
 
 
 def test_row_without_image_runs_every_module_at_no_weight_pck_8(model):
-    """Every module is called, every parameter gets a gradient, zero in the vision tower; loss and the other gradients
+    """PCK-8: Every module is called, every parameter gets a gradient, zero in the vision tower; loss and the other
+    gradients
     are those of the text alone."""
     model = apply_tuner(model, freeze_vit=False, freeze_aligner=False)
     segment = make_segment(model, 3, None)
@@ -211,6 +217,7 @@ def test_row_without_image_runs_every_module_at_no_weight_pck_8(model):
 
 @pytest.mark.parametrize("tuner", [{}, {"type": "lora", "use_dora": True}])
 def test_rank_without_segment_runs_a_dummy_pck_8(model, tuner):
+    """PCK-8."""
     model = apply_tuner(model, **tuner)
     batch = collate(model, [])
     loss, sums = RowModel(model)(batch, {"text": 10.0, "coord": 10.0}, WEIGHTS, num_chunks=3)
@@ -222,6 +229,7 @@ def test_rank_without_segment_runs_a_dummy_pck_8(model, tuner):
 
 @pytest.mark.parametrize("tuner", [{"freeze_vit": False, "freeze_aligner": False}, {"type": "lora", "use_dora": True}])
 def test_gradient_checkpointing_changes_nothing_lrn_2(model, tuner):
+    """LRN-2."""
     model = apply_tuner(model, **tuner).train()
     batches = [collate(model, images_of_three_sizes(model))]
     plain = gradients(model, batches)
@@ -230,7 +238,7 @@ def test_gradient_checkpointing_changes_nothing_lrn_2(model, tuner):
 
 
 def test_logits_are_made_at_labels_only_lrn_4(model):
-    """The head sees one state per label, in chunks of equal size, never the row."""
+    """LRN-4: The head sees one state per label, in chunks of equal size, never the row."""
     batch = collate(model, images_of_three_sizes(model))
     seen = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
@@ -244,6 +252,7 @@ def test_logits_are_made_at_labels_only_lrn_4(model):
     "freeze_llm, freeze_vit, freeze_aligner", [(False, True, True), (True, False, True), (True, True, False)]
 )
 def test_full_tuning_trains_the_parts_that_are_not_frozen_lrn_2(model, freeze_llm, freeze_vit, freeze_aligner):
+    """LRN-2."""
     model = apply_tuner(model, type="full", freeze_llm=freeze_llm, freeze_vit=freeze_vit, freeze_aligner=freeze_aligner)
     trained = {part_of(name) for name, p in model.named_parameters() if p.requires_grad}
     frozen = {part_of(name) for name, p in model.named_parameters() if not p.requires_grad}
@@ -252,6 +261,7 @@ def test_full_tuning_trains_the_parts_that_are_not_frozen_lrn_2(model, freeze_ll
 
 
 def test_parts_by_name_lrn_2():
+    """LRN-2."""
     assert part_of("model.visual.deepstack_merger_list.0.linear_fc1.weight") == "aligner"
     assert part_of("base_model.model.model.visual.merger.norm.weight") == "aligner"
     assert part_of("model.visual.blocks.0.attn.qkv.weight") == "vit"
@@ -268,6 +278,7 @@ def adapted(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("freeze_vit", [True, False])
 @pytest.mark.parametrize("freeze_aligner", [True, False])
 def test_all_linear_adapts_exactly_what_is_not_frozen_lrn_2(model, freeze_vit, freeze_aligner):
+    """LRN-2."""
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
     parts = {"llm"} | ({"vit"} if not freeze_vit else set()) | ({"aligner"} if not freeze_aligner else set())
     model = apply_tuner(model, type="lora", rank=4, freeze_vit=freeze_vit, freeze_aligner=freeze_aligner)
@@ -277,7 +288,7 @@ def test_all_linear_adapts_exactly_what_is_not_frozen_lrn_2(model, freeze_vit, f
 
 @pytest.mark.parametrize("use_dora", [True, False])
 def test_adapter_has_the_models_dtype_and_starts_without_effect_lrn_2(start, use_dora):
-    """bfloat16 stays bfloat16, as ZeRO wants; a fresh adapter changes no logit."""
+    """LRN-2: bfloat16 stays bfloat16, as ZeRO wants; a fresh adapter changes no logit."""
     model = load_model(start, "float32", "sdpa")
     batch = collate(model, images_of_three_sizes(model))
     before = logits_of(model, batch)
@@ -291,13 +302,14 @@ def test_adapter_has_the_models_dtype_and_starts_without_effect_lrn_2(start, use
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r"model\.language_model\..*\.[qv]_proj"])
 def test_named_targets_lrn_2(model, targets):
+    """LRN-2."""
     model = apply_tuner(model, type="lora", target_modules=targets)
     expected = {f"model.language_model.layers.{i}.self_attn.{x}_proj" for i in range(4) for x in "qv"}
     assert adapted(model) == expected
 
 
 def test_named_targets_leave_frozen_parts_alone_lrn_2(model):
-    """`linear_fc1` is in the vision blocks and in the mergers; only the mergers are free."""
+    """LRN-2: `linear_fc1` is in the vision blocks and in the mergers; only the mergers are free."""
     model = apply_tuner(model, type="lora", target_modules=["linear_fc1"], freeze_aligner=False)
     assert adapted(model) == {"model.visual.merger.linear_fc1", "model.visual.deepstack_merger_list.0.linear_fc1"}
 
@@ -316,13 +328,14 @@ def test_named_targets_leave_frozen_parts_alone_lrn_2(model):
     ],
 )
 def test_tuner_mistakes_are_named_lrn_2(model, tuner, message):
+    """LRN-2."""
     with pytest.raises(ValueError, match=message):
         apply_tuner(model, **tuner)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_saved_embeddings_stay_tied_to_the_head_lrn_2(model, name):
-    """One trained tensor serves both ends, and both ends' gradients reach it."""
+    """LRN-2: One trained tensor serves both ends, and both ends' gradients reach it."""
     model = apply_tuner(model, type="lora", rank=4, modules_to_save=[name])
     base = base_model(model)
     embed, head = (m.modules_to_save["default"] for m in (base.model.language_model.embed_tokens, base.lm_head))
@@ -338,6 +351,7 @@ def test_saved_embeddings_stay_tied_to_the_head_lrn_2(model, name):
 
 
 def test_an_adapter_is_taken_up_again_lrn_2(start, tmp_path):
+    """LRN-2."""
     tuner = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "modules_to_save": ["embed_tokens"]}
     first = apply_tuner(load_model(start, "float32", "sdpa"), **tuner)
     with torch.no_grad():
@@ -358,6 +372,7 @@ def test_an_adapter_is_taken_up_again_lrn_2(start, tmp_path):
 
 
 def test_adapter_in_a_frozen_part_stays_in_force_but_frozen_lrn_2(start, tmp_path):
+    """LRN-2."""
     tuner = {"type": "lora", "rank": 4}
     apply_tuner(load_model(start, "float32", "sdpa"), **tuner, freeze_vit=False).save_pretrained(tmp_path)
     again = apply_tuner(load_model(start, "float32", "sdpa"), **tuner, adapter_path=str(tmp_path))
@@ -369,7 +384,8 @@ def test_adapter_in_a_frozen_part_stays_in_force_but_frozen_lrn_2(start, tmp_pat
     "tuner", [{"freeze_vit": False, "freeze_aligner": False}, {"type": "lora", "use_dora": True, "freeze_vit": False}]
 )
 def test_param_groups_have_their_own_rates_and_decay_lrn_2(model, tuner):
-    """Every trainable parameter once; a rate of null falls back; one-dimensional ones and magnitudes do not decay."""
+    """LRN-2: Every trainable parameter once; a rate of null falls back; one-dimensional ones and magnitudes do not
+    decay."""
     model = apply_tuner(model, **tuner)
     groups = param_groups(model, learning_rate=1e-4, vit_lr=1e-5, aligner_lr=None, embed_lr=0.0, weight_decay=0.1)
     grouped = [id(p) for group in groups for p in group["params"]]
@@ -389,7 +405,8 @@ def test_param_groups_have_their_own_rates_and_decay_lrn_2(model, tuner):
 @pytest.mark.e2e
 @pytest.mark.parametrize("stage, tuner", [(3, "dora"), (2, "full")])
 def test_zero_ranks_with_unlike_rows_train_as_one_process_pck_8(start, tmp_path, stage, tuner):
-    """Two ranks, one with images and one without, one without any segment: ZeRO does not hang, and after four steps
+    """PCK-8: Two ranks, one with images and one without, one without any segment: ZeRO does not hang, and after four
+    steps
     the parameters are those of a single process that saw the same rows (PCK-5, LRN-2)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
@@ -461,19 +478,21 @@ def zero_rank(start: str, stage: int, tuner: str, result_path: str) -> None:
 
 
 def test_load_model_dtype_and_attention_cfg_17(start):
+    """CFG-17."""
     model = load_model(start, "bfloat16", "eager")
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 def test_another_architecture_is_refused_cfg_17(tmp_path):
+    """CFG-17."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match=f"model.path={tmp_path}: a llama model; only qwen3_vl"):
         load_model(tmp_path)
 
 
 def test_incomplete_checkpoint_is_refused_cfg_17(start, tmp_path):
-    """transformers alone would start the missing tensor at random and go on."""
+    """CFG-17: transformers alone would start the missing tensor at random and go on."""
     tensors = load_file(start / "model.safetensors")
     del tensors["model.language_model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

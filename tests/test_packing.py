@@ -72,6 +72,7 @@ def fullest_by_brute_force(lengths, cap):
 
 
 def test_choose_row_by_hand_pck_2():
+    """PCK-2."""
     assert choose_row([4], 10) == [0]
     assert choose_row([4, 7, 5, 1], 10) == [0, 2, 3]
     assert choose_row([4, 6, 5, 1], 10) == [0, 1]  # a tie with [0, 2, 3]: the newest segments stay behind
@@ -80,7 +81,7 @@ def test_choose_row_by_hand_pck_2():
 
 
 def test_choose_row_equals_brute_force_pck_2():
-    """Thousands of random cases: same total and same choice among ties."""
+    """PCK-2: Thousands of random cases: same total and same choice among ties."""
     rng = random.Random(0)
     for _ in range(3000):
         lengths = [rng.randint(1, 12) for _ in range(rng.randint(1, 8))]
@@ -90,6 +91,7 @@ def test_choose_row_equals_brute_force_pck_2():
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(0, 120))
 def test_choose_row_is_optimal_pck_2(lengths, extra):
+    """PCK-2."""
     cap = lengths[0] + extra
     row = choose_row(lengths, cap)
     assert row[0] == 0 and row == sorted(set(row))
@@ -99,7 +101,7 @@ def test_choose_row_is_optimal_pck_2(lengths, extra):
 
 @pytest.mark.parametrize("step", [1, 7])
 def test_choose_row_is_fast_pck_2(step):
-    """200 segments and a cap of 16,384 in under 5 ms; `step` 7 can miss the cap, so that no early end helps."""
+    """PCK-2: 200 segments and a cap of 16,384 in under 5 ms; `step` 7 can miss the cap, so that no early end helps."""
     rng = random.Random(1)
     lengths = [step * rng.randint(10, 400) for _ in range(200)]
     best_s = float("inf")
@@ -111,6 +113,7 @@ def test_choose_row_is_fast_pck_2(step):
 
 
 def test_buffer_keeps_order_and_serves_the_oldest_first_pck_2():
+    """PCK-2."""
     buffer = CarryBuffer(cap=10, max_segments=8)
     buffer.extend([plain_segment(str(n), n) for n in (4, 7, 6, 3)])
     assert [s.sample_id for s in buffer.pop_row()] == ["4", "6"]
@@ -123,7 +126,7 @@ def test_buffer_keeps_order_and_serves_the_oldest_first_pck_2():
 
 @given(st.lists(st.lists(st.integers(1, 30), max_size=4), max_size=12))
 def test_buffer_loses_and_doubles_nothing_pck_1(micro_steps):
-    """Every segment leaves exactly once, whole, and the oldest waiting one is in every row."""
+    """PCK-1: Every segment leaves exactly once, whole, and the oldest waiting one is in every row."""
     buffer, arrived, left = CarryBuffer(cap=30, max_segments=100), [], []
     for lengths in micro_steps:
         fresh = [plain_segment(f"{len(arrived) + i}", n) for i, n in enumerate(lengths)]
@@ -141,6 +144,7 @@ def test_buffer_loses_and_doubles_nothing_pck_1(micro_steps):
 
 
 def test_too_long_segment_stops_when_it_is_made_pck_3():
+    """PCK-3."""
     with pytest.raises(ValueError, match="sample big.*11 tokens.*global_max_length is 10") as error:
         CarryBuffer(cap=10, max_segments=4).extend([plain_segment("big", 11)])
     for way_out in ("per_device_train_batch_size", "packing_buffer", "global_max_length", "max_new_tokens"):
@@ -148,7 +152,7 @@ def test_too_long_segment_stops_when_it_is_made_pck_3():
 
 
 def test_overfull_buffer_stops_pck_3():
-    """Three segments of 6 fit one by one: one leaves, two stay, one more than allowed."""
+    """PCK-3: Three segments of 6 fit one by one: one leaves, two stay, one more than allowed."""
     buffer = CarryBuffer(cap=10, max_segments=1)
     buffer.extend([plain_segment("a", 6), plain_segment("b", 6)])
     buffer.pop_row()
@@ -158,7 +162,8 @@ def test_overfull_buffer_stops_pck_3():
 
 
 def test_growth_is_warned_of_long_before_overflow_pck_7(caplog):
-    """4 x 300 tokens arrive and 3 x 300 leave per micro-step: the buffer grows by one each time; a batch of 3 fits."""
+    """PCK-7: 4 x 300 tokens arrive and 3 x 300 leave per micro-step: the buffer grows by one each time; a batch of 3
+    fits."""
     buffer = CarryBuffer(cap=1000, max_segments=64)
     with caplog.at_level(logging.WARNING):
         for step in range(20):
@@ -172,6 +177,7 @@ def test_growth_is_warned_of_long_before_overflow_pck_7(caplog):
 
 
 def test_no_warning_while_rows_keep_up_pck_7(caplog):
+    """PCK-7."""
     rng = random.Random(2)
     buffer = CarryBuffer(cap=1000, max_segments=64)
     for step in range(300):
@@ -181,7 +187,8 @@ def test_no_warning_while_rows_keep_up_pck_7(caplog):
 
 
 def test_indivisible_segments_are_warned_of_pck_7(caplog):
-    """Two segments of 60 % arrive on average 1000 of 1000 tokens with small ones, yet only one big one fits a row."""
+    """PCK-7: Two segments of 60 % arrive on average 1000 of 1000 tokens with small ones, yet only one big one fits a
+    row."""
     buffer = CarryBuffer(cap=1000, max_segments=64)
     for step in range(30):
         buffer.extend([plain_segment(f"{step}.{i}", n) for i, n in enumerate((600, 600 if step % 2 else 200))])
@@ -190,7 +197,7 @@ def test_indivisible_segments_are_warned_of_pck_7(caplog):
 
 
 def test_buffer_state_survives_a_checkpoint_lrn_5(tmp_path):
-    """The restored buffer gives the same rows; the file loads without pickled classes."""
+    """LRN-5: The restored buffer gives the same rows; the file loads without pickled classes."""
     buffer = CarryBuffer(cap=12, max_segments=8)
     buffer.extend([labelled_segment("a", 1), labelled_segment("b", 2), labelled_segment("c", 3)])
     buffer.pop_row()
@@ -205,6 +212,7 @@ def test_buffer_state_survives_a_checkpoint_lrn_5(tmp_path):
 
 
 def test_packed_row_moves_everything_with_its_segment_pck_4():
+    """PCK-4."""
     segments = [labelled_segment("a", 10), plain_segment("p", 3), labelled_segment("b", 20, num_patches=8)]
     batch = collate_packed(segments, counting_positions, COORD_IDS, DUMMY)
     assert batch.input_ids.tolist() == [[5, 6, 7, 1010, 77, 8, 3, 3, 3, 5, 6, 7, 1020, 77, 8]]
@@ -224,6 +232,7 @@ def test_packed_row_moves_everything_with_its_segment_pck_4():
 
 
 def test_padded_batch_holds_the_same_labels_pck_6():
+    """PCK-6."""
     segments = [plain_segment("p", 8), labelled_segment("a", 10)]
     batch = collate_padded(segments, counting_positions, COORD_IDS, DUMMY)
     assert batch.input_ids.shape == (2, 8) and batch.position_ids.shape == (4, 2, 8)
@@ -235,6 +244,7 @@ def test_padded_batch_holds_the_same_labels_pck_6():
 
 @pytest.mark.parametrize("collate", [collate_packed, collate_padded])
 def test_dummy_image_only_where_none_is_pck_8(collate):
+    """PCK-8."""
     with_image = collate([labelled_segment("a", 1)], counting_positions, COORD_IDS, DUMMY)
     assert with_image.image_grid_thw.shape == (1, 3) and with_image.input_ids.numel() == 6
     without = collate([labelled_segment("a", 1, num_patches=None)], counting_positions, COORD_IDS, DUMMY)
@@ -249,7 +259,7 @@ def test_dummy_image_only_where_none_is_pck_8(collate):
 @pytest.mark.parametrize("collate", [collate_packed, collate_padded])
 @pytest.mark.parametrize("index", [1, 4, 6], ids=["in the prompt", "no coordinate token", "in the next segment"])
 def test_row_check_names_the_sample_tgt_8(collate, index):
-    """`1` is a prompt token, `4` text, and `6 + 3` of the row a coordinate, but the neighbour's."""
+    """TGT-8: `1` is a prompt token, `4` text, and `6 + 3` of the row a coordinate, but the neighbour's."""
     broken = labelled_segment("broken", 5)
     broken.coord_index = np.array([index if index < 6 else 9])
     with pytest.raises(ValueError, match="sample broken: .*answer \\[2, 6\\)"):
@@ -257,6 +267,8 @@ def test_row_check_names_the_sample_tgt_8(collate, index):
 
 
 def test_images_that_do_not_fit_name_the_sample_pck_4():
+    """PCK-4."""
+
     def refuse(input_ids, image_grid_thw):
         raise ValueError("3 image tokens")
 
@@ -265,6 +277,7 @@ def test_images_that_do_not_fit_name_the_sample_pck_4():
 
 
 def test_denominators_are_total_weights_pck_5():
+    """PCK-5."""
     rows = [[labelled_segment("a", 1), labelled_segment("b", 2)], [labelled_segment("c", 3)]]
     batches = [collate_packed(row, counting_positions, COORD_IDS, DUMMY) for row in rows]
     assert denominators(batches) == {"text": 1.5, "coord": 3.0}

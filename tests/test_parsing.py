@@ -92,6 +92,7 @@ def test_tgt_5_encode_equals_the_tokenizer(kind: str) -> None:
 
 
 def test_tgt_2_missing_coordinate_tokens_are_named() -> None:
+    """TGT-2."""
     tokenizer = make_tokenizer("qwen")
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str().replace("<|coord_5|>", "<|other_5|>"))
     with pytest.raises(ValueError, match=r"lacks 1 of 1000 .*<\|coord_5\|>.*tools/add_coord_tokens.py"):
@@ -372,6 +373,7 @@ def test_tgt_2_stray_text_between_objects(middle: str) -> None:
 
 
 def test_tgt_2_stray_text_behind_the_last_object_goes() -> None:
+    """TGT-2."""
     table = make_table("qwen")
     for tail in [", and so on", "}", " ]", ", ]}", "], ", f"]}}, {GOOD}", f"], {GOOD}]}}", '], "more": 1}']:
         parsed = parse_text('{"objects": [' + GOOD + tail)
@@ -407,6 +409,7 @@ def test_tgt_2_spelled_coordinates_are_not_coordinate_tokens() -> None:
 
 
 def test_tgt_2_invalid_utf8_in_a_desc() -> None:
+    """TGT-2."""
     table = make_table("qwen")
     ids = [
         *table.encode('{"objects": [{"desc": "a'),

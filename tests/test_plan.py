@@ -40,7 +40,8 @@ def checkpoint(folder: Path) -> Path:
 
 
 def test_CFG_16_chunks_and_rounds() -> None:
-    """DIS-3: 4 sequences on each of 6 devices for 5 learners: floor(24 / 5) = 4 per round; 10 samples need 3 rounds."""
+    """CFG-16: DIS-3: 4 sequences on each of 6 devices for 5 learners: floor(24 / 5) = 4 per round; 10 samples need 3
+    rounds."""
     plan = make_plan(
         config(
             RS=settings(vllm_tensor_parallel_size=2, vllm_data_parallel_size=3),
@@ -53,18 +54,21 @@ def test_CFG_16_chunks_and_rounds() -> None:
 
 
 def test_CFG_16_unknown_devices_leave_chunks_open() -> None:
+    """CFG-16."""
     plan = make_plan(config(RS=settings(device="cuda")), world_size=2)
     assert plan.servers[0].world_size is None and plan.chunk is None
     assert "not known yet" in format_plan(plan)
 
 
 def test_DIS_2_too_many_learners_stop_the_dry_run_with_the_numbers() -> None:
+    """DIS-2."""
     with pytest.raises(ConfigError, match=r"decode_batch_size=2: on 1 rollout device.*3 learners"):
         make_plan(config(RS=settings(), RM__decode_batch_size=2), world_size=3)
 
 
 def test_CFG_16_optimizer_steps_from_the_data(tmp_path: Path) -> None:
-    """25 lines + 10 lines at weight 0.5 are 30 samples an epoch; 2 epochs at 2 x 2 x 3 = 12 per step are 5 steps."""
+    """CFG-16: 25 lines + 10 lines at weight 0.5 are 30 samples an epoch; 2 epochs at 2 x 2 x 3 = 12 per step are 5
+    steps."""
     (tmp_path / "a.jsonl").write_text("{}\n" * 25 + "\n")
     (tmp_path / "b.jsonl").write_text("{}\n" * 10)
     files = [str(tmp_path / "a.jsonl"), {"path": str(tmp_path / "b.jsonl"), "weight": 0.5}]
@@ -81,6 +85,7 @@ def test_CFG_16_optimizer_steps_from_the_data(tmp_path: Path) -> None:
 
 
 def test_CFG_16_steps_are_open_without_data_and_given_with_max_steps() -> None:
+    """CFG-16."""
     assert make_plan(config(custom__train_jsonl="gone.jsonl"), 1).num_steps is None
     assert make_plan(config(custom__train_jsonl="gone.jsonl", training__max_steps=7), 1).num_steps == 7
 
@@ -99,6 +104,7 @@ def test_CFG_16_steps_are_open_without_data_and_given_with_max_steps() -> None:
     ],
 )
 def test_CFG_16_parameters_that_learn(tmp_path: Path, tuner: dict[str, Any], trainable: int) -> None:
+    """CFG-16."""
     assert model_size(checkpoint(tmp_path), Tuner(**tuner)) == ModelSize(40 + 12 + 30 + 8, trainable)
 
 
@@ -115,6 +121,7 @@ def test_CFG_16_parameters_that_learn(tmp_path: Path, tuner: dict[str, Any], tra
     ],
 )
 def test_CFG_16_learner_memory_by_zero_stage(deepspeed: str, dtype: str, expected: dict[str, int]) -> None:
+    """CFG-16."""
     cfg = config(deepspeed=deepspeed, model={"path": "gone", "dtype": dtype})
     memory = learner_memory(cfg, engine_json(cfg, 4), ModelSize(1000, 400), world_size=4)
     assert memory.pop("sync buckets (rank 0)") == 2 * 256 * 1024**2
@@ -122,7 +129,8 @@ def test_CFG_16_learner_memory_by_zero_stage(deepspeed: str, dtype: str, expecte
 
 
 def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
-    """bf16. Activations checkpointed: 4096 tokens x 4 units x 2 bytes x (2 layers + 17). Cache per token: keys and
+    """CFG-16: bf16. Activations checkpointed: 4096 tokens x 4 units x 2 bytes x (2 layers + 17). Cache per token:
+    keys and
     values x 2 layers x 1 head x 2 x 2 bytes = 16 bytes, for 3 answers of 2048 tokens."""
     folder = str(checkpoint(tmp_path))
     plan = make_plan(config(model={"path": folder}, RS=settings(), RM__decode_batch_size=3), world_size=1)
@@ -132,10 +140,12 @@ def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
 
 
 def test_CFG_16_the_format_is_yaml_comments(tmp_path: Path) -> None:
+    """CFG-16."""
     assert all(line.startswith("#") for line in format_plan(make_plan(config(), 1)).splitlines())
 
 
 def test_CFG_16_dry_run_prints_what_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CFG-16."""
     cfg = config(RS=settings())
     print_dry_run(cfg, world_size=1)
     (tmp_path / "again.yaml").write_text(capsys.readouterr().out)

@@ -9,6 +9,7 @@ from utils.prompts import render_prompt, to_chat_messages
 
 
 def test_srv_4_chat_messages_put_unmarked_images_first_and_are_stable():
+    """SRV-4."""
     messages = [{"role": "user", "content": "a<image>b"}]
     chat = to_chat_messages(messages, 2)
     image, text = {"type": "image"}, lambda t: {"type": "text", "text": t}
@@ -18,11 +19,13 @@ def test_srv_4_chat_messages_put_unmarked_images_first_and_are_stable():
 
 
 def test_srv_4_chat_messages_refuse_more_markers_than_images():
+    """SRV-4."""
     with pytest.raises(ValueError, match="2 <image> markers in the messages but 1 images"):
         to_chat_messages([{"role": "user", "content": "<image><image>"}], 1)
 
 
 def test_rol_3_render_prompt_takes_processor_or_tokenizer(start_model):
+    """ROL-3."""
     processor = AutoProcessor.from_pretrained(start_model)
     chat = to_chat_messages([{"role": "user", "content": "hi"}], 1)
     ids_ = render_prompt(processor, chat)
@@ -40,5 +43,6 @@ def test_rol_3_render_prompt_takes_processor_or_tokenizer(start_model):
     ],
 )
 def test_srv_4_unusable_messages_are_named(message, reason):
+    """SRV-4."""
     with pytest.raises(ValueError, match=reason):
         to_chat_messages([message], 1)

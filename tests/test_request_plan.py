@@ -83,7 +83,7 @@ def test_dis_4_by_hand():
 
 
 def test_dis_4_a_round_above_the_chunk_is_refused():
-    """DIS-3: five requests do not fit a chunk of three."""
+    """DIS-4: DIS-3: five requests do not fit a chunk of three."""
     with pytest.raises(ValueError, match="5 requests in one round of at most 3"):
         shares(5, 0, 2, 2, [1, 2])
 

@@ -270,7 +270,7 @@ def test_srv_3_a_wrong_token_fails_at_once():
 
 
 def test_con_1_one_server_under_two_names():
-    """CFG-7: two urls of one process would hold twice what it can."""
+    """CON-1: CFG-7: two urls of one process would hold twice what it can."""
     with setting(1, 1, ready=False) as (client, (one, two)):
         two.boot_id = one.boot_id
         with pytest.raises(RolloutError, match="one and the same"):
@@ -556,7 +556,7 @@ def test_con_3_old_failures_are_forgotten():
 
 @pytest.mark.parametrize("status", [401, 404])
 def test_srv_3_not_let_in_stops_at_once(status):
-    """A wrong token or path is no matter of samples: no retry, no split."""
+    """SRV-3: A wrong token or path is no matter of samples: no retry, no split."""
     with setting(1) as (client, (server,)):
         server.on_infer = lambda body: (status, {"detail": "no"})
         with pytest.raises(CallFailed, match=f"{server.url}/infer/: HTTP {status}"):

@@ -71,6 +71,7 @@ def receive(port: int, weights: MergedWeights, digests: dict[str, str]) -> None:
 
 
 def test_a_sync_adds_at_most_two_buckets_on_rank_0_SYN_5(model):
+    """SYN-5."""
     weights = MergedWeights(model)
     assert 134e6 < sum(entry.num_bytes for entry in weights.entries) / 2 < 136e6
     port, received = free_port(), {}

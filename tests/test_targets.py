@@ -73,6 +73,7 @@ def test_tgt_1_format() -> None:
     [{"desc": " "}, {"coords": (1, 2, 3)}, {"coords": (0, 0, 1000, 1)}, {"kind": "poly"}],
 )
 def test_tgt_1_what_could_not_be_read_back_is_refused(bad: dict) -> None:
+    """TGT-1."""
     with pytest.raises(ValueError, match="needs a desc and 4"):
         format_objects([replace(RED, **bad)])
 
@@ -185,6 +186,7 @@ def corrected(pred_desc: str, gt_desc: str, kind: str = "qwen", **options: objec
 
 
 def test_tgt_9_equal_desc_learns_itself_and_its_closing_token() -> None:
+    """TGT-9."""
     assert corrected("red circle", "red circle") == [("red", "red"), (" circle", " circle"), ('",', '",')]
 
 
@@ -216,12 +218,14 @@ def test_tgt_9_tokens_that_span_whole_objects() -> None:
 
 
 def test_tgt_9_ignore_and_unmatched() -> None:
+    """TGT-9."""
     assert corrected("red", "blue circle", label="ignore") == []
     target = rollout_target([RED, BLUE], [RED], [])
     assert prefix_labels(target, make_table("qwen")) == []
 
 
 def test_tgt_9_desc_weight() -> None:
+    """TGT-9."""
     target = rollout_target([RED], [RED], [(0, 0)], TargetOptions(desc_weight=3.0))
     assert target.text_weight.tolist() == [3, 3, 3, 1, 1]
 

@@ -69,6 +69,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_bad_data_ends_the_run_before_training_with_file_and_line_DAT_3(folder, start_model, name, capsys):
+    """DAT-3."""
     change, word = MISTAKES[name]
     path = broken_file(folder, name, change)
     with pytest.raises(SystemExit) as ended:
@@ -79,6 +80,7 @@ def test_bad_data_ends_the_run_before_training_with_file_and_line_DAT_3(folder, 
 
 
 def test_an_empty_file_ends_the_run_DAT_3(folder, start_model, capsys):
+    """DAT-3."""
     path = folder / "data" / "empty.jsonl"
     path.write_text("")
     with pytest.raises(SystemExit) as ended:
@@ -94,6 +96,7 @@ def test_only_rank_0_speaks_but_all_ranks_leave(folder, start_model, capsys):
 
 
 def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_model, capsys):
+    """TGT-1."""
     model = folder / "no_coords"
     shutil.copytree(start_model, model, dirs_exist_ok=True)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
@@ -126,6 +129,7 @@ def answer_of(run, text: str) -> RolloutResult:
 
 
 def test_a_failed_request_becomes_an_empty_rollout_with_every_object_missed_CON_3(run):
+    """CON-3."""
     sample, rollouts = run.samples[0], train_stage2.Rollouts()
     failed = RolloutResult([], [], "", None, None, error="unreadable image")
     prompt = encode_prompt(sample, run.processor)
@@ -135,6 +139,7 @@ def test_a_failed_request_becomes_an_empty_rollout_with_every_object_missed_CON_
 
 
 def test_a_teacher_forced_sample_trains_on_the_ground_truth_and_counts_no_rollout_DAT_4(run):
+    """DAT-4."""
     sample, rollouts = run.samples[0], train_stage2.Rollouts()
     segment = train_stage2.make_segment(run, sample, encode_prompt(sample, run.processor), None, rollouts)
     assert rollouts.counts == Counter() and segment.policy_version is None
@@ -143,6 +148,7 @@ def test_a_teacher_forced_sample_trains_on_the_ground_truth_and_counts_no_rollou
 
 
 def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(folder, start_model):
+    """DAT-4."""
     run = run_of(folder, start_model, teacher_forced_ratio=0.25)
     drawn = np.concatenate([train_stage2.teacher_forced(run, step, 0, 8) for step in range(500)])
     assert abs(drawn.mean() - 0.25) < 0.03
@@ -152,6 +158,7 @@ def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(folder, start_mode
 
 
 def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):
+    """DAT-1."""
     sample, rollouts = run.samples[0], train_stage2.Rollouts()
     sample = type(sample)(**{**vars(sample), "objects": []})
     answer = answer_of(run, '{"objects": []}')
@@ -161,4 +168,5 @@ def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):
 
 
 def test_a_loopback_server_reaches_the_learner_on_loopback_SYN_1():
+    """SYN-1."""
     assert train_stage2.learner_host("http://127.0.0.1:8000/prefix") == "127.0.0.1"

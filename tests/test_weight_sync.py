@@ -42,6 +42,7 @@ def merged_by_peft(model):
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("modules_to_save", [None, ["embed_tokens"]])
 def test_stream_equals_pefts_merge_bit_for_bit_in_float32_SYN_4(base_model, use_dora, modules_to_save):
+    """SYN-4."""
     model = tuned(base_model, use_dora=use_dora, modules_to_save=modules_to_save)
     expected = merged_by_peft(model)
     streamed = dict(MergedWeights(model).tensors())
@@ -52,6 +53,7 @@ def test_stream_equals_pefts_merge_bit_for_bit_in_float32_SYN_4(base_model, use_
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_bf16_merge_is_rounded_once_SYN_4(base_model, use_dora):
+    """SYN-4."""
     model = tuned(base_model, use_dora=use_dora, dtype=torch.bfloat16)
     exact = merged_by_peft(copy.deepcopy(model).float())
     for name, tensor in MergedWeights(model).tensors():
@@ -59,6 +61,7 @@ def test_bf16_merge_is_rounded_once_SYN_4(base_model, use_dora):
 
 
 def test_names_and_shapes_are_the_checkpoints_SYN_4(base_model, start_model):
+    """SYN-4."""
     with safe_open(start_model / "model.safetensors", "pt") as file:
         on_disk = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     entries = MergedWeights(tuned(base_model, use_dora=True)).entries
@@ -66,6 +69,7 @@ def test_names_and_shapes_are_the_checkpoints_SYN_4(base_model, start_model):
 
 
 def test_training_weights_are_never_modified_SYN_4(base_model):
+    """SYN-4."""
     model = tuned(base_model, use_dora=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for _ in range(20):
@@ -76,6 +80,7 @@ def test_training_weights_are_never_modified_SYN_4(base_model):
 
 
 def test_merging_in_blocks_of_rows_equals_merging_at_once_SYN_5(monkeypatch):
+    """SYN-5."""
     torch.manual_seed(0)
     weight, a, b, m = torch.randn(37, 24), torch.randn(4, 24), torch.randn(37, 4), torch.rand(37)
     adapter = Adapter(*(torch.nn.Parameter(t) for t in (a, b)), scaling=2.0, magnitude=torch.nn.Parameter(m))
@@ -87,6 +92,7 @@ def test_merging_in_blocks_of_rows_equals_merging_at_once_SYN_5(monkeypatch):
 
 
 def test_frozen_tensors_without_adapter_cannot_change_SYN_6(base_model):
+    """SYN-6."""
     entries = MergedWeights(tuned(base_model, use_dora=False)).entries
     can_change = {entry.name for entry in entries if entry.can_change}
     assert "model.language_model.layers.0.self_attn.q_proj.weight" in can_change
@@ -94,6 +100,7 @@ def test_frozen_tensors_without_adapter_cannot_change_SYN_6(base_model):
 
 
 def test_what_cannot_be_merged_is_refused_by_name_SYN_4(base_model):
+    """SYN-4."""
     model = get_peft_model(copy.deepcopy(base_model), LoraConfig(r=4, target_modules=["embed_tokens"]))
     with pytest.raises(ValueError, match="embed_tokens"):
         MergedWeights(model)

@@ -9,6 +9,7 @@ from utils.wire import ALIGNMENT, plan_buckets, tensor_digest
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 600))
 def test_buckets_hold_every_tensor_once_in_order_and_respect_the_limit_SYN_5(sizes, limit):
+    """SYN-5."""
     buckets = plan_buckets(sizes, limit)
     assert [i for b in buckets for i in range(b.first, b.last)] == list(range(len(sizes)))
     for bucket in buckets:
@@ -29,6 +30,7 @@ def test_bucket_layout_by_hand():
 
 @given(st.binary(min_size=1, max_size=64), st.data())
 def test_digest_changes_with_any_byte_SYN_7(content, data):
+    """SYN-7."""
     tensor = torch.tensor(list(content), dtype=torch.uint8)
     changed = tensor.clone()
     changed[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
@@ -37,6 +39,7 @@ def test_digest_changes_with_any_byte_SYN_7(content, data):
 
 
 def test_digest_sees_order_and_length_SYN_7():
+    """SYN-7."""
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     swapped = tensor.clone()
     swapped[[3, 4]] = swapped[[4, 3]]
@@ -46,6 +49,7 @@ def test_digest_sees_order_and_length_SYN_7():
 
 
 def test_digest_is_of_the_bytes_not_of_the_layout_SYN_7():
+    """SYN-7."""
     tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     assert tensor_digest(tensor.t()) == tensor_digest(tensor.t().contiguous())
     assert tensor_digest(tensor) == tensor_digest(tensor.view(torch.int32))

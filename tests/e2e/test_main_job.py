@@ -67,6 +67,7 @@ def zero3_run(folder, server, warm_model) -> Path:
 
 
 def test_what_reached_the_server_is_pefts_merge_of_the_saved_adapter_SYN_4_SYN_7(zero3_run, warm_model):
+    """SYN-4, SYN-7."""
     ledger = json.loads((zero3_run / "weights.json").read_text())
     assert ledger["version"].endswith(f":{NUM_STEPS}")
     base = AutoModelForImageTextToText.from_pretrained(warm_model, dtype=torch.float32)
@@ -88,6 +89,7 @@ def base_tensor(model: Path, name: str) -> torch.Tensor:
 
 
 def test_merged_checkpoint_loads_as_it_is_and_equals_what_was_sent_LRN_6(zero3_run):
+    """LRN-6."""
     ledger = json.loads((zero3_run / "weights.json").read_text())["digests"]
     merged = AutoModelForImageTextToText.from_pretrained(zero3_run / f"checkpoint-{NUM_STEPS}" / "merged")
     state = merged.state_dict()
@@ -96,6 +98,7 @@ def test_merged_checkpoint_loads_as_it_is_and_equals_what_was_sent_LRN_6(zero3_r
 
 
 def test_engine_computes_with_the_sent_weights_like_one_freshly_loaded_SYN_7(zero3_run, server, folder):
+    """SYN-7."""
     body = {"infer_request": requests_of(folder)[0], "token_ids": list(range(40, 72))}
     live = server.post("/probe/", body).json()
     fresh_server = Server(folder, zero3_run / f"checkpoint-{NUM_STEPS}" / "merged")
@@ -109,6 +112,7 @@ def test_engine_computes_with_the_sent_weights_like_one_freshly_loaded_SYN_7(zer
 
 
 def test_greedy_rollouts_equal_transformers_generate_on_the_merged_checkpoint_ROL_1(zero3_run, server, folder):
+    """ROL-1."""
     checkpoint = zero3_run / f"checkpoint-{NUM_STEPS}" / "merged"
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
     processor = load_processor(checkpoint)
@@ -142,6 +146,7 @@ def requests_of(folder: Path) -> list[dict]:
 
 
 def test_a_run_leaves_its_records_LOG_2_LOG_3_LRN_7(zero3_run):
+    """LOG-2, LOG-3, LRN-7."""
     record = json.loads((zero3_run / "run.json").read_text())
     assert record["world_size"] == 2 and record["server_world_sizes"] == [2]
     assert {"torch", "deepspeed", "transformers", "peft"} <= set(record["versions"])
@@ -160,7 +165,8 @@ def test_a_run_leaves_its_records_LOG_2_LOG_3_LRN_7(zero3_run):
 
 
 def test_zero2_full_fine_tuning_without_packing_on_the_same_server_LRN_2_PCK_6(folder, server, warm_model, zero3_run):
-    """A second learner takes over the server that the first left up; other engine, other tuner, padded batches."""
+    """LRN-2, PCK-6: A second learner takes over the server that the first left up; other engine, other tuner, padded
+    batches."""
     config = stage2_config(
         folder,
         server,
