@@ -74,9 +74,9 @@ CHAT_TEMPLATE = (
 def build_tokenizer() -> Qwen2Tokenizer:
     """A byte-level BPE tokenizer of Qwen's class, about 350 text tokens, then special and `<|coord_k|>` tokens.
 
-    It is trained on answers with one object, so it fuses brackets as the big tokenizers do: `]}]}` is one token, and the
-    end of the last object lies inside it. `]},` stays two tokens on purpose: a prefix that is cut behind `]}` and goes
-    on with `, {` then has the same tokens as any other answer. Were it one, so small a model would confuse the two.
+    It is trained on answers with one object, so it fuses brackets as the big tokenizers do: `]}]}` is one token, and
+    the end of the last object lies inside it. `]},` stays two tokens on purpose: a prefix that is cut behind `]}` and
+    goes on with `, {` then has the same tokens as any other answer; so small a model would confuse two spellings.
     """
     words = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
     answers = [f'{{"objects": [{{"desc": "{word}", "bbox_2d": [1, 2]}}]}}' for word in words] * 2
