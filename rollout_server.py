@@ -12,7 +12,6 @@ import ctypes
 import dataclasses
 import ipaddress
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -23,16 +22,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 EXIT_USAGE = 2
-SHUTDOWN_S = 12.0  # at most 15 s in all (SRV-7); what has not ended by itself until then is killed
+SHUTDOWN_S = 8.0  # then what has not ended by itself is killed; a loaded machine needs time for that, too (SRV-7)
+PARENT_PID = "ROLLOUT_SERVER_PARENT_PID"  # environment variable: who spawns processes here
 
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the one that spawned it ends, however that ends (SRV-7)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # it ended before the line above
+        if os.getppid() != int(os.environ.get(PARENT_PID, os.getppid())):  # it ended before the line above
             os._exit(1)
+    os.environ[PARENT_PID] = str(os.getpid())  # for this process's own children
 
 
 if __name__ == "__mp_main__":  # vLLM's engines, workers and coordinator import this file first when they are spawned
@@ -248,7 +248,8 @@ def set_environment(launch: Launch) -> None:
     """Variables that vLLM reads at import and in its processes. It never talks to anyone outside."""
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[name] = "1"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # see the end of the imports
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # children begin with die_with_parent
+    os.environ[PARENT_PID] = str(os.getpid())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.getenv("PYTHONPATH")])])
     if launch.device == "cpu":
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(launch.cpu_kv_cache_gib)
@@ -292,15 +293,15 @@ def engine_args(launch: Launch) -> Any:
 
 async def serve(launch: Launch, server_socket: socket.socket, token: str | None) -> None:
     """Load the model and answer until a signal says stop."""
-    import uvicorn
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with LoadingAnswer(server_socket):  # importing vLLM alone takes seconds
+        import uvicorn
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-    from utils.data import load_processor
-    from utils.images import ImageStore
-    from utils.server_app import make_app
-    from utils.server_engine import RolloutEngine, WeightUpdates
+        from utils.data import load_processor
+        from utils.images import ImageStore
+        from utils.server_app import make_app
+        from utils.server_engine import RolloutEngine, WeightUpdates
 
-    with LoadingAnswer(server_socket):
         # In the main thread: the engines' lives are tied to the thread that starts them.
         llm = AsyncLLM.from_engine_args(engine_args(launch))
         processor = load_processor(launch.model_path, launch.min_pixels, launch.max_pixels)
@@ -309,7 +310,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         await engine.warm_up()
     updates = WeightUpdates(engine, "nccl" if launch.device == "cuda" else "gloo")
     app = make_app(engine, updates, token, launch.prefix)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=75)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=75)
     front = uvicorn.Server(config)
     front.capture_signals = contextlib.nullcontext  # ours below; uvicorn would end the process before the engines
 
@@ -326,7 +327,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         await front.serve(sockets=[server_socket])
     finally:
         server_socket.close()
-        llm.shutdown(timeout=5)
+        llm.shutdown(timeout=3)
 
 
 def kill_after(seconds: float) -> None:

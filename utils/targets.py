@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _OUR_DESC = re.compile(rb'\{"desc": "((?:[^"\\]++|\\.)*+)"', re.DOTALL)
+_BRACKETS = re.compile(rb"[]} \t\r\n]")
 _RIGHT_CONTEXT = re.compile(rb'"[\x20-\x7e]{0,63}')
 
 
@@ -202,7 +203,7 @@ def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[Parse
     appended text counts as appended.
     """
     kept = prefix.prefix_bytes[int(prefix.prefix_ends[prefix.num_exact - 1]) if prefix.num_exact else 0 :]
-    if not prefix.respelled or kept.strip(b"]} \t\r\n"):
+    if not prefix.respelled or _BRACKETS.sub(b"", kept):
         return prefix, np.array([*prefix.prefix_ids, *table.encode(appended), table.eos_id], dtype=np.int64)
     joined = table.encode(kept.decode() + appended)
     inside = int(np.searchsorted(table.scan_text(np.array(joined))[1], len(kept), side="right"))
@@ -224,6 +225,8 @@ def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: Token
     end = parsed.objects[num_kept - 1].byte_span[1]
     ids, ends, num_exact = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
     num_exact = min(num_exact, parsed.num_exact)
+    if num_exact == len(ids) and not _BRACKETS.sub(b"", table.bytes_of[ids[-1]]):
+        num_exact -= 1  # where the model began to invent it learns to close, in the one token that does both
     trimmed = replace(
         parsed,
         prefix_ids=ids,
