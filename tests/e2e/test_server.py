@@ -1,11 +1,8 @@
 """The rollout server as a real process: two CPU engines, real HTTP, real weight updates over Gloo, real signals."""
 
 import base64
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,104 +12,16 @@ import psutil
 import pytest
 import requests
 import torch
-import yaml
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
+from tests.e2e.processes import START_S, Server, alive, launch
 from utils.wire import plan_buckets, tensor_digest
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
-START_S = 400  # a loaded two-core machine; about 30 s on an idle one
 GREEDY = {"max_tokens": 12, "temperature": 0.0}
 SAMPLED = {"max_tokens": 12, "temperature": 1.0}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Server:
-    """A started `rollout_server.py` and how to talk to it."""
-
-    def __init__(self, folder: Path, model: Path, prefix: str = "", token: str | None = None, **settings):
-        self.port, self.group_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}{prefix}"
-        self.config = folder / f"server_{self.port}.yaml"
-        self.config.write_text(yaml.safe_dump(config_of(folder, model, self.url, self.group_port, settings)))
-        self.log = folder / f"server_{self.port}.log"
-        self.session = requests.Session()
-        self.session.trust_env = False
-        if token:
-            self.session.headers["Authorization"] = f"Bearer {token}"
-        self.process = launch(self.config, self.log, token)
-        self.children: list[psutil.Process] = []
-
-    def wait_ready(self) -> "Server":
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                if self.get("/health/").status_code == 200:
-                    self.children = psutil.Process(self.process.pid).children(recursive=True)
-                    return self
-            except requests.ConnectionError:
-                pass
-            time.sleep(0.3)
-        raise AssertionError(f"server did not start:\n{self.log.read_text()[-4000:]}")
-
-    def get(self, path: str) -> requests.Response:
-        return self.session.get(self.url + path, timeout=30)
-
-    def post(self, path: str, body: dict, timeout: float = 120) -> requests.Response:
-        return self.session.post(self.url + path, json=body, timeout=timeout)
-
-    def infer(self, asked: list[dict], **config) -> list[dict]:
-        answer = self.post("/infer/", {"infer_requests": asked, "request_config": config})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def end(self) -> None:
-        """Only what this test started, by process id."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for child in alive(self.children):
-            child.kill()
-
-
-def launch(config: Path, log: Path, token: str | None = None) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"ROLLOUT_SERVER_TOKEN": token} if token else {})
-    command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(config)]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
-
-
-def config_of(folder: Path, model: Path, url: str, group_port: int, settings: dict) -> dict:
-    matching = {
-        "rollout_backend": "vllm",
-        "max_new_tokens": 64,
-        "vllm": {"mode": "server", "server": {"servers": [{"base_url": url, "group_port": group_port}]}},
-    }
-    server = {"device": "cpu", "vllm_max_model_len": 512, "cpu_kv_cache_gib": 1} | settings
-    return {
-        "model": {"path": str(model), "dtype": "float32"},
-        "global_max_length": 1024,
-        "custom": {
-            "trainer_variant": "rollout_matching_sft",
-            "train_jsonl": str(folder / "data" / "train.jsonl"),
-            "extra": {"rollout_matching": matching, "rollout_server": server},
-        },
-        "training": {"output_dir": str(folder / "run")},
-        "deepspeed": "zero2",
-    }
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those still running; a zombie has ended, its parent just has not asked."""
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def wait_until(condition, seconds: float) -> bool:
