@@ -709,7 +709,6 @@ UNBUILT_SETTINGS = [
     {"training__resume_from_checkpoint": "auto"},
     {"training__fused_kernels": True},
     {"data__num_workers": 4},
-    {"training__packing_min_fill_ratio": 0.9},
     {"training__save_total_limit": 2},
     {"training__logging_steps": 10},
 ]
