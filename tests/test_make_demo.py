@@ -53,15 +53,6 @@ def test_dat_1_dataset_loads_and_holds_what_the_recipe_says(dataset):
         assert corners == sorted(corners)  # top to bottom, then left to right
 
 
-def test_warmup_scenes_are_simple_and_its_own(tmp_path):
-    make_dataset(tmp_path, num_train=10, num_val=5, num_warmup=30)
-    train, val, warmup = load_samples([tmp_path / f"{name}.jsonl" for name in ("train", "val", "warmup")], "x")
-    assert (len(train), len(val), len(warmup)) == (10, 5, 30)
-    assert {len(sample.objects) for sample in warmup} == {1, 2}
-    images = [value for name, value in digest(tmp_path).items() if name.endswith(".png")]
-    assert len(set(images)) == 45
-
-
 def test_boxes_fit_the_shapes_that_are_drawn(dataset):
     for line in (dataset / "train.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -161,7 +152,7 @@ def tiny_warmup(**changes) -> warmup_sft.WarmupConfig:
 
 
 def test_make_demo_trains_saves_and_keeps_what_is_made(tmp_path, capsys):
-    make_demo(tmp_path, tiny_warmup(), num_train=24, num_val=4, num_warmup=24)
+    make_demo(tmp_path, tiny_warmup(), num_train=24, num_val=4)
     out = capsys.readouterr().out
     losses = [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if line.startswith("step ")]
     assert losses[-1] < 0.9 * losses[0]
@@ -169,9 +160,9 @@ def test_make_demo_trains_saves_and_keeps_what_is_made(tmp_path, capsys):
     assert all(parameter.dtype == torch.float32 and parameter.isfinite().all() for parameter in model.parameters())
     assert load_processor(tmp_path / "model").chat_template
     before = digest(tmp_path)
-    make_demo(tmp_path, tiny_warmup(), num_train=24, num_val=4, num_warmup=24)
+    make_demo(tmp_path, tiny_warmup(), num_train=24, num_val=4)
     assert capsys.readouterr().out.count("kept") == 3 and digest(tmp_path) == before
-    make_demo(tmp_path, tiny_warmup(steps=2), num_train=24, num_val=4, num_warmup=24)
+    make_demo(tmp_path, tiny_warmup(steps=2), num_train=24, num_val=4)
     assert capsys.readouterr().out.count("kept") == 2
     assert digest(tmp_path)["model/model.safetensors"] != before["model/model.safetensors"]
 
@@ -194,7 +185,7 @@ def test_cfg_3_warmup_config_reports_all_mistakes_with_the_file(tmp_path):
 def test_shipped_warmup_config_reads_and_writes_where_the_demo_does():
     cfg = warmup_sft.load_warmup_config(WARMUP_CONFIG)
     assert (cfg.model, cfg.output_dir) == ("runs/demo/start", "runs/demo/model")
-    assert [file.path for file in cfg.train_jsonl] == ["runs/demo/data/warmup.jsonl"]
+    assert [file.path for file in cfg.train_jsonl] == ["runs/demo/data/train.jsonl"]
 
 
 def test_learning_rate_rises_then_falls_to_its_end():

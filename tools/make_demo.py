@@ -2,8 +2,7 @@
 
 Run as `python -m tools.make_demo`. It writes `runs/demo/data` (JSONL and PNG files in the format that real users use),
 `runs/demo/start` (an untrained model), and `runs/demo/model` (that model after the plain supervised training of
-`configs/demo/warmup.yaml` on simple scenes, with one or two objects). Each part is made once and kept until its
-settings change.
+`configs/demo/warmup.yaml`). Each part is made once and kept until its settings change.
 
 The model is small but nothing about it is faked: the real `Qwen3VLForConditionalGeneration`, the real processor, and a
 byte-level BPE tokenizer of Qwen's own class with 1000 coordinate tokens, so everything downstream (transformers, vLLM,
@@ -225,36 +224,40 @@ def sinusoid_2d(side: int, dim: int, std: float = 0.3) -> torch.Tensor:
 
 
 def make_dataset(
-    out_dir: str | os.PathLike,
-    num_train: int = 4000,
-    num_val: int = 256,
-    seed: int = 0,
-    image_size: int = 128,
-    num_warmup: int = 0,
+    out_dir: str | os.PathLike, num_train: int = 4000, num_val: int = 256, seed: int = 0, image_size: int = 128
 ) -> tuple[Path, Path]:
-    """Write `train.jsonl`, `val.jsonl` and, if asked for, `warmup.jsonl`, with their PNG files; return the first two.
+    """Write `train.jsonl`, `val.jsonl` and their PNG files; return the two JSONL paths.
 
-    The same seed gives the same files, byte for byte. No scene is in two files: each is drawn by its own number of one
-    random sequence. Scenes hold 1 to 4 objects, those of `warmup.jsonl` 1 or 2.
+    The same seed gives the same files, byte for byte. No validation scene is in the training set: each scene is drawn
+    by its own number of one random sequence.
     """
-    out_dir, first_number = Path(out_dir), 0
-    for name, count, max_objects in (("val", num_val, 4), ("train", num_train, 4), ("warmup", num_warmup, 2)):
+    out_dir = Path(out_dir)
+    paths = []
+    for name, numbers in (("train", range(num_val, num_val + num_train)), ("val", range(num_val))):
+        folder = out_dir / name
+        folder.mkdir(parents=True, exist_ok=True)
         rows = []
-        for number in range(first_number, first_number + count):
-            image, objects = draw_scene(random.Random(f"{seed}-{number}"), image_size, max_objects)
-            file = out_dir / name / f"{number:06d}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
+        for number in numbers:
+            image, objects = draw_scene(random.Random(f"{seed}-{number}"), image_size)
+            file = folder / f"{number:06d}.png"
             image.save(file, compress_level=1)
-            size = {"width": image_size, "height": image_size}
-            rows.append({"id": f"{name}-{number:06d}", "images": [f"{name}/{file.name}"], **size, "objects": objects})
-        if count:
-            (out_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        first_number += count
-    return out_dir / "train.jsonl", out_dir / "val.jsonl"
+            rows.append(
+                {
+                    "id": f"{name}-{number:06d}",
+                    "images": [f"{name}/{file.name}"],
+                    "width": image_size,
+                    "height": image_size,
+                    "objects": objects,
+                }
+            )
+        path = out_dir / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths.append(path)
+    return paths[0], paths[1]
 
 
-def draw_scene(rng: random.Random, side: int, max_objects: int = 4) -> tuple[Image.Image, list[dict]]:
-    """One scene: 1 to `max_objects` coloured shapes, not overlapping, on slightly noisy grey ground, and its objects.
+def draw_scene(rng: random.Random, side: int) -> tuple[Image.Image, list[dict]]:
+    """One scene: 1 to 4 coloured shapes that do not overlap on a slightly noisy grey ground, and its objects.
 
     Objects are listed top to bottom, then left to right, boxes as xyxy in pixels.
     """
@@ -263,7 +266,7 @@ def draw_scene(rng: random.Random, side: int, max_objects: int = 4) -> tuple[Ima
     image = Image.fromarray(np.clip(grey + noise, 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(image)
     objects = []
-    for box in _place_boxes(rng, side, rng.randint(1, max_objects)):
+    for box in _place_boxes(rng, side, rng.randint(1, 4)):
         colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
         fill = tuple(max(0, min(255, value + rng.randint(-25, 25))) for value in COLOURS[colour])
         _draw_shape(draw, shape, box, fill)
@@ -303,9 +306,7 @@ def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int,
 # ---- everything, once ----------------------------------------------------------------------------------------------
 
 
-def make_demo(
-    root: Path, warmup: WarmupConfig, num_train: int = 4000, num_val: int = 256, num_warmup: int = 4000
-) -> None:
+def make_demo(root: Path, warmup: WarmupConfig, num_train: int = 4000, num_val: int = 256) -> None:
     """Make `data`, `start` and `model` below `root`, each only if its settings changed since it was last made.
 
     `warmup` says how to train; which files it reads and where it writes is decided here.
@@ -313,16 +314,16 @@ def make_demo(
     warmup = warmup.model_copy(
         update={
             "model": str(root / "start"),
-            "train_jsonl": [warmup.train_jsonl[0].model_copy(update={"path": str(root / "data" / "warmup.jsonl")})],
+            "train_jsonl": [warmup.train_jsonl[0].model_copy(update={"path": str(root / "data" / "train.jsonl")})],
             "output_dir": str(root / "model"),
         }
     )
     this_file = Path(__file__).read_text()
     cached(
         root / "data",
-        [this_file, num_train, num_val, num_warmup],
+        [this_file, num_train, num_val],
         "synthetic scenes",
-        lambda d: make_dataset(d, num_train, num_val, num_warmup=num_warmup),
+        lambda d: make_dataset(d, num_train, num_val),
     )
     cached(root / "start", [this_file], "an untrained Qwen3-VL", build_start_model)
 
@@ -331,7 +332,7 @@ def make_demo(
         train(warmup, parts)
         save(parts.model, parts.processor, warmup.output_dir)
 
-    settings = [this_file, num_warmup, warmup.model_dump()]
+    settings = [this_file, num_train, num_val, warmup.model_dump()]
     cached(root / "model", settings, f"supervised warm-up, {warmup.steps} steps", warm_up)
 
 
