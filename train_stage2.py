@@ -312,9 +312,9 @@ def make_segments(run: Run, samples: Sequence[Any], step: int, micro_step_idx: i
         prompts = [encode_prompt(sample, run.processor) for sample in samples]
         forced = teacher_forced(run, step, micro_step_idx, len(samples))
     asked = np.flatnonzero(~forced)
-    answers = roll_out(
-        run, [samples[i] for i in asked], [prompts[i] for i in asked], decoding(run.cfg), step, micro_step_idx
-    )
+    chosen = [samples[i] for i in asked], [prompts[i] for i in asked]
+    with run.timed("rollout"):
+        answers = roll_out(run, *chosen, decoding(run.cfg), step, micro_step_idx)
     with run.timed("prepare"):
         answer_of = dict(zip(asked, answers, strict=True))
         return [
@@ -336,15 +336,14 @@ def roll_out(
         RolloutRequest(sample.id, prompt_chat(sample), sample.images, prompt.prompt_token_ids)
         for sample, prompt in zip(samples, prompts, strict=True)
     ]
-    with run.timed("rollout"):
-        answers = run.backend.generate(
-            requests,
-            sampling,
-            global_step=step,
-            micro_step_idx=micro_step_idx,
-            run_seed=run.cfg.training.seed,
-            expect_version=run.version,
-        )
+    answers = run.backend.generate(
+        requests,
+        sampling,
+        global_step=step,
+        micro_step_idx=micro_step_idx,
+        run_seed=run.cfg.training.seed,
+        expect_version=run.version,
+    )
     for request, answer in zip(requests, answers, strict=True):
         if answer.error is None:
             check_prompt(

@@ -75,6 +75,18 @@ def test_dataset_is_the_same_for_the_same_seed_and_train_and_val_are_disjoint(da
     assert len(set(images)) == 50
 
 
+def test_warm_up_scenes_are_others_and_mostly_list_their_first_object_only(tmp_path):
+    make_dataset(tmp_path, num_train=2, num_val=2, num_warmup=120, seed=0)
+    (tmp_path / "plain").mkdir()
+    make_dataset(tmp_path / "plain", num_train=122, num_val=2, seed=0)  # the same scenes, fully annotated
+    warm = load_samples([tmp_path / "warmup.jsonl"], "x")[0]
+    full = load_samples([tmp_path / "plain" / "train.jsonl"], "x")[0][2:]
+    assert all(some.objects == every.objects[: len(some.objects)] for some, every in zip(warm, full, strict=True))
+    crowded = [(len(s.objects), len(f.objects)) for s, f in zip(warm, full, strict=True) if len(f.objects) > 1]
+    complete = sum(some == every for some, every in crowded) / len(crowded)
+    assert all(some in (1, every) for some, every in crowded) and 0.25 < complete < 0.55
+
+
 # ---- the start model -----------------------------------------------------------------------------------------------
 
 
@@ -152,7 +164,7 @@ def tiny_warmup(**changes) -> warmup_sft.WarmupConfig:
 
 
 def test_make_demo_trains_saves_and_keeps_what_is_made(tmp_path, capsys):
-    make_demo(tmp_path, tiny_warmup(), num_train=24, num_val=4)
+    make_demo(tmp_path, tiny_warmup(), num_train=4, num_val=4, num_warmup=24)
     out = capsys.readouterr().out
     losses = [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if line.startswith("step ")]
     assert losses[-1] < 0.9 * losses[0]
@@ -160,9 +172,9 @@ def test_make_demo_trains_saves_and_keeps_what_is_made(tmp_path, capsys):
     assert all(parameter.dtype == torch.float32 and parameter.isfinite().all() for parameter in model.parameters())
     assert load_processor(tmp_path / "model").chat_template
     before = digest(tmp_path)
-    make_demo(tmp_path, tiny_warmup(), num_train=24, num_val=4)
+    make_demo(tmp_path, tiny_warmup(), num_train=4, num_val=4, num_warmup=24)
     assert capsys.readouterr().out.count("kept") == 3 and digest(tmp_path) == before
-    make_demo(tmp_path, tiny_warmup(steps=2), num_train=24, num_val=4)
+    make_demo(tmp_path, tiny_warmup(steps=2), num_train=4, num_val=4, num_warmup=24)
     assert capsys.readouterr().out.count("kept") == 2
     assert digest(tmp_path)["model/model.safetensors"] != before["model/model.safetensors"]
 
@@ -185,7 +197,7 @@ def test_cfg_3_warmup_config_reports_all_mistakes_with_the_file(tmp_path):
 def test_shipped_warmup_config_reads_and_writes_where_the_demo_does():
     cfg = warmup_sft.load_warmup_config(WARMUP_CONFIG)
     assert (cfg.model, cfg.output_dir) == ("runs/demo/start", "runs/demo/model")
-    assert [file.path for file in cfg.train_jsonl] == ["runs/demo/data/train.jsonl"]
+    assert [file.path for file in cfg.train_jsonl] == ["runs/demo/data/warmup.jsonl"]
 
 
 def test_learning_rate_rises_then_falls_to_its_end():

@@ -43,7 +43,11 @@ from utils.schema import Data
 WARMUP_CONFIG = Path("configs/demo/warmup.yaml")
 ROOT = Path("runs/demo")
 COLOURS = {"red": (214, 48, 49), "green": (39, 174, 96), "blue": (41, 98, 214), "yellow": (241, 196, 15)}
-SHAPES = ("circle", "square", "triangle")
+SHAPES = ("ring", "square", "triangle")
+# The warm-up learns from cheap data: only this share of its scenes has all objects listed, the others only their first.
+# So the start model can find several objects but answers with one, which is what stage 2 then has to mend.
+FULLY_ANNOTATED = 0.4
+NUM_TRAIN, NUM_VAL, NUM_WARMUP = 4000, 256, 8000
 PROMPT = Data().prompt  # the config's default: demo data brings no prompts of its own
 
 NUM_COORD_TOKENS = 1000
@@ -224,21 +228,31 @@ def sinusoid_2d(side: int, dim: int, std: float = 0.3) -> torch.Tensor:
 
 
 def make_dataset(
-    out_dir: str | os.PathLike, num_train: int = 4000, num_val: int = 256, seed: int = 0, image_size: int = 128
-) -> tuple[Path, Path]:
-    """Write `train.jsonl`, `val.jsonl` and their PNG files; return the two JSONL paths.
+    out_dir: str | os.PathLike,
+    num_train: int = 4000,
+    num_val: int = 256,
+    num_warmup: int = 0,
+    seed: int = 0,
+    image_size: int = 128,
+) -> tuple[Path, Path, Path]:
+    """Write `train.jsonl`, `val.jsonl`, `warmup.jsonl` and their PNG files; return the three JSONL paths.
 
-    The same seed gives the same files, byte for byte. No validation scene is in the training set: each scene is drawn
-    by its own number of one random sequence.
+    The same seed gives the same files, byte for byte. No scene is in two files: each is drawn by its own number of one
+    random sequence. `warmup.jsonl` is partly annotated, see `FULLY_ANNOTATED`.
     """
     out_dir = Path(out_dir)
     paths = []
-    for name, numbers in (("train", range(num_val, num_val + num_train)), ("val", range(num_val))):
+    first = 0
+    for name, count in (("val", num_val), ("train", num_train), ("warmup", num_warmup)):
+        numbers, first = range(first, first + count), first + count
         folder = out_dir / name
         folder.mkdir(parents=True, exist_ok=True)
         rows = []
         for number in numbers:
-            image, objects = draw_scene(random.Random(f"{seed}-{number}"), image_size)
+            rng = random.Random(f"{seed}-{number}")
+            image, objects = draw_scene(rng, image_size)
+            if name == "warmup" and rng.random() >= FULLY_ANNOTATED:
+                objects = objects[:1]
             file = folder / f"{number:06d}.png"
             image.save(file, compress_level=1)
             rows.append(
@@ -253,7 +267,8 @@ def make_dataset(
         path = out_dir / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths.append(path)
-    return paths[0], paths[1]
+    val, train, warmup = paths
+    return train, val, warmup
 
 
 def draw_scene(rng: random.Random, side: int) -> tuple[Image.Image, list[dict]]:
@@ -295,8 +310,8 @@ def _place_boxes(rng: random.Random, side: int, count: int) -> list[tuple[int, i
 
 def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], fill: tuple) -> None:
     x1, y1, x2, y2 = box[0], box[1], box[2] - 1, box[3] - 1  # PIL includes the last pixel
-    if shape == "circle":
-        draw.ellipse((x1, y1, x2, y2), fill=fill)
+    if shape == "ring":
+        draw.ellipse((x1, y1, x2, y2), outline=fill, width=max(1, (x2 - x1) // 4))
     elif shape == "square":
         draw.rectangle((x1, y1, x2, y2), fill=fill)
     else:
@@ -306,7 +321,13 @@ def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int,
 # ---- everything, once ----------------------------------------------------------------------------------------------
 
 
-def make_demo(root: Path, warmup: WarmupConfig, num_train: int = 4000, num_val: int = 256) -> None:
+def make_demo(
+    root: Path,
+    warmup: WarmupConfig,
+    num_train: int = NUM_TRAIN,
+    num_val: int = NUM_VAL,
+    num_warmup: int = NUM_WARMUP,
+) -> None:
     """Make `data`, `start` and `model` below `root`, each only if its settings changed since it was last made.
 
     `warmup` says how to train; which files it reads and where it writes is decided here.
@@ -314,17 +335,13 @@ def make_demo(root: Path, warmup: WarmupConfig, num_train: int = 4000, num_val: 
     warmup = warmup.model_copy(
         update={
             "model": str(root / "start"),
-            "train_jsonl": [warmup.train_jsonl[0].model_copy(update={"path": str(root / "data" / "train.jsonl")})],
+            "train_jsonl": [warmup.train_jsonl[0].model_copy(update={"path": str(root / "data" / "warmup.jsonl")})],
             "output_dir": str(root / "model"),
         }
     )
     this_file = Path(__file__).read_text()
-    cached(
-        root / "data",
-        [this_file, num_train, num_val],
-        "synthetic scenes",
-        lambda d: make_dataset(d, num_train, num_val),
-    )
+    sizes = [num_train, num_val, num_warmup]
+    cached(root / "data", [this_file, sizes], "synthetic scenes", lambda folder: make_dataset(folder, *sizes))
     cached(root / "start", [this_file], "an untrained Qwen3-VL", build_start_model)
 
     def warm_up(_: Path) -> None:
@@ -332,7 +349,7 @@ def make_demo(root: Path, warmup: WarmupConfig, num_train: int = 4000, num_val: 
         train(warmup, parts)
         save(parts.model, parts.processor, warmup.output_dir)
 
-    settings = [this_file, num_train, num_val, warmup.model_dump()]
+    settings = [this_file, sizes, warmup.model_dump()]
     cached(root / "model", settings, f"supervised warm-up, {warmup.steps} steps", warm_up)
 
 

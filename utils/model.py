@@ -51,9 +51,13 @@ def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementa
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
+    from utils import attention
+
     config = AutoConfig.from_pretrained(path)
     if config.model_type != "qwen3_vl":  # packing relies on its 4-row position ids
         raise ValueError(f"model.path={path}: a {config.model_type} model; only qwen3_vl is supported")
+    if attn_implementation == "sdpa":
+        attn_implementation = attention.register()
     model, info = AutoModelForImageTextToText.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, output_loading_info=True
     )

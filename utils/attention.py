@@ -1,0 +1,65 @@
+"""Attention over packed rows, one segment at a time.
+
+transformers' own `sdpa` isolates packed segments with a dense mask: a row of T tokens costs T x T, however short its
+segments, in time and in memory. Here each segment attends on its own, so a row costs what its segments cost apart.
+Where nothing is packed it is transformers' `sdpa`. (`flash_attention_2` does the same on GPUs by its own means.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+SEGMENT_SDPA = "segment_sdpa"
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention in which a token sees its own segment only.
+
+    Args:
+        query, key, value: [1, heads, T, head_dim] for a packed row; any batch where nothing is packed.
+        attention_mask: None for a packed row.
+        position_ids: int[1, T], text positions that restart at 0 with each segment (transformers hands them through).
+
+    Returns:
+        [1, T, heads, head_dim] and None.
+    """
+    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        # torch 2.13's CPU kernels take about twice as long backward in bfloat16 as in float32.
+        with torch.autocast("cpu", enabled=False):
+            states = query.float(), key.float(), value.float()
+            return segment_attention(module, *states, attention_mask, position_ids, **kwargs)
+    packed = attention_mask is None and position_ids is not None and query.shape[2] == key.shape[2] > 1
+    if not packed or len(query) > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], query.shape[2]], strict=True)]
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([sdpa_attention_forward(module, *part, None, **kwargs)[0] for part in parts], dim=1), None
+
+
+def _no_mask_without_padding(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """No padding and no cache means causal inside each segment, which `segment_attention` does without a mask."""
+    if attention_mask is None and kwargs["q_length"] == kwargs["kv_length"]:
+        return None
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+def register() -> str:
+    """Make the implementation known to transformers; returns its name for `attn_implementation`."""
+    ALL_ATTENTION_FUNCTIONS.register(SEGMENT_SDPA, segment_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(SEGMENT_SDPA, _no_mask_without_padding)
+    return SEGMENT_SDPA
