@@ -57,7 +57,7 @@ class Launch:
     max_num_seqs: int | None
     gpu_memory_utilization: float
     cpu_kv_cache_gib: int
-    enable_lora: bool
+    max_lora_rank: int | None  # None without LoRA slots
     enable_prefix_caching: bool
     min_pixels: int | None
     max_pixels: int | None
@@ -69,6 +69,11 @@ class Launch:
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.data_parallel_size
+
+
+def slot_rank(rank: int) -> int:
+    """The smallest LoRA slot of vLLM that holds an adapter of `rank`."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
 def resolve(cfg: Any, index: int) -> Launch:
@@ -97,7 +102,7 @@ def resolve(cfg: Any, index: int) -> Launch:
         max_num_seqs=settings.vllm_max_num_seqs,
         gpu_memory_utilization=settings.vllm_gpu_memory_utilization,
         cpu_kv_cache_gib=settings.cpu_kv_cache_gib,
-        enable_lora=settings.vllm_enable_lora,
+        max_lora_rank=slot_rank(cfg.tuner.rank) if settings.vllm_enable_lora else None,
         enable_prefix_caching=settings.vllm_enable_prefix_caching,
         min_pixels=cfg.model.image_min_pixels,
         max_pixels=cfg.model.image_max_pixels,
@@ -189,7 +194,8 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: the port is taken (with its holder, where that can be seen) or the address is not this machine's.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    server = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named asyncio turns Nagle's delay off, else every answer waits 40 ms for an acknowledgement.
+    server = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former server may be lingering
     try:
         server.bind(address)
@@ -274,7 +280,7 @@ def engine_args(launch: Launch) -> Any:
         "tensor_parallel_size": launch.tensor_parallel_size,
         "data_parallel_size": launch.data_parallel_size,
         "max_model_len": launch.max_model_len,
-        "enable_lora": launch.enable_lora,
+        "enable_lora": launch.max_lora_rank is not None,
         "enable_prefix_caching": launch.enable_prefix_caching,
         "worker_extension_cls": "utils.vllm_worker.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(
@@ -282,6 +288,8 @@ def engine_args(launch: Launch) -> Any:
         ),
         "mm_processor_kwargs": {key: value for key, value in pixels.items() if value is not None} or None,
     }
+    if launch.max_lora_rank is not None:
+        kwargs["max_lora_rank"] = launch.max_lora_rank
     if launch.max_num_seqs is not None:
         kwargs["max_num_seqs"] = launch.max_num_seqs
     if launch.device == "cuda":

@@ -3,9 +3,10 @@
     deepspeed --num_gpus 2 train_stage2.py --config configs/demo/stage2.yaml     (CPU; see `make demo`)
     deepspeed --include localhost:3 train_stage2.py --config configs/stage2/qwen3vl_8b_3v1.yaml
 
-Start the rollout server first (`make server CONFIG=...`). Every optimizer step: the current weights go to the server;
-the model answers on the step's images; each answer is parsed token by token, its objects matched with the ground truth,
-and one training sequence written from the model's own prefix and every object it missed; the sequences are packed into
+Start the rollout server first (`make server CONFIG=...`), unless the learners generate themselves (`vllm.mode:
+colocate`, or `rollout_backend: hf`). Every optimizer step: the current weights go to the engine that generates; the
+model answers on the step's images; each answer is parsed token by token, its objects matched with the ground truth, and
+one training sequence written from the model's own prefix and every object it missed; the sequences are packed into
 rows; one forward and backward per row; one optimizer step.
 """
 
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -29,6 +31,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from utils import targets
+from utils.adapter_sync import FallbackSync, make_sync
 from utils.checkpoint import save_adapter, save_merged
 from utils.config import Config, ConfigError, check_world_size, engine_json, load_config_or_exit, require_variant
 from utils.data import (
@@ -51,8 +54,10 @@ from utils.model import dummy_segment, position_ids_for
 from utils.monitor import Monitor, collapse_warnings, write_run_json
 from utils.packing import Batch, CarryBuffer, check_fits, collate_packed, collate_padded
 from utils.parsing import ParsedAnswer, TokenTable, parse_answer
-from utils.plan import print_dry_run
-from utils.rollout import Decoding, RolloutRequest, RolloutResult, ServerBackend, check_prompt
+from utils.plan import check_engines, print_dry_run
+from utils.records import Example, RolloutLog, SampleDump, ServerWatch
+from utils.recovery import through_restarts
+from utils.rollout import Decoding, RolloutBackend, RolloutRequest, RolloutResult, ServerBackend, check_prompt
 from utils.rollout_client import RolloutClient
 from utils.targets import Segment, TargetOptions, build_target
 from utils.weight_sync import MergedWeights, Probe, WeightSync, attempt
@@ -95,14 +100,20 @@ class Run:
     val_samples: list[Sample]
     processor: Any
     table: TokenTable
-    backend: ServerBackend  # rollouts
-    sync: WeightSync
+    client: RolloutClient | None  # of the rollout servers, where there are any
+    backend: RolloutBackend
+    sync: (
+        WeightSync | FallbackSync | RolloutBackend
+    )  # what brings new weights to the backend; one in this process does so itself
     learner: Learner
     collate: Callable[[list[Segment]], Batch]
     buffer: CarryBuffer  # finished segments that wait for a row
     monitor: Monitor
+    rollout_log: RolloutLog
+    dump: SampleDump
+    watch: ServerWatch
     num_steps: int
-    version: str | None = None  # the policy the server has
+    version: str | None = None  # the policy that generates
     seconds: Counter = field(default_factory=Counter)  # of the current step, by part
     total_seconds: Counter = field(default_factory=Counter)
     best: float = -math.inf  # of training.metric_for_best_model
@@ -115,6 +126,7 @@ class Run:
         self.total_seconds[part] += time.monotonic() - start
 
     def close(self) -> None:
+        self.watch.close()
         self.monitor.close()
         self.sync.close()
         self.ranks.close()
@@ -129,6 +141,7 @@ def set_up(cfg: Config) -> Run:
     ranks = Ranks()
     try:
         check_world_size(cfg, ranks.world_size)
+        check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
         engine_json(cfg, ranks.world_size)
     except ConfigError as error:
         give_up("\n".join(error.problems), ranks.is_main)
@@ -139,17 +152,7 @@ def set_up(cfg: Config) -> Run:
     num_steps = training.num_steps(sum(map(len, datasets)), ranks.world_size)
     ranks.open()
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
-    rm, server = cfg.rm, cfg.rm.vllm.server
-    client = RolloutClient(
-        cfg.servers(),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        decode_batch_size=rm.decode_batch_size,
-        timeout_s=server.timeout_s,
-        infer_timeout_s=server.infer_timeout_s,
-        max_failed_fraction=rm.max_failed_fraction,
-    )
-    ranks.raise_together(attempt(client.wait_ready), "reaching the rollout servers")
+    client = reach_servers(cfg, ranks) if cfg.servers() else None
     learner = Learner(cfg, ranks, num_steps)
     collate = partial(
         collate_packed if training.packing else collate_padded,
@@ -157,22 +160,12 @@ def set_up(cfg: Config) -> Run:
         coord_ids=table.coord_ids,
         dummy=dummy_segment(learner.model),
     )
-    sync = WeightSync(
-        MergedWeights(learner.model),
-        ranks,
-        client,
-        [(learner_host(address.base_url), address.group_port) for address in cfg.servers()],
-        run_id=run_id,
-        bucket_bytes=rm.vllm.sync.bucket_mib << 20,
-        timeout_s=rm.vllm.sync.timeout_s,
-        open_timeout_s=server.timeout_s,
-        verify=rm.vllm.sync.verify,
-        probe=make_probe(datasets[0][0], processor, table, learner, collate),
-    )
-    sync.open()
+    probe = make_probe(datasets[0][0], processor, table, learner, collate)
+    backend, sync = open_backend(cfg, ranks, run_id, client, learner, processor, probe)
     run_dir = Path(training.output_dir)
     if ranks.is_main:
-        facts = {"run_id": run_id, "world_size": ranks.world_size, "server_world_sizes": client.world_sizes}
+        server_world_sizes = client.world_sizes if client else []
+        facts = {"run_id": run_id, "world_size": ranks.world_size, "server_world_sizes": server_world_sizes}
         write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
     return Run(
         cfg=cfg,
@@ -182,12 +175,16 @@ def set_up(cfg: Config) -> Run:
         val_samples=val_samples,
         processor=processor,
         table=table,
-        backend=ServerBackend(client),
+        client=client,
+        backend=backend,
         sync=sync,
         learner=learner,
         collate=collate,
         buffer=CarryBuffer(cfg.global_max_length, training.packing_buffer),
-        monitor=Monitor(run_dir, num_steps, ranks.is_main, training.report_to == "tensorboard"),
+        monitor=Monitor(run_dir, num_steps, ranks.is_main, training.report_to == "tensorboard", training.logging_steps),
+        rollout_log=RolloutLog(run_dir, client, ranks),
+        dump=SampleDump(run_dir, table, **cfg.rm.monitor_dump.model_dump(), enabled=ranks.is_main),
+        watch=ServerWatch(client, ranks.is_main),
         num_steps=num_steps,
     )
 
@@ -212,6 +209,87 @@ def load_tokenizer(cfg: Config, is_main: bool) -> tuple[Any, TokenTable]:
         return processor, TokenTable.from_tokenizer(processor.tokenizer)
     except (OSError, ValueError) as error:
         give_up(f"model.path={cfg.model.path}: {error}", is_main)
+
+
+def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
+    """A client of all configured servers, each of which is up and has room (CON-1, DIS-2)."""
+    server = cfg.rm.vllm.server
+    client = RolloutClient(
+        cfg.servers(),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        decode_batch_size=cfg.rm.decode_batch_size,
+        timeout_s=server.timeout_s,
+        infer_timeout_s=server.infer_timeout_s,
+        max_failed_fraction=cfg.rm.max_failed_fraction,
+    )
+    ranks.raise_together(attempt(client.wait_ready), "reaching the rollout servers")
+    return client
+
+
+def open_backend(
+    cfg: Config,
+    ranks: Ranks,
+    run_id: str,
+    client: RolloutClient | None,
+    learner: Learner,
+    processor: Any,
+    probe: Probe,
+) -> tuple[RolloutBackend, WeightSync | FallbackSync | RolloutBackend]:
+    """What generates, and what brings the current weights to it: rollout servers, an engine in this process, or the
+    training model itself, which has them anyway (CFG-5)."""
+    if client is not None:
+        sync = open_sync(cfg, ranks, run_id, client, learner, probe)
+        return ServerBackend(client), sync
+    if cfg.rm.rollout_backend == "hf":
+        from utils.rollout_hf import HfBackend
+
+        backend = HfBackend(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
+        return backend, backend
+    from utils.rollout_colocate import ColocateBackend, EngineOptions
+
+    options = EngineOptions(
+        model_path=cfg.model.path,
+        dtype=cfg.model.dtype,
+        tensor_parallel_size=cfg.rm.vllm.tensor_parallel_size,
+        gpu_memory_utilization=cfg.rm.vllm.gpu_memory_utilization,
+        max_model_len=cfg.global_max_length,
+        decode_batch_size=cfg.rm.decode_batch_size,
+        seed=cfg.training.seed,
+        image_min_pixels=cfg.model.image_min_pixels,
+        image_max_pixels=cfg.model.image_max_pixels,
+    )
+    bucket_bytes, verify = cfg.rm.vllm.sync.bucket_mib << 20, cfg.rm.vllm.sync.verify
+    weights = MergedWeights(learner.model)
+    backend = ColocateBackend(weights, ranks, processor, options, bucket_bytes=bucket_bytes, verify=verify, probe=probe)
+    return backend, backend
+
+
+def open_sync(
+    cfg: Config, ranks: Ranks, run_id: str, client: RolloutClient, learner: Learner, probe: Probe
+) -> WeightSync | FallbackSync:
+    """Weight sync with all servers, communicators open."""
+    settings = cfg.rm.vllm.sync
+    try:
+        sync = make_sync(
+            learner.model,
+            cfg.sync_mode(),
+            settings.fallback_to_full,
+            ranks,
+            client,
+            [(learner_host(address.base_url), address.group_port) for address in cfg.servers()],
+            run_id=run_id,
+            bucket_bytes=settings.bucket_mib << 20,
+            timeout_s=settings.timeout_s,
+            open_timeout_s=cfg.rm.vllm.server.timeout_s,
+            verify=settings.verify,
+            probe=probe,
+        )
+    except ValueError as error:
+        give_up(str(error), ranks.is_main)
+    sync.open()
+    client.owner = run_id
+    return sync
 
 
 def make_probe(
@@ -253,7 +331,6 @@ def train(run: Run) -> None:
     if cfg.eval_at_start:
         evaluate(run, 0)
     for step in range(run.num_steps):
-        sync_weights(run, step)
         rows, rollouts = prepare_rows(run, step)
         with run.timed("train"):
             result = run.learner.step([run.collate(row) for row in rows], loss_weights(run.cfg), step)
@@ -266,8 +343,22 @@ def train(run: Run) -> None:
     finish(run)
 
 
+def on_current_weights(run: Run, step: int, work: Callable[[], Any], where: str) -> Any:
+    """`work()` once the engine that generates has the weights of `step`; again from there if a server was lost."""
+
+    def synced() -> Any:
+        sync_weights(run, step)
+        return work()
+
+    def reopen() -> None:
+        run.version = None  # the servers get everything anew
+        run.sync.open()
+
+    return through_restarts(synced, f"{where} with weights of step {step}", run.ranks, run.client, reopen)
+
+
 def sync_weights(run: Run, step: int) -> None:
-    """The server gets the weights of `step` unless it has them already (SYN-2); after the first sync, the probe."""
+    """The engine that generates gets the weights of `step` unless it has them (SYN-2); after the first, the probe."""
     version = f"{run.run_id}:{step}"
     if run.version == version:
         return
@@ -284,26 +375,30 @@ class Rollouts:
 
     counts: Counter = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)  # the first few, for the sample sheets
+    max_examples: int = 0
 
 
 def prepare_rows(run: Run, step: int) -> tuple[list[list[Segment]], Rollouts]:
     """Rollouts and finished rows of all micro-steps of optimizer step `step`; a failure anywhere stops all ranks."""
-    rows: list[list[Segment]] = []
-    rollouts = Rollouts()
+    cfg = run.cfg.training
+    samples = [run.stream.next(cfg.per_device_train_batch_size) for _ in range(cfg.gradient_accumulation_steps)]
 
-    def prepare() -> None:
-        for micro_step_idx in range(run.cfg.training.gradient_accumulation_steps):
-            samples = run.stream.next(run.cfg.training.per_device_train_batch_size)
-            segments = make_segments(run, samples, step, micro_step_idx, rollouts)
-            if run.cfg.training.packing:
-                run.buffer.extend(segments)
-                rows.append(run.buffer.pop_row())
-            else:
-                check_fits(segments, run.cfg.global_max_length)
-                rows.append(segments)
+    def prepare() -> tuple[list[list[Segment]], Rollouts]:
+        rollouts = Rollouts(max_examples=run.dump.num_samples)
+        made = [make_segments(run, part, step, micro, rollouts) for micro, part in enumerate(samples)]
+        return [next_row(run, segments) for segments in made], rollouts  # no rollout can fail any more
 
-    run.ranks.raise_together(attempt(prepare), f"preparing step {step} with weights {run.version}")
-    return rows, rollouts
+    return on_current_weights(run, step, prepare, f"preparing step {step}")
+
+
+def next_row(run: Run, segments: list[Segment]) -> list[Segment]:
+    """What a micro-step trains, given its own finished segments (PCK-2, PCK-6)."""
+    if not run.cfg.training.packing:
+        check_fits(segments, run.cfg.global_max_length)
+        return segments
+    run.buffer.extend(segments)
+    return run.buffer.pop_row()
 
 
 def make_segments(run: Run, samples: Sequence[Any], step: int, micro_step_idx: int, rollouts: Rollouts) -> list[Any]:
@@ -333,7 +428,7 @@ def roll_out(
 ) -> list[RolloutResult]:
     """The current policy's answers, in order, each behind exactly the prompt that it will be trained behind (ROL-3)."""
     requests = [
-        RolloutRequest(sample.id, prompt_chat(sample), sample.images, prompt.prompt_token_ids)
+        RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
         for sample, prompt in zip(samples, prompts, strict=True)
     ]
     answers = run.backend.generate(
@@ -372,6 +467,8 @@ def make_segment(
         rollouts.counts.update(count_sample(parsed, sample.objects, threshold, answer.finish_reason == "length"))
         rollouts.counts.update(appended=target.num_appended, failed=int(answer.error is not None))
         rollouts.lengths.append(len(answer.response_token_ids))
+        if len(rollouts.examples) < rollouts.max_examples:
+            rollouts.examples.append(Example(sample, answer, parsed, pairs, target))
     return targets.make_segment(
         sample.id,
         prompt.prompt_token_ids,
@@ -385,29 +482,30 @@ def make_segment(
 
 def evaluate(run: Run, step: int) -> None:
     """Greedy answers on the validation samples, scored as production would see them (LRN-7)."""
-    sync_weights(run, step)
-    counts: Counter = Counter()
-    predictions: list[dict[str, Any]] = []
 
-    def answer_all() -> None:
-        samples = run.val_samples[run.ranks.rank :: run.ranks.world_size]
-        prompts = [encode_prompt(sample, run.processor) for sample in samples]
-        answers = roll_out(run, samples, prompts, greedy(run.cfg), step, EVAL_MICRO_STEP)
-        for sample, answer in zip(samples, answers, strict=True):
-            parsed = parse_answer(answer.response_token_ids, run.table)
-            threshold = run.cfg.rm.eval.iou_threshold
-            counts.update(count_sample(parsed, sample.objects, threshold, answer.finish_reason == "length"))
-            predictions.append(prediction_record(sample, parsed))
+    def answer_all() -> tuple[Counter, list[dict[str, Any]]]:
+        with run.timed("eval"):
+            samples = run.val_samples[run.ranks.rank :: run.ranks.world_size]
+            prompts = [encode_prompt(sample, run.processor) for sample in samples]
+            answers = roll_out(run, samples, prompts, greedy(run.cfg), step, EVAL_MICRO_STEP)
+            counts, records = Counter(), []
+            for sample, answer in zip(samples, answers, strict=True):
+                parsed = parse_answer(answer.response_token_ids, run.table)
+                threshold = run.cfg.rm.eval.iou_threshold
+                counts.update(count_sample(parsed, sample.objects, threshold, answer.finish_reason == "length"))
+                records.append(prediction_record(sample, parsed))
+            return counts, records
 
-    with run.timed("eval"):
-        run.ranks.raise_together(attempt(answer_all), f"evaluation at step {step}")
-        result = scores(run.ranks.sum(counts))
+    counts, predictions = on_current_weights(run, step, answer_all, f"evaluation at step {step}")
+    result = scores(run.ranks.sum(counts))
+    calls = log_calls(run, step, "eval")
     gathered = run.ranks.gather(predictions)
     metric = run.cfg.training.metric_for_best_model
     is_best = result[metric] > run.best
     run.best = max(run.best, result[metric])
     if run.ranks.is_main:
-        run.monitor.scalars(step, {f"eval/{name}": value for name, value in result.items()})
+        run.monitor.scalars(step, {f"eval/{name}": value for name, value in result.items()} | calls)
+        run.monitor.flush()
         write_evaluation(run, step, result, [record for part in gathered for record in part], is_best)
 
 
@@ -434,11 +532,20 @@ def write_evaluation(
     logger.info("evaluation at step %d on %d images: %s%s", step, result["num_images"], shown, " (best)" * is_best)
 
 
+def log_calls(run: Run, step: int, phase: str) -> dict[str, float]:
+    """A line of rollouts.jsonl about all calls since the last one (LOG-1); returns its numbers (collective)."""
+    if run.client is None:
+        return {}
+    return run.rollout_log.write(step, run.version, run.sync.mode, run.sync.fallback, phase)
+
+
 def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts) -> None:
     """TensorBoard and the progress line for optimizer step `step` (1-based: steps done), summed over ranks (LOG-3)."""
     gathered = run.ranks.gather((rollouts.counts, rollouts.lengths, dict(run.seconds), result.num_tokens))
     run.seconds.clear()
-    counts = sum((Counter(part[0]) for part in gathered), Counter())
+    counts: Counter = Counter()
+    for part in gathered:
+        counts.update(part[0])  # unlike a sum of Counters this keeps zeros, which belong into the curves
     lengths = np.array([length for part in gathered for length in part[1]] or [0])
     seconds = {
         name: max(part[2].get(name, 0.0) for part in gathered) for name in ("rollout", "sync", "prepare", "train")
@@ -460,7 +567,9 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts) -> Non
         "train/buffer_length": len(run.buffer),
         "train/policy_lag": 0.0,  # strictly on-policy: prefetch would raise it
     }
+    values |= log_calls(run, step, "train") | run.watch.take()
     run.monitor.scalars(step, values)
+    run.dump.write(step, rollouts.examples, run.monitor)
     run.monitor.progress(step, loss=result.losses["total"], f1=quality["f1"], tokens_per_s=tokens_per_s)
     if run.cfg.training.packing and result.fill_ratio < run.cfg.training.packing_min_fill_ratio:
         logger.warning(
@@ -488,7 +597,7 @@ def finish(run: Run) -> None:
     seconds = {name: round(value, 3) for name, value in run.total_seconds.items()}
     record = {"steps": run.num_steps, "world_size": run.ranks.world_size, "seconds": seconds, "segments_left": left}
     (output / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
-    if run.cfg.rm.vllm.sync.verify == "always":
+    if run.sync.ledger and run.cfg.rm.vllm.sync.verify == "always":
         ledger = {"version": run.version, "digests": run.sync.ledger}
         (output / "weights.json").write_text(json.dumps(ledger, indent=2) + "\n")
     logger.info("finished %d steps; %d finished segments were left in the buffers, untrained", run.num_steps, left)

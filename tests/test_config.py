@@ -223,7 +223,7 @@ def test_broken_yaml_is_one_readable_problem(tmp_path: Path, text: str, message:
 def test_an_anchor_and_its_alias_are_reported_each_at_its_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, top="model: &empty {}\ncustom: *empty\ntraining: {output_dir: o}"))
-    assert len(caught.value.problems) == 4  # model.path, two of custom, and the mode that is not built
+    assert len(caught.value.problems) == 3  # model.path, two of custom
 
 
 def test_scalars_are_read_as_yaml_1_2(tmp_path: Path) -> None:
@@ -700,17 +700,12 @@ def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: st
 
 
 UNBUILT_SETTINGS = [
-    {"RM__rollout_backend": "hf"},
-    {"RM__vllm__mode": "colocate"},
-    {"RM__vllm__sync": {"mode": "adapter"}, "RM__vllm__enable_lora": True},
     {"RM__async": {"enabled": True}},
     {"RM__answer_format": "qwen3vl"},
-    {"RM__monitor_dump": {"every_steps": 5}},
     {"training__resume_from_checkpoint": "auto"},
     {"training__fused_kernels": True},
     {"data__num_workers": 4},
     {"training__save_total_limit": 2},
-    {"training__logging_steps": 10},
 ]
 
 
@@ -719,6 +714,45 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any]) -> None:
     found = only_problem(edited(**changes))
     assert "not built yet" in found
     assert any(f" {path}=" in found for _, path, _ in UNBUILT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "has_vllm", "message"),
+    [
+        ({"RM__vllm__mode": "colocate"}, 2, True, "tensor_parallel_size=4: must divide the 2 learner(s); set it to 1"),
+        ({"RM__vllm": {"tensor_parallel_size": 2}}, 3, True, "=2: must divide the 3 learner(s)"),
+        ({"RM__vllm": {"tensor_parallel_size": 1}}, 2, False, 'rollout_backend="vllm": vLLM is not installed here'),
+        ({}, 1, False, "vLLM is not installed here"),
+    ],
+)
+def test_ROL_5_an_engine_that_cannot_work_names_the_way_out(
+    changes: dict[str, Any], world_size: int, has_vllm: bool, message: str
+) -> None:
+    """ROL-5, CFG-6."""
+    from utils.plan import check_engines
+
+    with pytest.raises(ConfigError) as caught:
+        check_engines(build_config(edited(**changes)), world_size, has_vllm)
+    assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
+    assert "hf" in caught.value.problems[0]
+
+
+def test_ROL_5_engines_that_work_pass_and_are_planned_CFG_5() -> None:
+    """ROL-5, CFG-5, CFG-16: hf needs no vLLM; a size that divides the learners will do."""
+    from utils.plan import format_plan, make_plan
+
+    colocate = {"RM__vllm": {"tensor_parallel_size": 2}, "RM__decode_batch_size": 3}
+    batch = {"training__per_device_train_batch_size": 8}
+    plan = make_plan(build_config(edited(**colocate, **batch)), 4)
+    assert (plan.chunk, plan.rounds) == (3, 3) and "2 vLLM engine(s) of 2 device(s)" in format_plan(plan)
+    plan = make_plan(build_config(edited(RM__rollout_backend="hf", **batch)), 3)
+    assert (plan.chunk, plan.rounds) == (1, 8) and "transformers' generate" in format_plan(plan)
+
+
+def test_ROL_5_a_colocated_engine_refuses_lora_slots() -> None:
+    """ROL-5."""
+    found = only_problem(edited(RM__vllm={"enable_lora": True, "tensor_parallel_size": 1}))
+    assert "vllm.enable_lora=true" in found and "sync.mode: full" in found and "rollout_backend: hf" in found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

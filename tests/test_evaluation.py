@@ -50,6 +50,12 @@ def test_with_label_the_match_is_made_among_equal_labels_LRN_7():
     assert result["precision"] == 0.5 and result["recall"] == 1.0
 
 
+def test_predictions_that_only_touch_an_object_are_gated_LOG_3():
+    """LOG-3: One found, one overlapping below the threshold, one far from everything."""
+    counts = count_sample(parsed(RED, box("blue", 260, 260, 360, 360), FAR), [RED, BLUE], 0.5, False)
+    assert (counts["matched"], counts["gated"]) == (1, 1)
+
+
 def test_parse_health_LRN_7():
     """LRN-7."""
     counts = count_sample(parsed(RED, closed=False), [RED], 0.5, True)

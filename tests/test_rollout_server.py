@@ -49,7 +49,7 @@ def launch_of(model_dir: Path, **changes) -> Launch:
         max_num_seqs=None,
         gpu_memory_utilization=0.6,
         cpu_kv_cache_gib=1,
-        enable_lora=False,
+        max_lora_rank=None,
         enable_prefix_caching=True,
         min_pixels=None,
         max_pixels=None,

@@ -38,9 +38,11 @@ class FakeLLM:
         self.version = "default"
         self.missing: list[str] = []
         self.seeds: list[int | None] = []
+        self.slots: list[int | None] = []  # LoRA slot per request
 
-    async def generate(self, prompt, params, request_id, data_parallel_rank):
+    async def generate(self, prompt, params, request_id, data_parallel_rank, lora_request=None):
         self.seeds.append(params.seed)
+        self.slots.append(lora_request and lora_request.lora_int_id)
         self.running[data_parallel_rank] += 1
         self.most[data_parallel_rank] = max(self.most[data_parallel_rank], self.running[data_parallel_rank])
         version = self.version
@@ -69,7 +71,8 @@ class FakeLLM:
         step = args[2][0]
         self.log.append(f"{step}@{engine}")
         failed = step == self.failing_step and engine == 1
-        result = {"update": {"w": f"digest{engine}"}, "finish": self.missing}.get(step)
+        report = {"digests": {"w": f"digest{engine}"}, "parameters": {"w": ["model.w"]}}
+        result = {"update": report, "finish": self.missing}.get(step)
         return [{"result": result, "error": f"engine worker {engine}: boom" if failed else None}]
 
     async def pause_generation(self, mode):
@@ -167,7 +170,8 @@ def test_an_update_in_order_then_answers_carry_the_version():
         late = asyncio.create_task(engine.infer(ask("late"), RequestConfig()))
         await asyncio.sleep(0.01)
         assert engine.gate.num_waiting == 1 and not llm.seeds
-        assert await updates.update(UPDATE) == [{"w": "digest0"}, {"w": "digest1"}]
+        answer = {"digests": [{"w": "digest0"}, {"w": "digest1"}], "parameters": {"w": ["model.w"]}}
+        assert await updates.update(UPDATE) == answer
         assert await updates.finish(FINISH) == {"weight_version": "a:1", "missing": []}
         assert (await late)[0].rollout_infos == {"weight_version": "a:1"}
         steps = [f"{step}@{i}" for step in ("init", "start", "update", "finish") for i in (0, 1)]
@@ -361,3 +365,25 @@ def test_malformed_calls_get_a_4xx_with_the_field():
     assert client.post("/infer/", json=[]).status_code == 422
     assert client.post("/update_weights/", json=UPDATE.model_dump()).status_code == 409
     assert client.post("/infer/", json={"infer_requests": []}).json() == []
+
+
+def test_requests_use_the_lora_slot_until_a_full_update_has_the_adapter_merged_in():
+    """SYN-10: and an adapter is refused on top of weights that an earlier run replaced."""
+
+    async def run():
+        llm, engine, updates = make()
+        adapter = UPDATE.model_copy(update={"names": ["base_model.model.x.lora_A.weight"]})
+        await updates.init(INIT)
+        for names in (None, adapter, adapter, UPDATE):
+            if names is not None:
+                await updates.start(START)
+                await updates.update(names)
+                await updates.finish(FINISH)
+            await engine.infer(ask("a"), RequestConfig())
+        assert llm.slots == [None, 1, 1, None]
+        await updates.start(START)
+        with pytest.raises(UpdateFailed, match="restart the server, or sync in full"):
+            await updates.update(adapter)
+        assert engine.gate.state == "dirty"
+
+    asyncio.run(run())

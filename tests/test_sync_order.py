@@ -20,8 +20,9 @@ class OneRank:
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def fence(self) -> None:
+    def gather(self, value):
         self.events.append("fence")
+        return [value]
 
     def raise_together(self, error, where) -> None:
         self.events.append("fence")
@@ -38,6 +39,7 @@ class StandIn:
         self.events: list[str] = []
         self.weights, self.fail_at, self.wrong = weights, fail_at, wrong
         self.sent = threading.Event()
+        self.names: list[str] = []  # of the last update
         self._lock = threading.Lock()
 
     def url(self, index: int) -> str:
@@ -50,23 +52,27 @@ class StandIn:
             raise ConnectionError(f"{self.url(index)}{path} refused")
         if path == "/update_weights/":
             assert self.sent.wait(5)
+            self.names = body["names"]
             digests = {name: tensor_digest(tensor) for name, tensor in self.weights.tensors()}
             if self.wrong:
                 digests[self.wrong] = "bad"
-            return {"digests": [digests] * self.world_sizes[index]}
+            digests = [digests] * self.world_sizes[index] if body["digest"] else []
+            return {"digests": digests, "parameters": {name: [f"model.{name}"] for name in self.names}}
         if path == "/probe/":
             return {"logprobs": [[None, -1.0, -2.0]] * 2}
-        return {"missing": []}
+        if path == "/finish_weight_update/":
+            return {"missing": sorted(f"model.{e.name}" for e in self.weights.entries if e.name not in self.names)}
+        return {}
 
     def open(self, addresses, world_sizes) -> None:
         self.events.append("open")
 
-    def send(self, weights, digest, alive) -> dict[str, str]:
+    def send(self, weights, entries, digest, alive) -> dict[str, str]:
         try:
             self.events.append("send")
             if self.fail_at == "send":
                 raise TimeoutError("a bucket was not taken")
-            return {name: tensor_digest(tensor) for name, tensor in weights.tensors()} if digest else {}
+            return {n: tensor_digest(t) for n, t in weights.tensors(entries=entries)} if digest else {}
         finally:
             self.sent.set()
 
@@ -166,3 +172,88 @@ def test_a_closed_port_is_explained_CON_1(weights):
         sync_with(server).open()
     for words in ("group port 2", "server1/init_communicator/ refused", "RM.rollout_backend: hf"):
         assert words in str(raised.value)
+
+
+@pytest.fixture
+def tuned() -> MergedWeights:
+    """Only `1.weight` is trained; its bias lives in the same module."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).requires_grad_(False)
+    model[1].weight.requires_grad_(True)
+    return MergedWeights(model)
+
+
+def test_after_the_first_sync_only_what_can_change_is_sent_with_its_module_SYN_6(tuned):
+    """SYN-6: and the report counts what was sent."""
+    server = StandIn(tuned)
+    sync = sync_with(server)
+    full = sync.sync("run:0")
+    assert server.names == ["0.weight", "0.bias", "1.weight", "1.bias"] and full.num_tensors == 4
+    partial = sync.sync("run:1")
+    assert server.names == ["1.weight", "1.bias"]
+    assert (partial.num_tensors, partial.num_bytes) == (2, 4 * (6 + 2))
+
+
+def test_a_communicator_that_was_opened_again_gets_everything_SYN_6(tuned):
+    """SYN-6: the server behind it may be a new one."""
+    server = StandIn(tuned)
+    sync = sync_with(server)
+    sync.open()
+    assert [sync.sync(f"run:{step}").num_tensors for step in range(3)] == [4, 2, 2]
+    sync.open()
+    assert [sync.sync(f"run:{step}").num_tensors for step in range(2)] == [4, 2]
+
+
+@pytest.mark.parametrize("fail_at", ["/start_weight_update/", "/update_weights/", "send", "/finish_weight_update/"])
+def test_after_a_failed_sync_the_next_one_is_full_SYN_6(tuned, fail_at):
+    """SYN-6, SYN-3: the servers may hold a mixture."""
+    server = StandIn(tuned)
+    sync = sync_with(server)
+    sync.sync("run:0")
+    server.fail_at = fail_at
+    with pytest.raises(RuntimeError):
+        sync.sync("run:1")
+    server.fail_at = ""
+    assert [sync.sync(f"run:{step}").num_tensors for step in (1, 2)] == [4, 2]
+
+
+def test_a_probe_that_fails_makes_the_next_sync_full_SYN_6(tuned):
+    """SYN-6, SYN-7."""
+    server, ours = StandIn(tuned), np.array([-1.0, -2.0])
+    sync = sync_with(server, verify="always", probe=Probe({}, [5, 6], lambda: ours))
+    sync.sync("run:0")
+    ours[0] = -3.0
+    with pytest.raises(RuntimeError, match="probe"):
+        sync.sync("run:1")
+    ours[0] = -1.0
+    assert sync.sync("run:1").num_tensors == 4
+
+
+@pytest.mark.parametrize("change", [["model.0.bias"], ["model.0.bias", "model.0.weight", "model.1.bias"]])
+def test_what_the_engine_lacks_must_be_what_was_left_out_SYN_6(tuned, change, monkeypatch):
+    """SYN-6: less than was left out is as wrong as more: names are not what they were."""
+    server = StandIn(tuned)
+    sync = sync_with(server)
+    sync.sync("run:0")
+    post = server.post
+    monkeypatch.setattr(server, "post", lambda i, path, *a: post(i, path, *a) | {"missing": change})
+    with pytest.raises(RuntimeError, match="server0: parameters the engine did not get as sent"):
+        sync.sync("run:1")
+
+
+def test_a_full_sync_leaves_nothing_out_SYN_6(weights, monkeypatch):
+    """SYN-6: e.g. a parameter that only the engine's model has."""
+    server = StandIn(weights)
+    post = server.post
+    monkeypatch.setattr(server, "post", lambda i, path, *a: post(i, path, *a) | {"missing": ["model.extra"]})
+    with pytest.raises(RuntimeError, match="server0: parameters the engine did not get as sent: .*model.extra"):
+        sync_with(server).sync("run:0")
+
+
+def test_verify_always_compares_tensors_that_were_not_sent_again_SYN_7(tuned):
+    """SYN-7: the ledger of a worker is compared as a whole."""
+    server = StandIn(tuned)
+    sync = sync_with(server, verify="always")
+    sync.sync("run:0")
+    server.wrong = "0.weight"
+    with pytest.raises(RuntimeError, match=r"server0, worker 0, tensor 0\.weight"):
+        sync.sync("run:1")

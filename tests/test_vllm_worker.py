@@ -14,7 +14,7 @@ vllm_worker = pytest.importorskip("utils.vllm_worker")
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group  # noqa: E402
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: E402
 
-from utils.wire import plan_buckets, tensor_digest  # noqa: E402
+from utils.wire import loopback_if_local, plan_buckets, tensor_digest  # noqa: E402
 
 
 class TinyModel(nn.Module):
@@ -117,7 +117,10 @@ def test_a_streamed_update_loads_every_tensor_bit_for_bit(bucket_bytes):
         engine.start_weight_update()
         engine.update_weights(info_of(tensors))
         sender.join()
-        assert engine.take_digests() == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        assert engine.report() == {
+            "digests": {name: tensor_digest(tensor) for name, tensor in tensors.items()},
+            "parameters": {name: [name] for name in tensors},
+        }
         engine.finish_weight_update()
         assert engine.missing == []
         assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in tensors.items())
@@ -137,11 +140,38 @@ def test_tensors_that_are_not_sent_keep_their_values_and_are_reported():
     sender.start()
     engine.update_weights(info_of(tensors, digest=False))
     sender.join()
-    assert engine.take_digests() == {}
+    assert engine.report() == {"digests": {}, "parameters": {"first.weight": ["first.weight"]}}
     engine.finish_weight_update()
     assert engine.missing == ["pair.left", "pair.right", "second.weight"]
     assert torch.equal(model.first.weight, tensors["first.weight"])
     assert torch.equal(model.second.weight, before["second.weight"])
+    engine.shutdown()
+
+
+def receive(engine, group, tensors: dict, digest: bool) -> dict:
+    """One finished update; returns the worker's report."""
+    engine.start_weight_update()
+    sender = threading.Thread(target=send, args=(group, tensors, 64))
+    sender.start()
+    engine.update_weights(info_of(tensors, digest))
+    sender.join()
+    report = engine.report()
+    engine.finish_weight_update()
+    return report
+
+
+def test_the_ledger_covers_tensors_that_are_not_sent_again():
+    """SYN-7: what a worker reports is all it holds; a tensor that came without digest is no longer vouched for."""
+    engine = make_engine(TinyModel())
+    group = meet(engine, 64)
+    everything, part = new_weights(), {"second.weight": torch.randn(2, 3)}
+    receive(engine, group, everything, digest=True)
+    report = receive(engine, group, part, digest=True)
+    assert report["digests"] == {name: tensor_digest(tensor) for name, tensor in (everything | part).items()}
+    assert report["parameters"] == {"second.weight": ["second.weight"]}
+    assert receive(engine, group, part, digest=False)["digests"] == {}
+    left = receive(engine, group, {"first.weight": torch.randn(3, 4)}, digest=True)["digests"]
+    assert set(left) == {"first.weight", "pair.left", "pair.right"}
     engine.shutdown()
 
 
@@ -269,14 +299,35 @@ def test_steps_answer_instead_of_raising():
     assert answer["result"] is None and answer["error"] == "engine worker 3: KeyError: 'x'"
 
 
+def test_adapter_tensors_go_past_the_model_and_need_a_slot():
+    """SYN-10: an engine without slots refuses them and stays as it was; their memory is the worker's own."""
+    model = TinyModel()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    class Worker(vllm_worker.WorkerExtension):
+        vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0))
+        model_runner = SimpleNamespace()
+        weight_transfer_engine = make_engine(model)
+
+    engine = Worker.weight_transfer_engine
+    engine.start_weight_update()
+    name, tensor = "base_model.model.first.lora_A.weight", torch.ones(2, 4)
+    engine.session.load([(name, tensor)])
+    tensor.zero_()  # the bucket is used again
+    assert torch.equal(engine.session.adapter[name], torch.ones(2, 4)) and not engine.session.unexpected
+    assert "no LoRA slots; start it with" in Worker().weight_rpc("finish", {})["error"]
+    engine.reset_update()
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
 def test_gloo_listens_on_loopback_only_for_a_local_learner(monkeypatch):
     """SRV-3"""
     import os
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with vllm_worker._loopback_if_local("10.1.2.3"):
+    with loopback_if_local("10.1.2.3"):
         assert "GLOO_SOCKET_IFNAME" not in os.environ
-    with vllm_worker._loopback_if_local("127.0.0.1"):
+    with loopback_if_local("127.0.0.1"):
         assert os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
@@ -305,6 +356,6 @@ def test_the_nccl_engine_loads_through_the_same_checks(monkeypatch):
     nccl.start_weight_update()
     nccl.update_weights(info_of(tensors))
     assert nccl.model is model
-    assert nccl.take_digests() == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    assert nccl.report()["digests"] == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     nccl.finish_weight_update()
     assert torch.equal(model.pair.right, tensors["pair.right"])

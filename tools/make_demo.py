@@ -46,7 +46,7 @@ COLOURS = {"red": (214, 48, 49), "green": (39, 174, 96), "blue": (41, 98, 214), 
 SHAPES = ("ring", "square", "triangle")
 # The warm-up learns from cheap data: only this share of its scenes has all objects listed, the others only their first.
 # So the start model can find several objects but answers with one, which is what stage 2 then has to mend.
-FULLY_ANNOTATED = 0.4
+FULLY_ANNOTATED = 0.45
 NUM_TRAIN, NUM_VAL, NUM_WARMUP = 4000, 256, 8000
 PROMPT = Data().prompt  # the config's default: demo data brings no prompts of its own
 

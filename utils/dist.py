@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 
 
+class FailedTogether(RuntimeError):
+    """An error that all ranks have been told of already, so no further fence may be tried on its account."""
+
+
 class Ranks:
     """This process's place among the learners, and a Gloo control group beside the group that DeepSpeed trains on.
 
@@ -63,18 +67,25 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier(group=self._control)
 
-    def raise_together(self, error: BaseException | None, where: str) -> None:
+    def raise_together(self, error: BaseException | None, where: str, value: Any = None) -> list[Any]:
         """A fence that ends on all ranks with the same error if any rank brings one (SYN-3).
 
+        Returns:
+            `value` of every rank. So ranks that agree on something in the middle of their work do not wait for one that
+            failed on its way there and is at the fence behind it.
+
         Raises:
-            RuntimeError: names `where`, and every failing rank with its message.
+            FailedTogether: names `where`, and every failing rank with its message.
         """
-        messages = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        failed = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
+        if isinstance(error, FailedTogether):
+            raise error
+        arrived = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
+        failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(arrived) if message is not None]
         if failed:
-            raise RuntimeError(
+            raise FailedTogether(
                 f"{where} failed on {len(failed)} of {self.world_size} ranks\n" + "\n".join(failed)
             ) from error
+        return [value for _, value in arrived]
 
 
 def _device(local_rank: int) -> torch.device:

@@ -14,11 +14,13 @@ def count_sample(
     parsed: ParsedAnswer, gt_objects: Sequence[Object], iou_threshold: float, truncated: bool
 ) -> Counter[str]:
     """Counts of one answer; counts of many samples (and ranks) add up. Objects are matched one to one at the threshold,
-    once by geometry alone and once among pairs with the same label (case and outer blanks aside)."""
+    once by geometry alone and once among pairs with the same label (case and outer blanks aside). `gated` predictions
+    overlap some object, but none by the threshold."""
     pred_objects = [pred.object for pred in parsed.objects]
     iou = iou_matrix(pred_objects, gt_objects)
     same_label = np.array([[_label(p) == _label(g) for g in gt_objects] for p in pred_objects], dtype=bool)
     pairs = match(iou, iou_threshold)
+    best = iou.max(axis=1, initial=0.0)
     labelled = match(np.where(same_label.reshape(iou.shape), iou, 0.0), iou_threshold)
     counts: Counter[str] = Counter(
         num_images=1,
@@ -29,6 +31,7 @@ def count_sample(
         iou_sum=float(sum(iou[p, g] for p, g in pairs)),
         parsed=int(parsed.closed and not parsed.dropped),
         truncated=int(truncated),
+        gated=int(((best > 0) & (best < iou_threshold)).sum()),
         duplicates=count_duplicates(pred_objects),
     )
     counts.update({f"dropped/{reason}": number for reason, number in parsed.dropped.items()})

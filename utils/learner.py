@@ -9,6 +9,7 @@ import deepspeed
 import numpy as np
 import torch
 from torch import nn
+from transformers import set_seed
 
 from utils.config import Config, engine_json
 from utils.dist import Ranks
@@ -44,6 +45,7 @@ class Learner:
 
     def __init__(self, cfg: Config, ranks: Ranks, num_steps: int) -> None:
         training = cfg.training
+        set_seed(training.seed)  # adapters start alike on all ranks and in every run
         model = load_model(cfg.model.path, cfg.model.dtype, cfg.model.attn_implementation)
         self.model: nn.Module = apply_tuner(model, **cfg.tuner.model_dump())
         if training.gradient_checkpointing:
@@ -61,6 +63,7 @@ class Learner:
             groups, betas=(training.adam_beta1, training.adam_beta2), eps=training.adam_epsilon
         )
         self.engine, *_ = deepspeed.initialize(model=RowModel(self.model), optimizer=optimizer, config=config)
+        torch.manual_seed(training.seed + ranks.rank)  # dropout differs between ranks
         self._base_lrs = {group["name"]: group["lr"] for group in groups}
         self._cfg, self._ranks, self._num_steps = cfg, ranks, num_steps
 

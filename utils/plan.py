@@ -16,6 +16,7 @@ from typing import Any
 
 from utils.config import ConfigError, check_world_size, dump_yaml, engine_json, exit_with, problem
 from utils.request_plan import check_capacity, chunk_size
+from utils.rules import engine_problems, is_colocate
 from utils.schema import RM, Config, Tuner
 
 GIB = 1 << 30
@@ -47,6 +48,7 @@ class Plan:
     world_size: int
     zero_stage: int
     servers: list[ServerPlan]
+    own_rollouts: str | None  # how the learners' own devices generate, where no server does
     sync_mode: str
     chunk: int | None  # requests one learner sends per round
     rounds: int | None  # rounds per micro-step
@@ -63,10 +65,11 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     """Derive the plan for `world_size` learners.
 
     Raises:
-        ConfigError: the learners and the rollout devices do not fit together (CFG-10, DIS-2), or the DeepSpeed JSON
-            contradicts the YAML at this world size.
+        ConfigError: the learners and the rollout devices do not fit together (CFG-10, DIS-2, ROL-5), or the DeepSpeed
+            JSON contradicts the YAML at this world size.
     """
     check_world_size(cfg, world_size)
+    check_engines(cfg, world_size)
     engine = engine_json(cfg, world_size)
     servers, training = _server_plans(cfg), cfg.training
     chunk = _chunk(cfg, servers, world_size)
@@ -79,6 +82,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         world_size=world_size,
         zero_stage=engine.get("zero_optimization", {}).get("stage", 0),
         servers=servers,
+        own_rollouts=_own_rollouts(cfg, world_size),
         sync_mode=cfg.sync_mode(),
         chunk=chunk,
         rounds=chunk and -(-batch // chunk),
@@ -100,6 +104,20 @@ def print_dry_run(cfg: Config, world_size: int) -> None:
         exit_with(error)
 
 
+def check_engines(cfg: Config, world_size: int, has_vllm: bool = True) -> None:
+    """Raises `ConfigError` when `world_size` learners cannot generate as the config says (ROL-5)."""
+    if found := [problem(cfg, path, rule) for path, rule in engine_problems(cfg, world_size, has_vllm)]:
+        raise ConfigError(found)
+
+
+def _own_rollouts(cfg: Config, world_size: int) -> str | None:
+    vllm = cfg.rm.vllm
+    if is_colocate(cfg):
+        engines = f"{world_size // vllm.tensor_parallel_size} vLLM engine(s) of {vllm.tensor_parallel_size} device(s)"
+        return f"{engines} on the learners' own, {vllm.gpu_memory_utilization:g} of the memory of each"
+    return "transformers' generate on the training model" if cfg.rm.rollout_backend == "hf" else None
+
+
 def _server_plans(cfg: Config) -> list[ServerPlan]:
     settings = [cfg.server_settings(index) if cfg.rs else None for index in range(len(cfg.servers()))]
     return [
@@ -109,6 +127,8 @@ def _server_plans(cfg: Config) -> list[ServerPlan]:
 
 
 def _chunk(cfg: Config, servers: list[ServerPlan], world_size: int) -> int | None:
+    if _own_rollouts(cfg, world_size):
+        return cfg.rm.decode_batch_size  # an engine over t devices holds t times as many, and t learners share it
     if not servers or any(server.world_size is None for server in servers):
         return None
     num_devices = sum(server.world_size for server in servers)
@@ -213,17 +233,25 @@ def _activations(cfg: Config, bytes_each: int) -> int:
 
 
 def _rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
-    """Bytes per device of the first server: its share of the weights, and the cache of `decode_batch_size` answers."""
-    if cfg.rs is None:
+    """Bytes per rollout device (of the first server, or a learner's own): its share of an engine's weights, and the
+    cache of `decode_batch_size` answers. With hf the weights are the learner's."""
+    if is_colocate(cfg):
+        max_model_len, parts = cfg.global_max_length or 0, cfg.rm.vllm.tensor_parallel_size
+    elif cfg.rm.rollout_backend == "hf":
+        max_model_len, parts = cfg.global_max_length or 0, None
+    elif cfg.rs is not None:
+        settings = cfg.server_settings()
+        max_model_len, parts = settings.vllm_max_model_len, settings.vllm_tensor_parallel_size
+    else:
         return None
-    settings, text, bytes_each = cfg.server_settings(), _text_config(cfg), _DTYPE_BYTES[cfg.model.dtype]
+    text, bytes_each = _text_config(cfg), _DTYPE_BYTES[cfg.model.dtype]
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads", 0)
     head_dim = text.get("head_dim") or text.get("hidden_size", 0) // max(text.get("num_attention_heads", 0), 1)
     per_token = 2 * text.get("num_hidden_layers", 0) * heads * head_dim * bytes_each
     return {
-        "weights": size.total * bytes_each // settings.vllm_tensor_parallel_size,
+        "weights": size.total * bytes_each // parts if parts else 0,
         # an engine over t devices holds t times the answers (CFG-11), so the share per device does not depend on t
-        "keys and values": per_token * settings.vllm_max_model_len * cfg.rm.decode_batch_size,
+        "keys and values": per_token * max_model_len * cfg.rm.decode_batch_size,
     }
 
 
@@ -247,6 +275,8 @@ def format_plan(plan: Plan) -> str:
         size = "all its visible" if server.world_size is None else server.world_size
         place = f"{server.base_url}, group port {server.group_port}"
         lines.append((f"server {index}", f"{place}, {size} device(s) ({server.device})"))
+    if plan.own_rollouts:
+        lines.append(("rollouts", plan.own_rollouts))
     lines += [
         ("sync mode", plan.sync_mode),
         ("requests per round and learner", unknown if plan.chunk is None else str(plan.chunk)),

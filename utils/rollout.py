@@ -26,13 +26,16 @@ class RolloutRequest:
     """One sample to be answered.
 
     `messages` in ms-swift's form (string content with `<image>` markers, or content lists), `images` as paths, URLs or
-    data URIs in order of appearance; `prompt_token_ids` is the learner's own encoding, image placeholders expanded.
+    data URIs in order of appearance; `prompt_token_ids`, `pixel_values` [num_patches, dim] and `image_grid_thw` [n, 3]
+    are the learner's own encoding, image placeholders expanded; the last two only where there are images.
     """
 
     sample_id: str
     messages: list[dict[str, Any]]
     images: list[str]
     prompt_token_ids: list[int]
+    pixel_values: Any = None
+    image_grid_thw: Any = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class RolloutResult:
 
 
 class RolloutBackend(Protocol):
-    """What every backend offers: `ServerBackend` here."""
+    """What every backend offers: `ServerBackend` here, `utils.rollout_hf.HfBackend`, and
+    `utils.rollout_colocate.ColocateBackend`. Every rank calls it for every micro-step, with an empty list too."""
 
     def generate(
         self,

@@ -147,6 +147,18 @@ class RolloutClient:
         answer = self.get(index, "/health/", timeout_s)
         return {**_checked_health(f"{self.url(index)}/health/", answer), "latency_s": time.monotonic() - start}
 
+    def lost(self) -> list[int]:
+        """Servers that do not answer now, or are another process than answers are accepted from (CON-4)."""
+
+        def is_lost(index: int) -> bool:
+            try:
+                health = self.health(index)
+            except CallFailed as error:
+                health = _dirty_health(error)
+            return health is None or health["boot_id"] != self.boot_ids[index]
+
+        return [index for index in range(len(self.servers)) if is_lost(index)]
+
     def metrics(self, index: int) -> dict[str, float]:
         """`/metrics/` (Prometheus text), each name summed over its labels (LOG-6). Raises: CallFailed."""
         with self._link(index) as link:

@@ -160,6 +160,33 @@ def _adapter_sync_needs_lora(cfg: Config) -> Found:
             )
 
 
+def is_colocate(cfg: Config) -> bool:
+    return _is_stage2(cfg) and cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "colocate"
+
+
+@_rule("custom.trainer_variant", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.enable_lora")
+def _colocate_needs_no_lora(cfg: Config) -> Found:
+    if is_colocate(cfg) and cfg.rm.vllm.enable_lora:
+        yield (
+            f"{RM}.vllm.enable_lora",
+            f"a colocated engine takes merged weights only; set it to false with {RM}.vllm.sync.mode: full, "
+            f"or use {RM}.rollout_backend: hf",
+        )
+
+
+def engine_problems(cfg: Config, world_size: int, has_vllm: bool = True) -> Found:
+    """Why `world_size` learners cannot generate as the config says, with the ways out (ROL-5)."""
+    if _is_stage2(cfg) and cfg.rm.rollout_backend == "vllm" and not has_vllm:
+        yield f"{RM}.rollout_backend", "vLLM is not installed here; install it (see README), or use hf"
+    size = cfg.rm.vllm.tensor_parallel_size
+    if is_colocate(cfg) and world_size % size:
+        yield (
+            f"{RM}.vllm.tensor_parallel_size",
+            f"must divide the {world_size} learner(s); set it to 1 (with {RM}.vllm.mode: colocate) or to another "
+            f"divisor of {world_size}, or set {RM}.rollout_backend: hf",
+        )
+
+
 @_rule(RS, f"{RM}.vllm.server", "rlhf")
 def _overrides_have_servers(cfg: Config) -> Found:
     if cfg.rs is None or not cfg.rs.servers or any(True for _ in _server_form(cfg)) or not cfg.connection:
@@ -254,19 +281,10 @@ def _grpo_connection(cfg: Config) -> Found:
 # ---------------------------------------------------------------------------------------------------------------------
 # what is not built yet
 
-_SERVER_MODE = "use rollout_backend: vllm with vllm.mode: server"
 UNBUILT: list[tuple[Callable[[Config], bool], str, str]] = [
     (lambda c: not _is_stage2(c), "custom.trainer_variant", "train_grpo.py is not built yet; use rollout_matching_sft"),
-    (lambda c: c.rm.rollout_backend == "hf", f"{RM}.rollout_backend", f"is not built yet; {_SERVER_MODE}"),
-    (
-        lambda c: _is_stage2(c) and c.rm.rollout_backend == "vllm" and c.rm.vllm.mode == "colocate",
-        f"{RM}.vllm.mode",
-        f"is not built yet; {_SERVER_MODE}",
-    ),
-    (lambda c: c.sync_mode() == "adapter", f"{RM}.vllm.sync.mode", "adapter sync is not built yet; use full"),
     (lambda c: c.rm.async_.enabled, f"{RM}.async.enabled", "prefetch is not built yet; set it to false"),
     (lambda c: c.rm.answer_format == "qwen3vl", f"{RM}.answer_format", "is not built yet; use coord_tokens"),
-    (lambda c: c.rm.monitor_dump.every_steps > 0, f"{RM}.monitor_dump.every_steps", "is not built yet; set it to 0"),
     (
         lambda c: c.training.resume_from_checkpoint is not None,
         "training.resume_from_checkpoint",
@@ -277,11 +295,6 @@ UNBUILT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda c: c.training.save_total_limit is not None,
         "training.save_total_limit",
         "is not built yet, all checkpoints are kept; set it to null",
-    ),
-    (
-        lambda c: c.training.logging_steps != 1,
-        "training.logging_steps",
-        "is not built yet, every step is logged; set 1",
     ),
     (lambda c: c.training.fused_kernels, "training.fused_kernels", "is not built yet; set it to false"),
 ]

@@ -151,7 +151,7 @@ def _weight_routes(updates: WeightUpdates) -> APIRouter:
 
     @router.post("/update_weights/")
     async def update_weights(call: UpdateWeights) -> dict[str, Any]:
-        return {"digests": await updates.update(call)}
+        return await updates.update(call)
 
     @router.post("/finish_weight_update/")
     async def finish_weight_update(call: FinishWeightUpdate) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 from PIL import Image
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -39,9 +40,11 @@ from utils.protocol import (
     Usage,
     collect_images,
 )
+from utils.wire import ADAPTER_ID, is_adapter_tensor
 
 logger = logging.getLogger(__name__)
 
+IN_MEMORY = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # a filled slot is used without a look at the path
 NO_VERSION = "default"  # vLLM's name for weights that were never updated
 PULSE_S = 5.0
 STUCK_S = 120.0  # an engine that has not answered for so long, outside of weight updates, counts as hung
@@ -112,6 +115,7 @@ class RolloutEngine:
         self.gate.opened.set()
         self.num_running = [0] * len(llm.engine_core.core_engines)  # per replica
         self.last_contact = time.monotonic()
+        self.adapter: LoRARequest | None = None  # what requests use, once an adapter is in its slot (SYN-10)
         self._defaults = llm.model_config.get_diff_sampling_param()
         self._request_ids = itertools.count()
         self._ids_in_flight: set[str] = set()
@@ -276,7 +280,8 @@ class RolloutEngine:
         self.num_running[replica] += 1
         self._ids_in_flight.add(request_id)
         try:
-            outputs = self.llm.generate(dict(prompt), params, request_id, data_parallel_rank=replica)
+            slot = {} if self.adapter is None else {"lora_request": self.adapter}
+            outputs = self.llm.generate(dict(prompt), params, request_id, data_parallel_rank=replica, **slot)
             return [output async for output in outputs][-1]  # FINAL_ONLY: there is one
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
@@ -342,6 +347,8 @@ class WeightUpdates:
         self.owner: str | None = None
         self._lock = asyncio.Lock()
         self._must_be_full = False
+        self._carries_adapter = False  # the update in progress fills the LoRA slot (SYN-10)
+        self._as_loaded = True  # no update has touched the engine's own weights since its start
         self._held = False  # requests are held over the update ("keep")
 
     async def init(self, call: InitCommunicator) -> dict[str, Any]:
@@ -393,17 +400,30 @@ class WeightUpdates:
                 await self._fail(f"start of {call.version} failed: {error}")
                 raise
 
-    async def update(self, call: UpdateWeights) -> list[dict[str, str]]:
-        """Receive the named tensors on every worker; returns the digests per worker if asked (SYN-7)."""
+    async def update(self, call: UpdateWeights) -> dict[str, Any]:
+        """Receive the named tensors on every worker.
+
+        Returns:
+            `digests`: per worker, of all tensors it holds by now, if asked for (SYN-7); else empty.
+            `parameters`: the engine's parameters that each of these tensors went into, on whatever worker (SYN-6).
+        """
         async with self._lock:
             self._check_owner(call.run_id)
             self._check_updating()
+            self._carries_adapter = any(is_adapter_tensor(name) for name in call.names)
             try:
-                digests = await self.engine.on_all_workers("update", call.model_dump(exclude={"run_id"}))
+                if self._carries_adapter and not self._as_loaded:
+                    raise UpdateFailed("an adapter fits only weights as loaded; restart the server, or sync in full")
+                self._as_loaded = self._carries_adapter
+                reports = await self.engine.on_all_workers("update", call.model_dump(exclude={"run_id"}))
             except Exception as error:
                 await self._fail(f"update failed: {error}")
                 raise
-            return digests if call.digest else []
+            parameters = {
+                name: sorted(set().union(*(report["parameters"].get(name, ()) for report in reports)))
+                for name in call.names
+            }
+            return {"digests": [r["digests"] for r in reports] if call.digest else [], "parameters": parameters}
 
     async def finish(self, call: FinishWeightUpdate) -> dict[str, Any]:
         """Put the received weights in force, drop every cache made with the old ones, let requests in again.
@@ -419,6 +439,7 @@ class WeightUpdates:
                 if missing and self._must_be_full:
                     names = ", ".join(missing[:5])
                     raise UpdateFailed(f"after a failed update all tensors are needed; {len(missing)} missing: {names}")
+                engine.adapter = IN_MEMORY if self._carries_adapter else None
                 await engine.llm.update_weight_version(call.version)
                 await self._drop_caches()
                 await engine.llm.resume_generation()

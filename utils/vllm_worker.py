@@ -13,8 +13,6 @@ its kernels and freed the originals, so a plain `load_weights` into a live engin
 
 import contextlib
 import logging
-import os
-import socket
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,13 +37,23 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from utils.wire import BucketLayout, plan_buckets, tensor_digest
+from utils.wire import (
+    ADAPTER_ID,
+    BucketLayout,
+    is_adapter_tensor,
+    loopback_if_local,
+    plan_buckets,
+    tensor_digest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,30 +67,36 @@ class UpdateSession:
     bucket, so errors are kept, the stream is read to its end, and the caller gets the first error then.
     """
 
-    def __init__(self, model: torch.nn.Module, known_names: set[str], digest: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, parameters: dict[str, set[str]], ledger: dict[str, str]) -> None:
         self.model = model
-        self.known_names = known_names  # loaded successfully in an earlier update; shared with the engine
-        self.digest = digest
-        self.digests: dict[str, str] = {}
+        self.parameters = parameters  # vLLM's parameters that a tensor goes into; grows, shared with the engine
+        self.ledger = ledger  # digest of every tensor as it last arrived, if it was digested; shared with the engine
+        self.digest = False
+        self.received: list[str] = []
         self.loaded: set[str] = set()  # vLLM's parameter names
+        self.adapter: dict[str, torch.Tensor] = {}  # tensors for the LoRA slot (SYN-10), by PEFT's names
         self.unexpected: list[str] = []
         self.error: str | None = None
 
     def load(self, weights: Iterable[NamedTensor]) -> None:
         """Hand tensors in checkpoint names to the model; names never seen before one by one, to see which it takes."""
         weights = list(weights)
-        if self.digest:
-            self.digests.update((name, tensor_digest(tensor)) for name, tensor in weights)
-        known = [pair for pair in weights if pair[0] in self.known_names]
-        self._attempt(known)
+        for name, tensor in weights:
+            self.received.append(name)
+            self.ledger.pop(name, None)
+            if self.digest:
+                self.ledger[name] = tensor_digest(tensor)
+        self.adapter.update((name, tensor.clone()) for name, tensor in weights if is_adapter_tensor(name))
+        weights = [pair for pair in weights if not is_adapter_tensor(pair[0])]
+        self._attempt([pair for pair in weights if pair[0] in self.parameters])
         for pair in weights:
-            if pair[0] not in self.known_names and self._attempt([pair]):
-                self.known_names.add(pair[0])
+            if pair[0] not in self.parameters and (loaded := self._attempt([pair])):
+                self.parameters[pair[0]] = loaded
 
-    def _attempt(self, weights: list[NamedTensor]) -> bool:
-        """True if the model loaded something from `weights`."""
+    def _attempt(self, weights: list[NamedTensor]) -> set[str]:
+        """The parameters that the model loaded something into."""
         if not weights or self.error:
-            return False
+            return set()
         current = weights[0][0]
 
         def tracked() -> Iterator[NamedTensor]:
@@ -92,15 +106,15 @@ class UpdateSession:
                 yield name, tensor
 
         try:
-            loaded = self.model.load_weights(tracked()) or set()
+            loaded = set(self.model.load_weights(tracked()) or ())
         except Exception as error:  # the model's loaders raise whatever they like for a bad name or shape
             logger.exception("weight update: loading %s failed", current)
             self.error = f"loading {current} failed: {type(error).__name__}: {error}"
-            return False
+            return set()
         if not loaded:
             self.unexpected.extend(name for name, _ in weights)
         self.loaded |= loaded
-        return bool(loaded)
+        return loaded
 
 
 class _StreamedUpdates:
@@ -111,15 +125,18 @@ class _StreamedUpdates:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._known_names: set[str] = set()
+        self._parameters: dict[str, set[str]] = {}
+        self._ledger: dict[str, str] = {}
         self.session: UpdateSession | None = None
         self.missing: list[str] = []  # parameters that the last finished update did not touch
+        self._wrappers: dict[str, BaseLayerWithLoRA] = {}
 
     def start_weight_update(self) -> None:
         if self.session is not None:
             self.reset_update()
+        self._unwrap()
         initialize_layerwise_reload(self.model)
-        self.session = UpdateSession(self.model, self._known_names)
+        self.session = UpdateSession(self.model, self._parameters, self._ledger)
 
     def finish_weight_update(self) -> None:
         """Put the received weights in force.
@@ -141,7 +158,22 @@ class _StreamedUpdates:
             finalize_layerwise_reload(self.model, self.model_config)
         self._process_tied_modules(session.loaded)
         self.session = None
-        self.missing = sorted({name for name, _ in self.model.named_parameters()} - session.loaded)
+        takes = {name for name, _ in self.model.named_parameters()}.union(*self._parameters.values())
+        self.missing = sorted(takes - session.loaded)
+        self._rewrap()
+
+    def _unwrap(self) -> None:
+        """Take vLLM's LoRA wrappers off while weights come in: its loaders do not know the wrapped names."""
+        self._wrappers = {
+            n: module for n, module in self.model.named_modules() if isinstance(module, BaseLayerWithLoRA)
+        }
+        for name, wrapper in self._wrappers.items():
+            self.model.set_submodule(name, wrapper.base_layer)
+
+    def _rewrap(self) -> None:
+        for name, wrapper in self._wrappers.items():
+            self.model.set_submodule(name, wrapper)
+        self._wrappers = {}
 
     def _process_tied_modules(self, loaded: set[str]) -> None:
         """Process modules that share a weight with one that was sent, under whose name it did not come.
@@ -185,6 +217,8 @@ class _StreamedUpdates:
             info.load_numel = 0
         with _no_warning_per_layer():
             finalize_layerwise_reload(self.model, self.model_config)
+        self._rewrap()
+        self._ledger.clear()
         self.session = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -199,10 +233,16 @@ class _StreamedUpdates:
         if self.session.error:
             raise RuntimeError(self.session.error)
 
-    def take_digests(self) -> dict[str, str]:
-        """Digests of the tensors received since the last call, by name."""
-        digests, self.session.digests = self.session.digests, {}
-        return digests
+    def report(self) -> dict[str, Any]:
+        """What the sender must know of the update in progress.
+
+        Returns:
+            `parameters`: the vLLM parameters that every tensor of this update went into, by name; tensors that meet in
+            one module (q, k, v; an expert's parts) must always come together.
+            `digests`: if asked for, the digest of every tensor this worker holds, received now or in an earlier update.
+        """
+        parameters = {name: sorted(self._parameters.get(name, ())) for name in self.session.received}
+        return {"parameters": parameters, "digests": dict(self._ledger) if self.session.digest else {}}
 
 
 @dataclass
@@ -237,7 +277,7 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()  # left over from a learner that died
         self._bucket_bytes = init_info.bucket_bytes
-        with _loopback_if_local(init_info.master_address):
+        with loopback_if_local(init_info.master_address):
             self._group = stateless_init_torch_distributed_process_group(
                 init_info.master_address,
                 init_info.master_port,
@@ -351,12 +391,20 @@ class WorkerExtension:
     def _weight_start(self) -> None:
         self.start_weight_update()
 
-    def _weight_update(self, **update_info: Any) -> dict[str, str]:
+    def _weight_update(self, **update_info: Any) -> dict[str, Any]:
         self.update_weights(update_info)
-        return self.weight_transfer_engine.take_digests()
+        return self.weight_transfer_engine.report()
 
     def _weight_finish(self) -> list[str]:
+        adapter = self.weight_transfer_engine.session.adapter if self.weight_transfer_engine.session else {}
+        slots = getattr(self.model_runner, "lora_manager", None)
+        if adapter and slots is None:
+            raise RuntimeError("the engine has no LoRA slots; start it with rollout_server.vllm_enable_lora: true")
         self.finish_weight_update()
+        if adapter:
+            _put_adapter(slots, adapter)
+        elif slots is not None:
+            slots.remove_adapter(ADAPTER_ID)  # the weights that came have it merged in
         return self.weight_transfer_engine.missing
 
     def _weight_abort(self) -> None:
@@ -375,6 +423,39 @@ class WorkerExtension:
             free, total = torch.cuda.mem_get_info()
             return {"used": total - free, "total": total}
         return {"used": psutil.Process().memory_info().rss, "total": psutil.virtual_memory().total}
+
+
+def _put_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Put the adapter into its slot, replacing the one from the last sync (SYN-10).
+
+    vLLM's `LoRARequest` has no field for tensors, but a request whose slot is filled never looks at its path.
+
+    Args:
+        lora_manager: vLLM's `WorkerLoRAManager`.
+        tensors: by PEFT's names, B scaled.
+
+    Raises:
+        ValueError: rank too high (engine argument `max_lora_rank`), or a module that has no slot here.
+    """
+    slots, settings = lora_manager._adapter_manager, lora_manager.lora_config
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    scaled_already = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
+    scaled_already.validate_legal(settings)
+    mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
+    lora = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        tensors,
+        scaled_already,
+        device="cpu",
+        dtype=settings.lora_dtype,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+    )
+    takes = set(slots.modules).union(*slots.packed_modules.values())
+    if homeless := sorted(set(lora.loras) - takes):  # vLLM itself would ignore them
+        raise ValueError(f"no LoRA slot in the engine for {', '.join(homeless[:5])}")
+    slots.remove_adapter(ADAPTER_ID)
+    slots.add_adapter(lora)
+    slots.activate_adapter(ADAPTER_ID)
 
 
 def _global_worker_rank(parallel_config: Any) -> int:
@@ -398,21 +479,6 @@ def _unpack(bucket: torch.Tensor, layout: BucketLayout, tensors: list) -> Iterat
     """Views into the bucket; nothing is copied."""
     for (name, dtype, shape), offset in zip(tensors[layout.first : layout.last], layout.offsets, strict=True):
         yield name, bucket[offset : offset + _num_bytes(dtype, shape)].view(dtype).view(shape)
-
-
-@contextlib.contextmanager
-def _loopback_if_local(address: str) -> Iterator[None]:
-    """Let Gloo listen on the loopback interface only when the learner is on this machine; it knows no passwords."""
-    key = "GLOO_SOCKET_IFNAME"
-    local = address in ("127.0.0.1", "localhost") and key not in os.environ
-    if not local or "lo" not in (name for _, name in socket.if_nameindex()):
-        yield
-        return
-    os.environ[key] = "lo"
-    try:
-        yield
-    finally:
-        os.environ.pop(key, None)
 
 
 @contextlib.contextmanager

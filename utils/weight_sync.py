@@ -9,7 +9,8 @@ All contact with vLLM's trainer side of weight transfer is in this module; the r
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from utils.dist import Ranks
-from utils.wire import plan_buckets, tensor_digest
+from utils.wire import loopback_if_local, plan_buckets, tensor_digest
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class MergedWeights:
             if id(weight) not in seen:  # a tied tensor (lm_head) travels once, under its first name
                 seen.add(id(weight))
                 self.entries.append(WeightEntry(name, _full_shape(weight), weight, adapter))
+        self.dtype = self.entries[0].dtype  # that the engine computes in
 
     @property
     def is_sharded(self) -> bool:
@@ -110,10 +112,12 @@ class MergedWeights:
             else:
                 _merge_into(out, entry.weight.data, entry.adapter)
 
-    def tensors(self, materialize: bool = True) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """All `(name, merged tensor)` in order, one alive at a time. Every rank must exhaust it under ZeRO-3;
-        ranks that do not want the tensors pass `materialize=False` and get None."""
-        for entry in self.entries:
+    def tensors(
+        self, materialize: bool = True, entries: Sequence[WeightEntry] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """`(name, merged tensor)` of `entries` (default: all) in order, one alive at a time. Every rank must exhaust it
+        under ZeRO-3; ranks that do not want the tensors pass `materialize=False` and get None."""
+        for entry in self.entries if entries is None else entries:
             with self.gathered(entry):
                 merged = None
                 if materialize:
@@ -173,6 +177,25 @@ def _merge_into(out: torch.Tensor, weight: torch.Tensor, adapter: Adapter) -> No
         out[block].copy_(merged)
 
 
+def whole_groups(names: set[str], parameters: Mapping[str, Sequence[str]]) -> set[str]:
+    """`names` and every tensor that must travel with one of them (SYN-6).
+
+    An engine rebuilds a module from what an update brings for it, so all tensors of a module travel together: q, k, v
+    and their biases; gate and up; a layer's experts.
+
+    Args:
+        parameters: the engine's parameters that each tensor goes into; a parameter's module is its name up to the last
+            dot. Two checkpoint tensors: `{"q_proj.weight": ["attn.qkv_proj.weight"], "k_proj.weight": [...]}`.
+    """
+    modules = {name: {parameter.rpartition(".")[0] for parameter in goes} for name, goes in parameters.items()}
+    whole: set[str] = set()
+    while whole != names:  # a tensor that goes into two modules ties both together
+        whole = names
+        touched = set().union(*(modules[name] for name in names))
+        names = names | {name for name, own in modules.items() if own & touched}
+    return whole
+
+
 def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -181,7 +204,9 @@ class Transport(Protocol):
     """Rank 0's end of the data path to all servers. `alive` raises once a server's side of the transfer failed."""
 
     def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None: ...
-    def send(self, weights: MergedWeights, digest: bool, alive: Callable[[], None]) -> dict[str, str]: ...
+    def send(
+        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
+    ) -> dict[str, str]: ...
     def close(self) -> None: ...
 
 
@@ -198,23 +223,32 @@ class GlooTransport:
         self._groups: list[torch.distributed.ProcessGroup] = []
 
     def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None:
-        """Host one store per `(address, group port)` and wait until all workers of that server have joined."""
+        """Host one store per `(address, group port)` and wait until all workers of that server have joined.
+
+        One after the other: vLLM points the process's stdout elsewhere meanwhile, and two threads doing that at once
+        (vLLM 0.32) lose it for good. It costs nothing, since the workers of all servers are on their way already.
+        """
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group
 
-        def open_one(address: tuple[str, int], world_size: int) -> torch.distributed.ProcessGroup:
-            timeout = timedelta(seconds=self.timeout_s)
-            return open_group(*address, rank=0, world_size=world_size + 1, backend="gloo", timeout=timeout)
+        timeout = timedelta(seconds=self.timeout_s)
+        try:
+            for address, world_size in zip(addresses, world_sizes, strict=True):
+                with loopback_if_local(address[0]):
+                    group = open_group(*address, rank=0, world_size=world_size + 1, backend="gloo", timeout=timeout)
+                self._groups.append(group)
+                del group  # close() must find the only reference
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they would keep the store, and with it the port
+            raise
 
-        with ThreadPoolExecutor(len(addresses)) as pool:
-            self._groups = list(pool.map(open_one, addresses, world_sizes))
-
-    def send(self, weights: MergedWeights, digest: bool, alive: Callable[[], None]) -> dict[str, str]:
-        """Stream all entries; returns their digests by name when asked, else nothing.
+    def send(
+        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
+    ) -> dict[str, str]:
+        """Stream `entries`; returns their digests by name when asked, else nothing.
 
         After a failure the walk goes on without sending, because other ranks are in the same gathers; it raises after.
         """
         digests: dict[str, str] = {}
-        entries = weights.entries
         budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
         broadcasts = _Broadcasts(self._groups, alive, time.monotonic() + self.timeout_s)
         for bucket in plan_buckets([entry.num_bytes for entry in entries], self.bucket_bytes):
@@ -236,11 +270,12 @@ class GlooTransport:
         return digests
 
     def close(self) -> None:
-        """Leave the groups; the receiving side notices and must be opened anew."""
+        """Leave the groups; the receiving side notices and must be opened anew. Frees the ports at once: a store that
+        lived on would hand its old keys to the next one on the same port."""
         for group in self._groups:
             with contextlib.suppress(RuntimeError):
                 group.shutdown()
-        self._groups = []
+        self._groups.clear()
 
 
 class _Broadcasts:
@@ -282,8 +317,9 @@ class _Broadcasts:
             work.wait()  # completed: returns at once, or raises the transport's error
 
     def _fail(self, error: Exception) -> None:
+        traceback.clear_frames(error.__traceback__)  # whoever keeps the error must not keep the groups' ports
         self.failure = error
-        self._under_way = []
+        self._under_way, self._groups = [], []
 
 
 class NcclTransport:
@@ -305,11 +341,13 @@ class NcclTransport:
                 trainer_init({"master_address": host, "master_port": port, "world_size": world_size + 1})
             )
 
-    def send(self, weights: MergedWeights, digest: bool, alive: Callable[[], None]) -> dict[str, str]:
+    def send(
+        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
+    ) -> dict[str, str]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         digests: dict[str, str] = {}
-        walk = weights.tensors()
+        walk = weights.tensors(entries=entries)
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in walk:
@@ -348,7 +386,7 @@ class NcclTransport:
 
 @dataclass
 class SyncReport:
-    """What one sync did: for the log and TensorBoard."""
+    """What one sync did: for the log and TensorBoard. Tensors and bytes are those that were sent (SYN-6)."""
 
     version: str
     num_tensors: int
@@ -383,7 +421,11 @@ class Probe:
 
 
 class WeightSync:
-    """Drives a full sync on all ranks (SYN-2): fence, rank 0 sends, fence.
+    """Drives syncs of merged weights on all ranks (SYN-2): fence, rank 0 sends, fence.
+
+    The first sync through a communicator sends everything, later ones what can have changed, in whole groups (SYN-6).
+    After `open` and after any failure the next one is full again. `mode` is in force; `fallback` says why it is not the
+    configured one, where it is not.
 
     Args:
         weights: what to send.
@@ -393,6 +435,9 @@ class WeightSync:
         verify: `off`, `first` or `always` (SYN-7).
         probe: what the second step of verification compares; None leaves it out.
     """
+
+    mode = "full"
+    fallback: str | None = None
 
     def __init__(
         self,
@@ -415,6 +460,8 @@ class WeightSync:
         self.transport: Transport = transport(bucket_bytes, timeout_s)
         self.num_syncs = 0
         self.ledger: dict[str, str] = {}  # digest of every tensor the servers hold, as of the last verified sync
+        self._servers_are_whole = False  # they hold all tensors of one sync; else the next one is full
+        self._parameters: list[dict[str, list[str]]] = []  # rank 0, per server: what each tensor goes into there
 
     def open(self) -> None:
         """Open the communicator of every server (rank 0) and let all ranks know the outcome.
@@ -427,11 +474,14 @@ class WeightSync:
 
     def _open(self) -> None:
         sizes = self.client.world_sizes
+        self._servers_are_whole = False
+        self.transport.close()  # left over from before a failure
         with ThreadPoolExecutor(len(sizes)) as pool:
             answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
             ours = attempt(self.transport.open, self.addresses, sizes)
             problems = [error for error in (attempt(answer.result) for answer in answers) if error is not None]
         if problems or ours is not None:
+            self.transport.close()
             raise ConnectionError(_open_message(self.addresses, problems, ours)) from (problems or [ours])[0]
 
     def _init_communicator(self, index: int, world_size: int) -> None:
@@ -453,23 +503,26 @@ class WeightSync:
         Raises:
             RuntimeError: on every rank, whatever rank failed, with run, version and server.
         """
-        self.ranks.fence()
+        # The first fence also tells the other ranks, which take part in the same gathers, what rank 0 sends.
+        chosen = self.ranks.gather(self._choose() if self.ranks.is_main else [])[0]
+        entries = [self.weights.entries[index] for index in chosen]
         start = time.monotonic()
+        self._servers_are_whole = False
         verify = self.verify == "always" or (self.verify == "first" and self.num_syncs == 0)
         error = None
         if self.ranks.is_main:
-            error = attempt(self._send, version, verify)
+            error = attempt(self._send, version, entries, verify)
         elif self.weights.is_sharded:
-            for _ in self.weights.tensors(materialize=False):
-                pass
+            self._walk(entries)
         self.ranks.raise_together(error, f"weight sync {version}")
         if verify and self.probe is not None:
             ours = self.probe.logprobs()
             error = attempt(self._check_probe, ours) if self.ranks.is_main else None
             self.ranks.raise_together(error, f"proving weight sync {version}")
         self.num_syncs += 1
-        num_bytes = sum(entry.num_bytes for entry in self.weights.entries)
-        return SyncReport(version, len(self.weights.entries), num_bytes, time.monotonic() - start, verify)
+        self._servers_are_whole = True
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        return SyncReport(version, len(entries), num_bytes, time.monotonic() - start, verify)
 
     def close(self) -> None:
         """Tear the communicators down; the servers stay up (GRP-4)."""
@@ -478,28 +531,41 @@ class WeightSync:
                 attempt(self.client.post, index, "/close_communicator/", {"run_id": self.run_id}, 10.0)
             self.transport.close()
 
-    def _send(self, version: str, verify: bool) -> None:
+    def _choose(self) -> list[int]:
+        """Indices of the entries that the next sync sends, in order."""
+        entries = self.weights.entries
+        chosen = {entry.name for entry in entries}
+        if self._servers_are_whole:
+            changing = {entry.name for entry in entries if entry.can_change}
+            chosen = set().union(*(whole_groups(changing, own) for own in self._parameters)) or chosen
+        return [index for index, entry in enumerate(entries) if entry.name in chosen]
+
+    def _walk(self, entries: Sequence[WeightEntry]) -> None:
+        """Take part in the gathers of a sync without sending."""
+        for _ in self.weights.tensors(materialize=False, entries=entries):
+            pass
+
+    def _send(self, version: str, entries: list[WeightEntry], verify: bool) -> None:
         """Rank 0's part. After a failure no server is left waiting for a bucket, nor answers with half an update."""
         with ThreadPoolExecutor(len(self.addresses)) as pool:
             try:
-                self._update_all(pool, version, verify)
+                self._update_all(pool, version, entries, verify)
             except Exception:
                 self.transport.close()
                 for index in range(len(self.addresses)):
                     attempt(self.client.post, index, "/abort_weight_update/", {"run_id": self.run_id}, 10.0)
                 raise
 
-    def _update_all(self, pool: ThreadPoolExecutor, version: str, verify: bool) -> None:
+    def _update_all(self, pool: ThreadPoolExecutor, version: str, entries: list[WeightEntry], verify: bool) -> None:
         label = {"run_id": self.run_id, "version": version}
         failure = attempt(self._post_all, pool, "/start_weight_update/", {**label, "pause": "wait"})
         if failure is not None:
             if self.weights.is_sharded:  # nothing is sent, but the other ranks are in the gathers already
-                for _ in self.weights.tensors(materialize=False):
-                    pass
+                self._walk(entries)
             raise failure
-        receiving = self._submit_all(pool, "/update_weights/", self._metadata(verify))
+        receiving = self._submit_all(pool, "/update_weights/", self._metadata(entries, verify))
         try:
-            digests = self.transport.send(self.weights, verify, lambda: _raise_early(receiving))
+            digests = self.transport.send(self.weights, entries, verify, lambda: _raise_early(receiving))
         except Exception:
             self.transport.close()  # frees workers that still wait for a bucket, so that their servers answer
             for future in receiving:
@@ -507,15 +573,23 @@ class WeightSync:
             raise
         answers = [future.result() for future in receiving]
         finished = self._post_all(pool, "/finish_weight_update/", label)
-        for index, (answer, end) in enumerate(zip(answers, finished, strict=True)):
-            if end.get("missing"):
-                raise RuntimeError(f"{self.client.url(index)}: tensors the engine did not get: {end['missing'][:5]}")
-            if verify:
-                self._compare(index, digests, answer["digests"])
         self.ledger.update(digests)
+        if len(entries) == len(self.weights.entries):
+            self._parameters = [answer["parameters"] for answer in answers]
+        for index, (answer, end) in enumerate(zip(answers, finished, strict=True)):
+            self._check_missing(index, end["missing"], entries)
+            if verify:
+                self._compare(index, answer["digests"])
 
-    def _metadata(self, verify: bool) -> dict[str, Any]:
-        entries = self.weights.entries
+    def _check_missing(self, index: int, missing: list[str], entries: list[WeightEntry]) -> None:
+        """What the engine did not get is exactly what was left out on purpose: after a full update, nothing."""
+        parameters = self._parameters[index]
+        sent = set().union(*(parameters[entry.name] for entry in entries))
+        left_out = set().union(*parameters.values()) - sent
+        if wrong := sorted(left_out ^ set(missing)):
+            raise RuntimeError(f"{self.client.url(index)}: parameters the engine did not get as sent: {wrong[:5]}")
+
+    def _metadata(self, entries: list[WeightEntry], verify: bool) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
             "names": [entry.name for entry in entries],
@@ -527,19 +601,18 @@ class WeightSync:
     def _check_probe(self, ours: np.ndarray) -> None:
         """SYN-7, second step: every replica of every server computes with the weights that the learner has."""
         body = {"infer_request": self.probe.infer_request, "token_ids": self.probe.token_ids}
-        dtype = self.weights.entries[0].dtype
         for index in range(len(self.addresses)):
             answer = self.client.post(index, "/probe/", body, self.timeout_s)
             for replica, logprobs in enumerate(answer["logprobs"]):
                 where = f"{self.client.url(index)}, replica {replica}"
-                self.probe.check(ours, logprobs[-len(self.probe.token_ids) :], dtype, where)
+                self.probe.check(ours, logprobs[-len(self.probe.token_ids) :], self.weights.dtype, where)
 
-    def _compare(self, index: int, sent: dict[str, str], received: list[dict[str, str]]) -> None:
-        """SYN-7, first step: what each worker received is, byte for byte, what was sent."""
+    def _compare(self, index: int, received: list[dict[str, str]]) -> None:
+        """SYN-7, first step: what each worker holds is, byte for byte, what was sent, now or in earlier syncs."""
         if len(received) != self.client.world_sizes[index]:
             raise RuntimeError(f"{self.client.url(index)}: {len(received)} workers reported digests")
         for worker, digests in enumerate(received):
-            for name, digest in sent.items():
+            for name, digest in self.ledger.items():
                 if digests.get(name) != digest:
                     where = f"{self.client.url(index)}, worker {worker}, tensor {name}"
                     raise RuntimeError(f"{where}: sent digest {digest}, received {digests.get(name)}")

@@ -1,10 +1,15 @@
-"""What sender and receiver of a weight stream must agree on: bucket borders, byte layout, tensor digests. Pure."""
+"""What sender and receiver of a weight stream must agree on: bucket borders, byte layout, tensor digests, and the
+network interface they meet on. Everything but the last is pure."""
 
-from collections.abc import Sequence
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+ADAPTER_ID = 1  # the engine's LoRA slot that adapter sync fills
 ALIGNMENT = 16  # bytes; every dtype can be viewed in place at such an offset
 _DIGEST_CHUNK = 1 << 22  # elements hashed at once, so that hashing never needs a copy of a large tensor
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant as a signed integer
@@ -40,6 +45,11 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[BucketLayout]:
     return buckets
 
 
+def is_adapter_tensor(name: str) -> bool:
+    """Whether a tensor of an update belongs into a LoRA slot (PEFT's names)."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """64-bit digest of a tensor's bytes, computed on the tensor's own device; equal bytes give equal digests anywhere.
 
@@ -57,6 +67,22 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         tail = flat[flat.numel() - (4 - padding) :].to(torch.int64)
         total += _mix(tail, body.numel()).sum()
     return f"{int(total) & 0xFFFFFFFFFFFFFFFF:016x}:{flat.numel()}"
+
+
+@contextlib.contextmanager
+def loopback_if_local(address: str) -> Iterator[None]:
+    """Gloo groups opened inside listen on the loopback interface only, if the learner's `address` is on this machine:
+    Gloo knows no passwords. Not thread-safe: Gloo takes its interface from the environment."""
+    key = "GLOO_SOCKET_IFNAME"
+    local = address in ("127.0.0.1", "localhost") and key not in os.environ
+    if not local or "lo" not in (name for _, name in socket.if_nameindex()):
+        yield
+        return
+    os.environ[key] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(key, None)
 
 
 def _mix(words: torch.Tensor, start: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Server:
 
     def __init__(self, folder: Path, model: Path, prefix: str = "", token: str | None = None, **settings: Any):
         self.port, self.group_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}{prefix}"
+        self.url = self.base_url = f"http://127.0.0.1:{self.port}{prefix}"
         config = config_of(folder, model, self.url, self.group_port, settings)
         self.config = write_yaml(folder / f"server_{self.port}.yaml", config)
         self.log = folder / f"server_{self.port}.log"

@@ -13,6 +13,8 @@ from transformers import AutoModelForImageTextToText
 from tests.e2e.processes import Server, config_of, run_learner, write_yaml
 from tools.make_demo import make_dataset
 from utils.data import encode_prompt, load_processor, load_samples, prompt_chat
+from utils.rollout import Decoding, RolloutRequest, ServerBackend
+from utils.rollout_client import RolloutClient
 from utils.schema import Data
 from utils.wire import tensor_digest
 
@@ -24,7 +26,13 @@ DORA = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "modules_to_sav
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("main_job")
-    make_dataset(folder / "data", num_train=48, num_val=32)
+    train, _, _ = make_dataset(folder / "data", num_train=48, num_val=32)
+    lines = [json.loads(line) for line in train.read_text().splitlines()]
+    for row in lines[::2]:  # every other training sample has polygons beside its boxes (TGT-6)
+        for item in row["objects"][::2]:
+            x1, y1, x2, y2 = item.pop("bbox_2d")
+            item["poly"] = [x1, y1, x2, y1, x2, y2, x1, y2]
+    train.write_text("".join(json.dumps(row) + "\n" for row in lines))
     return folder
 
 
@@ -162,6 +170,43 @@ def test_a_run_leaves_its_records_LOG_2_LOG_3_LRN_7(zero3_run):
     for step in (0, NUM_STEPS):
         scores = json.loads((zero3_run / "eval" / f"step_{step:06d}.json").read_text())
         assert scores["num_images"] == 32
+
+
+def test_only_rollout_requests_and_weights_cross_the_process_border_LRN_3_ROL_2(zero3_run):
+    """LRN-3, ROL-2: no label, target or packed row leaves the learner; a request is one sample, and ranks other than 0
+    send nothing but requests."""
+    calls = {rank: [json.loads(line) for line in (zero3_run / f"sent_{rank}.jsonl").open()] for rank in (0, 1)}
+    asking = {"/health/", "/get_world_size/", "/infer/"}
+    weights = {"/init_communicator/", "/start_weight_update/", "/update_weights/", "/finish_weight_update/", "/probe/"}
+    assert {call["path"] for call in calls[1]} == asking
+    assert {call["path"] for call in calls[0]} == asking | weights
+    rollouts = [call["body"] for rank in (0, 1) for call in calls[rank] if call["path"] == "/infer/"]
+    for body in rollouts:
+        assert set(body) == {"infer_requests", "request_config"}
+        for request in body["infer_requests"]:
+            assert set(request) == {"messages", "images", "uuid"} and len(request["images"]) == 1
+    assert sum(len(body["infer_requests"]) for body in rollouts) == 2 * 32 + NUM_STEPS * 2 * 2 * 4  # two evaluations
+    described = [call["body"] for call in calls[0] if call["path"] == "/update_weights/"]
+    assert all(set(body) == {"run_id", "names", "dtype_names", "shapes", "digest"} for body in described)
+
+
+def test_decode_batch_size_changes_how_many_go_at_once_and_nothing_else_ROL_4(zero3_run, server, folder):
+    """ROL-4: one call per server and round with up to M samples per device; results as for M = 1."""
+    requests = [RolloutRequest(sample.id, prompt_chat(sample), sample.images, []) for sample in val_samples(folder)[:8]]
+    results, sizes = {}, {}
+    for batch_size in (1, 4):
+        client = RolloutClient(
+            [server], rank=0, world_size=1, decode_batch_size=batch_size, timeout_s=60, infer_timeout_s=None,
+            max_failed_fraction=0.0,
+        )  # fmt: skip
+        client.wait_ready()
+        sampled = Decoding(temperature=1.0, max_new_tokens=24)
+        place = {"global_step": 3, "micro_step_idx": 1, "run_seed": 5, "expect_version": None}
+        results[batch_size] = ServerBackend(client).generate(requests, sampled, **place)
+        sizes[batch_size] = [call["num_requests"] for call in client.take_calls()]
+        client.close()
+    assert sizes == {1: [2, 2, 2, 2], 4: [8]}  # two devices
+    assert results[1] == results[4]
 
 
 def test_zero2_full_fine_tuning_without_packing_on_the_same_server_LRN_2_PCK_6(folder, server, warm_model, zero3_run):

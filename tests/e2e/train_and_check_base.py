@@ -1,9 +1,11 @@
-"""A learner program for tests: the real stage-2 run, and at its end whether the base weights are still the file's bits.
+"""A learner program for tests: the real stage-2 run, what it sent to the server, and whether its base weights changed.
 
-Launched by `deepspeed` like train_stage2.py; prints `base weights unchanged: N tensors` on rank 0.
+Launched by `deepspeed` like train_stage2.py; prints `base weights unchanged: N tensors` on rank 0 and leaves every
+request body of rank R in `sent_R.jsonl` in the run directory.
 """
 
 import contextlib
+import json
 import sys
 from pathlib import Path
 
@@ -15,18 +17,34 @@ from safetensors import safe_open
 
 from train_stage2 import parse_args, set_up, train
 from utils.config import load_config_or_exit
+from utils.rollout_client import Link
 
 
 def main() -> None:
     cfg = load_config_or_exit(parse_args().config)
+    sent = record_requests()
     run = set_up(cfg)
     try:
         train(run)
         count = compare(run, Path(cfg.model.path) / "model.safetensors")
         if run.ranks.is_main:
             print(f"base weights unchanged: {count} tensors", flush=True)
+        lines = [json.dumps(entry) + "\n" for entry in sent]
+        (Path(cfg.training.output_dir) / f"sent_{run.ranks.rank}.jsonl").write_text("".join(lines))
     finally:
         run.close()
+
+
+def record_requests() -> list[dict]:
+    """From now on every call that leaves this process over HTTP is noted; returns the growing list."""
+    sent, exchange = [], Link._exchange
+
+    def noting(link: Link, method: str, url: str, body: dict | None, *args):
+        sent.append({"path": url.removeprefix(link.base_url), "body": body})
+        return exchange(link, method, url, body, *args)
+
+    Link._exchange = noting
+    return sent
 
 
 def compare(run, checkpoint: Path) -> int:

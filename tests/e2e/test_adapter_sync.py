@@ -1,0 +1,119 @@
+"""Adapter sync into a real server with LoRA slots, against PEFT's own merge (SYN-10)."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText
+
+from tests.e2e import processes
+from tests.e2e.processes import Server
+from tests.e2e.test_partial_sync import merged_by_peft, own_logprobs, train_a_little
+from tests.e2e.test_server import asked, assert_serves, folder, save_variant  # noqa: F401
+from utils.adapter_sync import AdapterSync, make_sync
+from utils.dist import Ranks
+from utils.rollout_client import RolloutClient
+from utils.schema import ServerAddress
+from utils.weight_sync import Probe, WeightSync
+
+pytestmark = pytest.mark.e2e
+LANGUAGE = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"
+
+
+@pytest.fixture(scope="module")
+def server(folder, start_model):  # noqa: F811
+    plain = processes.config_of
+
+    def with_slots(*args):
+        config = plain(*args)
+        config["custom"]["extra"]["rollout_matching"]["vllm"]["enable_lora"] = True
+        return config
+
+    processes.config_of = with_slots
+    try:
+        server = Server(folder, start_model, vllm_enable_lora=True)
+    finally:
+        processes.config_of = plain
+    try:
+        yield server.wait_ready()
+    finally:
+        server.end()
+
+
+def tuned(start_model, targets: str):
+    base = AutoModelForImageTextToText.from_pretrained(start_model, dtype=torch.float32)
+    torch.manual_seed(3)
+    return get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=targets, alpha_pattern={"o_proj": 6}))
+
+
+def open_sync(server: Server, model, run_id: str, fallback_to_full: bool, probe: Probe | None = None):
+    client = RolloutClient([ServerAddress(server.url, server.group_port)], rank=0, world_size=1, decode_batch_size=4)
+    client.wait_ready()
+    sync = make_sync(
+        model,
+        "adapter",
+        fallback_to_full,
+        Ranks(),
+        client,
+        [("127.0.0.1", server.group_port)],
+        run_id=run_id,
+        bucket_bytes=20_000,
+        timeout_s=60,
+        open_timeout_s=60,
+        verify="always",
+        probe=probe,
+    )
+    sync.open()
+    return sync
+
+
+def test_an_adapter_in_its_slot_answers_as_the_merged_model_SYN_10(server, start_model, asked, tmp_path):  # noqa: F811
+    """SYN-10: greedy token ids and log-probabilities in float32 after every sync; only adapter tensors travel."""
+    model = tuned(start_model, LANGUAGE)
+    ids = list(range(40, 52))
+
+    def logprobs():
+        return own_logprobs(save_variant(start_model, merged_by_peft(model), tmp_path), asked[0], ids)
+
+    sync = open_sync(server, model, "run-a", False, Probe(asked[0], ids, logprobs))
+    assert isinstance(sync, AdapterSync)
+    answers = []
+    for step in range(3):
+        train_a_little(model)
+        report = sync.sync(f"run-a:{step}")
+        assert report.verified and report.num_bytes == 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert_serves(server, save_variant(start_model, merged_by_peft(model), tmp_path), asked)
+        answers.append(str([output["response_token_ids"] for output in server.infer(asked, max_tokens=12)]))
+    assert len(set(answers)) == 3
+    sync.close()
+
+
+def test_a_full_sync_into_an_engine_with_slots_empties_the_slot_SYN_10(server, start_model, asked, tmp_path, caplog):  # noqa: F811
+    """SYN-10: an adapter that the engine has no slot for (its vision tower) makes the run go on with full syncs, once
+    warned; with the slot still in force the adapter would count twice."""
+    model = tuned(start_model, LANGUAGE)
+    train_a_little(model)
+    sync = open_sync(server, model, "run-b", False)
+    sync.sync("run-b:0")
+    sync.close()
+
+    model = tuned(start_model, rf"{LANGUAGE}|.*visual.*attn\.qkv")
+    sync = open_sync(server, model, "run-c", True)
+    for step in range(3):
+        train_a_little(model)
+        with caplog.at_level(logging.WARNING):
+            sync.sync(f"run-c:{step}")
+        assert_serves(server, save_variant(start_model, merged_by_peft(model), tmp_path), asked[:2])
+    assert type(sync.current) is WeightSync
+    warnings = [record.getMessage() for record in caplog.records if "adapter sync" in record.getMessage()]
+    assert len(warnings) == 1 and "no LoRA slot" in warnings[0] and "visual" in warnings[0]
+    sync.close()
+
+
+def test_without_fallback_the_run_stops_with_the_reason_SYN_10(server, start_model):
+    """SYN-10, SYN-3: here because the run before this one left its merged weights in the engine."""
+    sync = open_sync(server, tuned(start_model, LANGUAGE), "run-d", False)
+    with pytest.raises(RuntimeError, match="restart the server, or sync in full"):
+        sync.sync("run-d:0")
+    sync.close()

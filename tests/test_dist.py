@@ -1,0 +1,63 @@
+"""Fences of the learner's ranks, in two real processes over Gloo (this file as a program)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.dist import FailedTogether, Ranks
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> list[dict]:
+    """What each rank saw."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    run = subprocess.run([*command, str(folder)], env=environment, timeout=120, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def main(folder: str) -> None:
+    ranks = Ranks(timeout_s=30)
+    ranks.open()
+    seen: dict = {"values": ranks.raise_together(None, "counting", ranks.rank * 10)}
+
+    def work() -> None:
+        """Rank 0 fails on its way to the agreement in the middle, rank 1 waits there for it."""
+        if ranks.rank == 0:
+            raise ValueError("no such image")
+        ranks.raise_together(None, "generating", 3)
+
+    error = None
+    try:
+        work()
+    except Exception as failure:
+        error = failure
+    try:
+        ranks.raise_together(error, "preparing")
+    except FailedTogether as failure:
+        seen["failure"] = str(failure)
+    seen["after"] = ranks.gather(ranks.rank)  # still in step
+    (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
+    ranks.close()
+
+
+def test_a_fence_hands_every_rank_the_values_of_all(seen):
+    assert [rank["values"] for rank in seen] == [[0, 10], [0, 10]]
+
+
+def test_a_rank_that_fails_on_its_way_to_an_agreement_is_not_waited_for_SYN_3(seen):
+    """SYN-3: both ranks end with the error of rank 0, told once, and their collectives still match."""
+    assert all("rank 0: ValueError: no such image" in rank["failure"] for rank in seen)
+    assert all("failed on 1 of 2 ranks" in rank["failure"] for rank in seen)
+    assert [rank["after"] for rank in seen] == [[0, 1], [0, 1]]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
