@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.utils import (
     stateless_destroy_torch_distributed_process_group,
     stateless_init_torch_distributed_process_group,
@@ -45,6 +46,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from utils.wire import (
     ADAPTER_ID,
@@ -500,6 +502,14 @@ def _some(names: list[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
+
+def _sleep_when_idle(busy_loop_s: float = 0.01) -> None:
+    """vLLM 0.32 workers spin for a second after each message: on CPU that is a core, which the learner needs."""
+    SpinCondition.__init__.__defaults__ = (busy_loop_s,)
+
+
+if current_platform.is_cpu():
+    _sleep_when_idle()
 
 for _name, _engine in (("stream_gloo", StreamGlooEngine), ("stream_nccl", StreamNcclEngine)):
     with contextlib.suppress(ValueError):  # imported under a second name: already registered
