@@ -8,6 +8,7 @@ All contact with vLLM's trainer side of weight transfer is in this module; the r
 
 import contextlib
 import logging
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,15 +229,11 @@ class GlooTransport:
         One after the other: vLLM points the process's stdout elsewhere meanwhile, and two threads doing that at once
         (vLLM 0.32) lose it for good. It costs nothing, since the workers of all servers are on their way already.
         """
-        from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group
-
         timeout = timedelta(seconds=self.timeout_s)
         try:
             for address, world_size in zip(addresses, world_sizes, strict=True):
                 with loopback_if_local(address[0]):
-                    group = open_group(*address, rank=0, world_size=world_size + 1, backend="gloo", timeout=timeout)
-                self._groups.append(group)
-                del group  # close() must find the only reference
+                    self._groups.append(_open_group(address, world_size + 1, timeout))
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they would keep the store, and with it the port
             raise
@@ -276,6 +273,23 @@ class GlooTransport:
             with contextlib.suppress(RuntimeError):
                 group.shutdown()
         self._groups.clear()
+
+
+def _open_group(address: tuple[str, int], world_size: int, timeout: timedelta) -> torch.distributed.ProcessGroup:
+    """Rank 0's end of what vLLM's `stateless_init_torch_distributed_process_group` opens on the others.
+
+    Not by that function, whose store listens on every interface of the machine; this one listens on `address` only.
+    """
+    from vllm.distributed.utils import get_tcp_uri, init_gloo_process_group
+
+    host, port = address
+    listener = socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    store = torch.distributed.TCPStore(
+        host, port, world_size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+    return init_gloo_process_group(
+        torch.distributed.PrefixStore(get_tcp_uri(host, port), store), 0, world_size, timeout
+    )
 
 
 class _Broadcasts:

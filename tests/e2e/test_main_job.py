@@ -179,7 +179,7 @@ def test_only_rollout_requests_and_weights_cross_the_process_border_LRN_3_ROL_2(
     asking = {"/health/", "/get_world_size/", "/infer/"}
     weights = {"/init_communicator/", "/start_weight_update/", "/update_weights/", "/finish_weight_update/", "/probe/"}
     assert {call["path"] for call in calls[1]} == asking
-    assert {call["path"] for call in calls[0]} == asking | weights
+    assert {call["path"] for call in calls[0]} == asking | weights | {"/metrics/"}
     rollouts = [call["body"] for rank in (0, 1) for call in calls[rank] if call["path"] == "/infer/"]
     for body in rollouts:
         assert set(body) == {"infer_requests", "request_config"}
