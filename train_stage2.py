@@ -102,9 +102,8 @@ class Run:
     table: TokenTable
     client: RolloutClient | None  # of the rollout servers, where there are any
     backend: RolloutBackend
-    sync: (
-        WeightSync | FallbackSync | RolloutBackend
-    )  # what brings new weights to the backend; one in this process does so itself
+    # What brings new weights to the backend; one in this process does so itself.
+    sync: WeightSync | FallbackSync | RolloutBackend
     learner: Learner
     collate: Callable[[list[Segment]], Batch]
     buffer: CarryBuffer  # finished segments that wait for a row

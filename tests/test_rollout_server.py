@@ -121,6 +121,15 @@ def test_a_busy_port_is_an_error_with_its_holder():
     listen("127.0.0.1", port).close()
 
 
+def test_answers_are_not_held_back_by_nagle():
+    """asyncio sets TCP_NODELAY only on sockets that name their protocol; without it every answer waits for 40 ms."""
+    server = listen("127.0.0.1", 0)
+    try:
+        assert server.proto == socket.IPPROTO_TCP
+    finally:
+        server.close()
+
+
 def test_while_loading_every_request_hears_503():
     """SRV-6"""
     server = listen("127.0.0.1", 0)

@@ -266,6 +266,15 @@ def test_after_a_lost_sender_the_engine_takes_a_new_communicator_and_a_full_upda
     engine.shutdown()
 
 
+def test_workers_on_cpu_do_not_spin_when_idle():
+    """A worker that spins for vLLM's own second takes a core from the learner beside it."""
+    from inspect import signature
+
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    assert signature(SpinCondition.__init__).parameters["busy_loop_s"].default <= 0.05
+
+
 def test_nobody_waits_for_ever():
     """SYN-3: a learner that never comes, and one that stops sending, end after timeout_s."""
     engine = make_engine(TinyModel())

@@ -201,7 +201,7 @@ class ColocateBackend:
             output = self.llm.generate([prompt], params, use_tqdm=False)[0]
         steps = output.prompt_logprobs[-len(token_ids) :]
         theirs = [step[token].logprob for token, step in zip(token_ids, steps, strict=True)]
-        self.probe.check(ours, theirs, self.weights.entries[0].dtype, f"the engine of rank {self.ranks.rank}")
+        self.probe.check(ours, theirs, self.weights.dtype, f"the engine of rank {self.ranks.rank}")
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
