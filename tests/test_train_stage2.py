@@ -12,6 +12,7 @@ import yaml
 
 import train_stage2
 from tools.make_demo import make_dataset
+from utils import setup
 from utils.config import load_config
 from utils.data import encode_prompt
 from utils.rollout import RolloutResult
@@ -73,7 +74,7 @@ def test_bad_data_ends_the_run_before_training_with_file_and_line_DAT_3(folder, 
     change, word = MISTAKES[name]
     path = broken_file(folder, name, change)
     with pytest.raises(SystemExit) as ended:
-        train_stage2.load_data(config_of(folder, start_model, path), is_main=True)
+        setup.load_data(config_of(folder, start_model, path), is_main=True)
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert f"{path}:3" in message and word in message, message
@@ -84,14 +85,14 @@ def test_an_empty_file_ends_the_run_DAT_3(folder, start_model, capsys):
     path = folder / "data" / "empty.jsonl"
     path.write_text("")
     with pytest.raises(SystemExit) as ended:
-        train_stage2.load_data(config_of(folder, start_model, path), is_main=True)
+        setup.load_data(config_of(folder, start_model, path), is_main=True)
     assert ended.value.code == 2 and str(path) in capsys.readouterr().err
 
 
 def test_only_rank_0_speaks_but_all_ranks_leave(folder, start_model, capsys):
     path = folder / "data" / "nowhere.jsonl"
     with pytest.raises(SystemExit) as ended:
-        train_stage2.load_data(config_of(folder, start_model, path), is_main=False)
+        setup.load_data(config_of(folder, start_model, path), is_main=False)
     assert ended.value.code == 2 and capsys.readouterr().err == ""
 
 
@@ -103,7 +104,7 @@ def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_
     tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if "coord" not in t["content"]]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(SystemExit) as ended:
-        train_stage2.load_tokenizer(config_of(folder, model, folder / "data" / "train.jsonl"), is_main=True)
+        setup.load_tokenizer(config_of(folder, model, folder / "data" / "train.jsonl"), is_main=True)
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert "model.path" in message and "coord" in message, message
@@ -117,8 +118,8 @@ def run(folder, start_model):
 def run_of(folder: Path, start_model: Path, **matching) -> SimpleNamespace:
     """A run without processes: what `make_segment` needs."""
     cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", **matching)
-    datasets, _, _ = train_stage2.load_data(cfg, is_main=True)
-    processor, table = train_stage2.load_tokenizer(cfg, is_main=True)
+    datasets, _, _ = setup.load_data(cfg, is_main=True)
+    processor, table = setup.load_tokenizer(cfg, is_main=True)
     return SimpleNamespace(
         cfg=cfg, samples=datasets[0], processor=processor, table=table, ranks=SimpleNamespace(rank=0)
     )
@@ -169,4 +170,4 @@ def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):
 
 def test_a_loopback_server_reaches_the_learner_on_loopback_SYN_1():
     """SYN-1."""
-    assert train_stage2.learner_host("http://127.0.0.1:8000/prefix") == "127.0.0.1"
+    assert setup.learner_host("http://127.0.0.1:8000/prefix") == "127.0.0.1"

@@ -1,0 +1,126 @@
+"""What a training program holds while it runs, and the few things that stage 2 and GRPO do in the same way: bring the
+current weights to the engine that generates, ask it, and write down what was asked."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from utils.adapter_sync import FallbackSync
+from utils.config import Config
+from utils.data import EncodedPrompt, Sample, SampleStream, prompt_chat
+from utils.dist import Ranks
+from utils.learner import Learner
+from utils.monitor import Monitor
+from utils.packing import Batch
+from utils.parsing import TokenTable
+from utils.records import RolloutLog, ServerWatch
+from utils.recovery import through_restarts
+from utils.rollout import Decoding, RolloutBackend, RolloutRequest, RolloutResult, check_prompt
+from utils.rollout_client import RolloutClient
+from utils.targets import Segment
+from utils.weight_sync import WeightSync
+
+
+@dataclass(kw_only=True)
+class Session:
+    """Everything a run holds; `utils.setup.open_session` makes it."""
+
+    cfg: Config
+    ranks: Ranks
+    run_id: str
+    stream: SampleStream  # training samples of this rank
+    val_samples: list[Sample]
+    processor: Any
+    table: TokenTable
+    client: RolloutClient | None  # of the rollout servers, where there are any
+    backend: RolloutBackend
+    # What brings new weights to the backend; one in this process does so itself.
+    sync: WeightSync | FallbackSync | RolloutBackend
+    learner: Learner
+    collate: Callable[[list[Segment]], Batch]
+    monitor: Monitor
+    rollout_log: RolloutLog
+    watch: ServerWatch
+    num_steps: int
+    version: str | None = None  # the policy that generates
+    seconds: Counter = field(default_factory=Counter)  # of the current step, by part
+    total_seconds: Counter = field(default_factory=Counter)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count what happens inside as seconds of `part`."""
+        start = time.monotonic()
+        yield
+        self.seconds[part] += time.monotonic() - start
+        self.total_seconds[part] += time.monotonic() - start
+
+    def on_current_weights(self, step: int, work: Callable[[], Any], where: str) -> Any:
+        """`work()` once the engine that generates has the weights of `step`; again from there if a server was lost."""
+
+        def synced() -> Any:
+            self.sync_weights(step)
+            return work()
+
+        def reopen() -> None:
+            self.version = None  # the servers get everything anew
+            self.sync.open()
+
+        return through_restarts(synced, f"{where} with weights of step {step}", self.ranks, self.client, reopen)
+
+    def sync_weights(self, step: int) -> None:
+        """The engine that generates gets the weights of `step` unless it has them (SYN-2)."""
+        version = f"{self.run_id}:{step}"
+        if self.version == version:
+            return
+        with self.timed("sync"):
+            report = self.sync.sync(version)
+        self.version = version
+        values = {"sync/bytes": report.num_bytes, "sync/gb_per_s": report.gb_per_s, "sync/seconds": report.seconds}
+        self.monitor.scalars(step, values)
+
+    def roll_out(
+        self,
+        samples: Sequence[Sample],
+        prompts: Sequence[EncodedPrompt],
+        sampling: Decoding,
+        step: int,
+        micro_step_idx: int,
+    ) -> list[RolloutResult]:
+        """The current policy's answers, in order, each behind exactly the prompt it will be trained behind (ROL-3)."""
+        requests = [
+            RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
+            for sample, prompt in zip(samples, prompts, strict=True)
+        ]
+        answers = self.backend.generate(
+            requests,
+            sampling,
+            global_step=step,
+            micro_step_idx=micro_step_idx,
+            run_seed=self.cfg.training.seed,
+            expect_version=self.version,
+        )
+        for request, answer in zip(requests, answers, strict=True):
+            if answer.error is None:
+                check_prompt(
+                    request.sample_id,
+                    request.prompt_token_ids,
+                    answer.prompt_token_ids,
+                    self.processor.tokenizer.decode,
+                )
+        return answers
+
+    def log_calls(self, step: int, phase: str) -> dict[str, float]:
+        """A line of rollouts.jsonl about all calls since the last one (LOG-1); returns its numbers (collective)."""
+        if self.client is None:
+            return {}
+        return self.rollout_log.write(step, self.version, self.sync.mode, self.sync.fallback, phase)
+
+    def close(self) -> None:
+        """Leave servers and process groups; the servers stay up (GRP-4)."""
+        self.watch.close()
+        self.monitor.close()
+        self.sync.close()
+        self.ranks.close()

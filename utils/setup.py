@@ -1,0 +1,220 @@
+"""What both training programs do before their first step: whatever a user can get wrong fails here.
+
+Data, tokenizer, servers, model, engine, communicators: in the order in which mistakes are cheapest to find.
+"""
+
+import logging
+import socket
+import sys
+import uuid
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from utils import targets
+from utils.adapter_sync import FallbackSync, make_sync
+from utils.config import Config, ConfigError, check_world_size, engine_json
+from utils.data import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples, prompt_chat
+from utils.dist import Ranks
+from utils.learner import Learner
+from utils.model import dummy_segment, position_ids_for
+from utils.monitor import Monitor, write_run_json
+from utils.packing import Batch, collate_packed, collate_padded
+from utils.parsing import TokenTable
+from utils.plan import check_engines
+from utils.records import RolloutLog, ServerWatch
+from utils.rollout import RolloutBackend, ServerBackend
+from utils.rollout_client import RolloutClient
+from utils.session import Session
+from utils.targets import Segment, TargetOptions
+from utils.weight_sync import MergedWeights, Probe, WeightSync, attempt
+
+
+def open_session(cfg: Config) -> Session:
+    """Everything both training programs need before their first step (collective).
+
+    Raises:
+        SystemExit: status 2 with one message on rank 0, for a user's mistake.
+    """
+    ranks = Ranks()
+    try:
+        check_world_size(cfg, ranks.world_size)
+        check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
+        engine_json(cfg, ranks.world_size)
+    except ConfigError as error:
+        give_up("\n".join(error.problems), ranks.is_main)
+    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
+    datasets, weights, val_samples = load_data(cfg, ranks.is_main)
+    processor, table = load_tokenizer(cfg, ranks.is_main)
+    training = cfg.training
+    num_steps = training.num_steps(sum(map(len, datasets)), ranks.world_size)
+    ranks.open()
+    run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
+    client = reach_servers(cfg, ranks) if cfg.servers() else None
+    learner = Learner(cfg, ranks, num_steps)
+    collate = partial(
+        collate_packed if training.packing else collate_padded,
+        position_ids_fn=position_ids_for(learner.model),
+        coord_ids=table.coord_ids,
+        dummy=dummy_segment(learner.model),
+    )
+    probe = make_probe(datasets[0][0], processor, table, learner, collate)
+    backend, sync = open_backend(cfg, ranks, run_id, client, learner, processor, probe)
+    run_dir = Path(training.output_dir)
+    if ranks.is_main:
+        server_world_sizes = client.world_sizes if client else []
+        facts = {"run_id": run_id, "world_size": ranks.world_size, "server_world_sizes": server_world_sizes}
+        write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
+    return Session(
+        cfg=cfg,
+        ranks=ranks,
+        run_id=run_id,
+        stream=SampleStream(datasets, weights, training.seed, ranks.rank, ranks.world_size),
+        val_samples=val_samples,
+        processor=processor,
+        table=table,
+        client=client,
+        backend=backend,
+        sync=sync,
+        learner=learner,
+        collate=collate,
+        monitor=Monitor(run_dir, num_steps, ranks.is_main, training.report_to == "tensorboard", training.logging_steps),
+        rollout_log=RolloutLog(run_dir, client, ranks),
+        watch=ServerWatch(client, ranks.is_main),
+        num_steps=num_steps,
+    )
+
+
+def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[float], list[Sample]]:
+    """Training files with their weights, and validation samples; exit status 2 with every problem listed."""
+    try:
+        options = {"prompt": cfg.data.prompt, "object_order": cfg.data.object_order}
+        train_specs, val_specs = cfg.custom.train_files(), cfg.custom.val_files()
+        datasets = load_samples([spec.path for spec in train_specs], **options)
+        validation = load_samples([spec.path for spec in val_specs], **options)
+    except DataError as error:
+        give_up(str(error), is_main)
+    limit = cfg.training.eval_limit
+    return datasets, [spec.weight for spec in train_specs], [sample for part in validation for sample in part][:limit]
+
+
+def load_tokenizer(cfg: Config, is_main: bool) -> tuple[Any, TokenTable]:
+    """Processor and token table; exit status 2 where the tokenizer lacks the coordinate tokens."""
+    try:
+        processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
+        return processor, TokenTable.from_tokenizer(processor.tokenizer)
+    except (OSError, ValueError) as error:
+        give_up(f"model.path={cfg.model.path}: {error}", is_main)
+
+
+def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
+    """A client of all configured servers, each of which is up and has room (CON-1, DIS-2)."""
+    server = cfg.rm.vllm.server
+    client = RolloutClient(
+        cfg.servers(),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        decode_batch_size=cfg.rm.decode_batch_size,
+        timeout_s=server.timeout_s,
+        infer_timeout_s=server.infer_timeout_s,
+        max_failed_fraction=cfg.rm.max_failed_fraction,
+    )
+    ranks.raise_together(attempt(client.wait_ready), "reaching the rollout servers")
+    return client
+
+
+def open_backend(
+    cfg: Config,
+    ranks: Ranks,
+    run_id: str,
+    client: RolloutClient | None,
+    learner: Learner,
+    processor: Any,
+    probe: Probe,
+) -> tuple[RolloutBackend, WeightSync | FallbackSync | RolloutBackend]:
+    """What generates, and what brings the current weights to it: rollout servers, an engine in this process, or the
+    training model itself, which has them anyway (CFG-5)."""
+    if client is not None:
+        sync = open_sync(cfg, ranks, run_id, client, learner, probe)
+        return ServerBackend(client), sync
+    if cfg.rm.rollout_backend == "hf":
+        from utils.rollout_hf import HfBackend
+
+        backend = HfBackend(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
+        return backend, backend
+    from utils.rollout_colocate import ColocateBackend, EngineOptions
+
+    options = EngineOptions(
+        model_path=cfg.model.path,
+        dtype=cfg.model.dtype,
+        tensor_parallel_size=cfg.rm.vllm.tensor_parallel_size,
+        gpu_memory_utilization=cfg.rm.vllm.gpu_memory_utilization,
+        max_model_len=cfg.global_max_length,
+        decode_batch_size=cfg.rm.decode_batch_size,
+        seed=cfg.training.seed,
+        image_min_pixels=cfg.model.image_min_pixels,
+        image_max_pixels=cfg.model.image_max_pixels,
+    )
+    bucket_bytes, verify = cfg.rm.vllm.sync.bucket_mib << 20, cfg.rm.vllm.sync.verify
+    weights = MergedWeights(learner.model)
+    backend = ColocateBackend(weights, ranks, processor, options, bucket_bytes=bucket_bytes, verify=verify, probe=probe)
+    return backend, backend
+
+
+def open_sync(
+    cfg: Config, ranks: Ranks, run_id: str, client: RolloutClient, learner: Learner, probe: Probe
+) -> WeightSync | FallbackSync:
+    """Weight sync with all servers, communicators open."""
+    settings = cfg.rm.vllm.sync
+    try:
+        sync = make_sync(
+            learner.model,
+            cfg.sync_mode(),
+            settings.fallback_to_full,
+            ranks,
+            client,
+            [(learner_host(address.base_url), address.group_port) for address in cfg.servers()],
+            run_id=run_id,
+            bucket_bytes=settings.bucket_mib << 20,
+            timeout_s=settings.timeout_s,
+            open_timeout_s=cfg.rm.vllm.server.timeout_s,
+            verify=settings.verify,
+            probe=probe,
+        )
+    except ValueError as error:
+        give_up(str(error), ranks.is_main)
+    sync.open()
+    client.owner = run_id
+    return sync
+
+
+def make_probe(
+    sample: Sample, processor: Any, table: TokenTable, learner: Learner, collate: Callable[[list[Segment]], Batch]
+) -> Probe:
+    """The first training sample with its ground truth as the answer: fixed, and it runs through every module."""
+    prompt = encode_prompt(sample, processor)
+    target = targets.ground_truth_target(sample.objects[:8], table, TargetOptions())
+    segment = targets.make_segment(
+        sample.id, prompt.prompt_token_ids, target, table, prompt.pixel_values, prompt.image_grid_thw
+    )
+    token_ids = [int(token) for token in target.answer_ids]
+    request = {"messages": prompt_chat(sample), "images": sample.images}
+    return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
+
+
+def give_up(message: str, is_main: bool) -> NoReturn:
+    """A user's mistake: the message once, on rank 0, and exit status 2 on all ranks."""
+    if is_main:
+        print(message, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def learner_host(base_url: str) -> str:
+    """The address under which a server reaches this learner: loopback from loopback, else that of our interface."""
+    host = urlsplit(base_url).hostname
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; picks the outgoing interface
+        return probe.getsockname()[0]
