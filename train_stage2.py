@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 from utils import targets
 from utils.checkpoint import save_adapter, save_merged
 from utils.config import Config, load_config_or_exit, require_variant
-from utils.data import EncodedPrompt, Sample, encode_prompt
+from utils.data import EncodedPrompt, Sample
 from utils.evaluation import count_sample, scores
 from utils.geometry import iou_matrix
 from utils.learner import StepResult
@@ -35,14 +36,15 @@ from utils.monitor import collapse_warnings
 from utils.packing import CarryBuffer, check_fits
 from utils.parsing import ParsedAnswer, parse_answer
 from utils.plan import print_dry_run
+from utils.prefetch import Prefetcher
 from utils.records import Example, SampleDump
-from utils.rollout import Decoding, RolloutResult
+from utils.request_plan import EVAL_MICRO_STEP
+from utils.rollout import Decoding, RolloutResult, policy_step
 from utils.session import Session
 from utils.setup import open_session
 from utils.targets import Segment, TargetOptions, build_target
 
 logger = logging.getLogger("train_stage2")
-EVAL_MICRO_STEP = 1 << 20  # seeds of evaluation rollouts never meet those of training
 
 
 def main() -> None:
@@ -75,6 +77,17 @@ class Run(Session):
     buffer: CarryBuffer  # finished segments that wait for a row
     dump: SampleDump
     best: float = -math.inf  # of training.metric_for_best_model
+    logged_seconds: Counter = field(default_factory=Counter)  # what earlier steps have logged of `seconds`
+
+    def __post_init__(self) -> None:
+        self.prefetcher = make_prefetcher(self)
+
+    def quiesce(self) -> None:
+        self.prefetcher.stop()
+
+    def close(self) -> None:
+        self.prefetcher.stop(timeout_s=10.0)
+        super().close()
 
 
 def set_up(cfg: Config) -> Run:
@@ -96,10 +109,11 @@ def train(run: Run) -> None:
     if cfg.eval_at_start:
         evaluate(run, 0)
     for step in range(run.num_steps):
-        rows, rollouts = prepare_rows(run, step)
-        with run.timed("train"):
-            result = run.learner.step([run.collate(row) for row in rows], loss_weights(run.cfg), step)
-        log_step(run, step + 1, result, rollouts)
+        with run.timed("step"):
+            rows, rollouts = prepare_rows(run, step)
+            with run.timed("train"):
+                result = run.learner.step([run.collate(row) for row in rows], loss_weights(run.cfg), step)
+        log_step(run, step + 1, result, rollouts, policy_lags(rows, step))
         is_last = step + 1 == run.num_steps
         if cfg.eval_steps and (is_last or (step + 1) % cfg.eval_steps == 0):
             evaluate(run, step + 1)
@@ -115,20 +129,60 @@ class Rollouts:
     counts: Counter = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)  # the first few, for the sample sheets
-    max_examples: int = 0
+
+    def add(self, other: "Rollouts") -> None:
+        self.counts.update(other.counts)
+        self.lengths += other.lengths
+        self.examples += other.examples
+
+
+@dataclass
+class Answered:
+    """One micro-step's samples with the answers of those that were asked for, by index (DAT-4)."""
+
+    samples: Sequence[Sample]
+    prompts: list[EncodedPrompt]
+    answers: dict[int, RolloutResult]
+
+
+@dataclass
+class MicroStep:
+    """Finished training sequences of one micro-step's own samples, and what their answers were like."""
+
+    segments: list[Segment]
+    rollouts: Rollouts
+
+
+def make_prefetcher(run: Run) -> Prefetcher[MicroStep]:
+    """What prepares micro-steps: within their step, or with `async` before it (LRN-8). Only servers can be asked in the
+    background: the other backends generate on all ranks together, with the weights that train."""
+    cfg, prefetch = run.cfg.training, run.cfg.rm.async_
+    window = prefetch.version_window if prefetch.enabled else 0
+    return Prefetcher(
+        draw=lambda: run.stream.next(cfg.per_device_train_batch_size),
+        ask=partial(ask, run),
+        finish=partial(finish_micro_step, run),
+        micro_steps=cfg.gradient_accumulation_steps,
+        window=window,
+        queue_limit=prefetch.queue_limit,
+        is_fresh=lambda made, step: max(policy_lags([made.segments], step), default=0) <= window,
+        background=run.client is not None,
+    )
 
 
 def prepare_rows(run: Run, step: int) -> tuple[list[list[Segment]], Rollouts]:
     """Rollouts and finished rows of all micro-steps of optimizer step `step`; a failure anywhere stops all ranks."""
-    cfg = run.cfg.training
-    samples = [run.stream.next(cfg.per_device_train_batch_size) for _ in range(cfg.gradient_accumulation_steps)]
+    micro_steps = run.on_current_weights(step, lambda: run.prefetcher.take(step), f"preparing step {step}")
+    rollouts = Rollouts()
+    for made in micro_steps:
+        rollouts.add(made.rollouts)
+    return [next_row(run, made.segments) for made in micro_steps], rollouts
 
-    def prepare() -> tuple[list[list[Segment]], Rollouts]:
-        rollouts = Rollouts(max_examples=run.dump.num_samples)
-        made = [make_segments(run, part, step, micro, rollouts) for micro, part in enumerate(samples)]
-        return [next_row(run, segments) for segments in made], rollouts  # no rollout can fail any more
 
-    return run.on_current_weights(step, prepare, f"preparing step {step}")
+def policy_lags(rows: Sequence[Sequence[Segment]], step: int) -> list[int]:
+    """How many optimizer steps older than `step`'s are the weights that answered, for each segment with an answer."""
+    versions = [segment.policy_version for row in rows for segment in row]
+    return [step - policy_step(version) for version in versions if version is not None]
 
 
 def next_row(run: Run, segments: list[Segment]) -> list[Segment]:
@@ -140,21 +194,32 @@ def next_row(run: Run, segments: list[Segment]) -> list[Segment]:
     return run.buffer.pop_row()
 
 
-def make_segments(run: Run, samples: Sequence[Any], step: int, micro_step_idx: int, rollouts: Rollouts) -> list[Any]:
-    """Samples to finished training sequences: prompt, rollout, parse, match, target."""
+def ask(run: Run, samples: Sequence[Sample], step: int, micro_step_idx: int) -> Answered:
+    """The policy's answers on samples that `step` will train on; a teacher-forced sample gets none."""
     with run.timed("prepare"):
-        prompts = [encode_prompt(sample, run.processor) for sample in samples]
-        forced = teacher_forced(run, step, micro_step_idx, len(samples))
-    asked = np.flatnonzero(~forced)
-    chosen = [samples[i] for i in asked], [prompts[i] for i in asked]
+        prompts = run.encode(samples)
+        asked = np.flatnonzero(~teacher_forced(run, step, micro_step_idx, len(samples))).tolist()
     with run.timed("rollout"):
-        answers = run.roll_out(*chosen, decoding(run.cfg), step, micro_step_idx)
+        answers = run.roll_out(
+            [samples[i] for i in asked],
+            [prompts[i] for i in asked],
+            decoding(run.cfg),
+            step,
+            micro_step_idx,
+            strict=not run.cfg.rm.async_.enabled,
+        )
+    return Answered(samples, prompts, dict(zip(asked, answers, strict=True)))
+
+
+def finish_micro_step(run: Run, asked: Answered, step: int) -> MicroStep:
+    """Answers to finished training sequences: parse, match, target."""
+    rollouts = Rollouts()
     with run.timed("prepare"):
-        answer_of = dict(zip(asked, answers, strict=True))
-        return [
-            make_segment(run, sample, prompt, answer_of.get(index), rollouts)
-            for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
+        segments = [
+            make_segment(run, sample, prompt, asked.answers.get(index), rollouts)
+            for index, (sample, prompt) in enumerate(zip(asked.samples, asked.prompts, strict=True))
         ]
+    return MicroStep(segments, rollouts)
 
 
 def teacher_forced(run: Run, step: int, micro_step_idx: int, num_samples: int) -> np.ndarray:
@@ -177,7 +242,7 @@ def make_segment(
         rollouts.counts.update(count_sample(parsed, sample.objects, threshold, answer.finish_reason == "length"))
         rollouts.counts.update(appended=target.num_appended, failed=int(answer.error is not None))
         rollouts.lengths.append(len(answer.response_token_ids))
-        if len(rollouts.examples) < rollouts.max_examples:
+        if len(rollouts.examples) < run.cfg.rm.monitor_dump.num_samples:
             rollouts.examples.append(Example(sample, answer, parsed, pairs, target))
     return targets.make_segment(
         sample.id,
@@ -196,7 +261,7 @@ def evaluate(run: Run, step: int) -> None:
     def answer_all() -> tuple[Counter, list[dict[str, Any]]]:
         with run.timed("eval"):
             samples = run.val_samples[run.ranks.rank :: run.ranks.world_size]
-            prompts = [encode_prompt(sample, run.processor) for sample in samples]
+            prompts = run.encode(samples)
             answers = run.roll_out(samples, prompts, greedy(run.cfg), step, EVAL_MICRO_STEP)
             counts, records = Counter(), []
             for sample, answer in zip(samples, answers, strict=True):
@@ -242,19 +307,25 @@ def write_evaluation(
     logger.info("evaluation at step %d on %d images: %s%s", step, result["num_images"], shown, " (best)" * is_best)
 
 
-def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts) -> None:
-    """TensorBoard and the progress line for optimizer step `step` (1-based: steps done), summed over ranks (LOG-3)."""
-    gathered = run.ranks.gather((rollouts.counts, rollouts.lengths, dict(run.seconds), result.num_tokens))
-    run.seconds.clear()
+def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: list[int]) -> None:
+    """TensorBoard and the progress line for optimizer step `step` (1-based: steps done), summed over ranks (LOG-3).
+
+    Seconds are those that passed since the last step was logged: with prefetch, rollouts of coming steps are in them.
+    """
+    passed = {name: value - run.logged_seconds[name] for name, value in run.seconds.items()}
+    run.logged_seconds.update(passed)
+    gathered = run.ranks.gather((rollouts.counts, rollouts.lengths, passed, result.num_tokens, lags))
     counts: Counter = Counter()
     for part in gathered:
         counts.update(part[0])  # unlike a sum of Counters this keeps zeros, which belong into the curves
     lengths = np.array([length for part in gathered for length in part[1]] or [0])
     seconds = {
-        name: max(part[2].get(name, 0.0) for part in gathered) for name in ("rollout", "sync", "prepare", "train")
+        name: max(part[2].get(name, 0.0) for part in gathered)
+        for name in ("rollout", "sync", "prepare", "train", "step")
     }
+    lags = [lag for part in gathered for lag in part[4]] or [0]
     quality = scores(counts)
-    tokens_per_s = sum(part[3] for part in gathered) / max(sum(seconds.values()), 1e-9)
+    tokens_per_s = sum(part[3] for part in gathered) / max(seconds["step"], 1e-9)
     values = {
         **{f"loss/{name}": value for name, value in result.losses.items()},
         **{f"learning_rate/{name}": value for name, value in result.learning_rates.items()},
@@ -268,11 +339,13 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts) -> Non
         "train/tokens_per_s": tokens_per_s,
         "train/fill_ratio": result.fill_ratio,
         "train/buffer_length": len(run.buffer),
-        "train/policy_lag": 0.0,  # strictly on-policy: prefetch would raise it
+        "train/policy_lag": float(np.mean(lags)),  # of what was trained: waiting in the carry buffer counts
+        "train/policy_lag_max": float(max(lags)),
+        "rollout/remade": float(run.prefetcher.num_remade),
     }
     values |= run.log_calls(step, "train") | run.watch.take()
     run.monitor.scalars(step, values)
-    run.dump.write(step, rollouts.examples, run.monitor)
+    run.dump.write(step, rollouts.examples[: run.dump.num_samples], run.monitor)
     run.monitor.progress(step, loss=result.losses["total"], f1=quality["f1"], tokens_per_s=tokens_per_s)
     if run.cfg.training.packing and result.fill_ratio < run.cfg.training.packing_min_fill_ratio:
         logger.warning(
@@ -297,7 +370,7 @@ def finish(run: Run) -> None:
     if not run.ranks.is_main:
         return
     output = Path(run.cfg.training.output_dir)
-    seconds = {name: round(value, 3) for name, value in run.total_seconds.items()}
+    seconds = {name: round(value, 3) for name, value in run.seconds.items()}
     record = {"steps": run.num_steps, "world_size": run.ranks.world_size, "seconds": seconds, "segments_left": left}
     (output / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
     if run.sync.ledger and run.cfg.rm.vllm.sync.verify == "always":

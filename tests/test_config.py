@@ -687,6 +687,8 @@ def test_DAT_3_data_files_in_all_three_forms() -> None:
         ({"tuner": {"use_dora": True}}, "tuner.use_dora=true: needs tuner.type: lora"),
         ({"tuner": {"adapter_path": "x"}}, "tuner.adapter_path="),
         ({"tuner": {"freeze_llm": True}}, "freezes the last part"),
+        ({"RM__async": {"version_window": 1}}, "needs custom.extra.rollout_matching.async.enabled: true"),
+        ({"RM__async": {"enabled": True}, "RM__rollout_backend": "hf"}, "prefetch needs rollout servers"),
         ({"training__vit_lr": 1e-5}, "the vision tower is frozen"),
         ({"training__aligner_lr": 1e-5}, "the aligner is frozen"),
         ({"training__eval_steps": 5}, "training.eval_steps=5: evaluation needs custom.val_jsonl"),
@@ -700,11 +702,9 @@ def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: st
 
 
 UNBUILT_SETTINGS = [
-    {"RM__async": {"enabled": True}},
     {"RM__answer_format": "qwen3vl"},
     {"training__resume_from_checkpoint": "auto"},
     {"training__fused_kernels": True},
-    {"data__num_workers": 4},
     {"training__save_total_limit": 2},
 ]
 

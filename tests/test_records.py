@@ -30,7 +30,7 @@ from utils.records import (
     server_scalars,
     token_records,
 )
-from utils.request_plan import call_seed, request_seed
+from utils.request_plan import EVAL_MICRO_STEP, call_seed, request_seed
 from utils.rollout import Decoding, RolloutRequest, RolloutResult, ServerBackend
 from utils.targets import TargetOptions, build_target, format_objects
 
@@ -122,11 +122,12 @@ def test_log_6_timeouts_are_counted_by_server_and_grow(tmp_path):
         late = [True, True]
         server.on_infer = lambda body: server.hang() if late and late.pop() else server.answer(body)
         log = RolloutLog(tmp_path, client, Rank())
-        roll_out(client, 1)
+        roll_out(client, 1, micro_step_idx=EVAL_MICRO_STEP)
+        roll_out(client, 1, step=1)  # made ahead: belongs to the line of its own step
         values = log.write(1, "v", phase="eval")
         assert values["eval_rollout/timeouts"] == 2 and not any(name.startswith("server") for name in values)
         server.release.set()
-        roll_out(client, 1)
+        roll_out(client, 1, step=0)
         values = log.write(1, "v")
         assert values["rollout/timeouts"] == 0
         assert [values[f"server/0/{name}"] for name in ("calls", "retries", "timeouts")] == [4, 2, 2]

@@ -34,7 +34,8 @@ def run(errors: list, client: Client | None) -> tuple[str, list[str]]:
             raise errors.pop(0)
         return "rows"
 
-    return through_restarts(work, "step 3", Ranks(), client, lambda: happened.append("reopen")), happened
+    note = happened.append
+    return through_restarts(work, "step 3", Ranks(), client, lambda: note("quiet"), lambda: note("reopen")), happened
 
 
 def test_con_4_work_is_done_again_after_the_communicators_were_opened_anew():
@@ -42,14 +43,14 @@ def test_con_4_work_is_done_again_after_the_communicators_were_opened_anew():
     client = Client()
     assert run([ServerGone(0, "http://there", "gone"), ServerGone(0, "http://there", "gone")], client) == (
         "rows",
-        ["work", "reopen", "work"] + ["reopen", "work"],
+        ["work", "quiet", "reopen", "work"] + ["quiet", "reopen", "work"],
     )
     assert client.waits == 2
 
 
 def test_con_4_a_sync_that_broke_because_the_server_died_is_a_loss_too():
     """CON-4: what the transport says then is any error at all; that the server is gone is seen by looking."""
-    assert run([RuntimeError("connection closed by peer")], Client(gone=1))[1] == ["work", "reopen", "work"]
+    assert run([RuntimeError("connection closed by peer")], Client(gone=1))[1] == ["work", "quiet", "reopen", "work"]
 
 
 @pytest.mark.parametrize("client", [None, Client()])

@@ -25,6 +25,7 @@ from utils.draw import draw_objects, sheet, stack, text_panel
 from utils.geometry import Object, iou_matrix
 from utils.monitor import Monitor
 from utils.parsing import ParsedAnswer, TokenTable
+from utils.request_plan import EVAL_MICRO_STEP
 from utils.rollout import RolloutResult
 from utils.rollout_client import RolloutClient
 from utils.targets import Target
@@ -54,6 +55,7 @@ class RolloutLog:
     def __init__(self, run_dir: Path, client: RolloutClient | None, ranks: Ranks) -> None:
         self._path, self._client, self._ranks = run_dir / "rollouts.jsonl", client, ranks
         self._totals: Counter[str] = Counter()
+        self._pending: list[dict[str, Any]] = []  # calls made ahead of their step
         if client is not None and ranks.is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
             _end_torn_line(self._path)
@@ -66,10 +68,10 @@ class RolloutLog:
         fallback: str | None = None,
         phase: str = "train",
     ) -> dict[str, float]:
-        """Append a line about all calls of all ranks since last asked, unless there are none (collective).
+        """Append a line about all calls of all ranks for this step and phase, unless there are none (collective).
 
         Args:
-            step: as in TensorBoard.
+            step: as in TensorBoard: optimizer steps done, so a `train` line is about `global_step` up to `step - 1`.
             version: of the weights that the servers have.
             sync_mode: in force, `full` or `adapter`.
             fallback: why that is not the configured mode, None if it is.
@@ -80,7 +82,10 @@ class RolloutLog:
         """
         if self._client is None:
             return {}
-        calls_by_rank = self._ranks.gather(self._client.take_calls())
+        self._pending += self._client.take_calls()
+        ready = [call for call in self._pending if _is_of(call, step, phase)]
+        self._pending = [call for call in self._pending if not _is_of(call, step, phase)]
+        calls_by_rank = self._ranks.gather(ready)
         if not self._ranks.is_main or not any(calls_by_rank):
             return {}
         calls = [
@@ -116,6 +121,12 @@ def read_rollout_log(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return lines
+
+
+def _is_of(call: Mapping[str, Any], step: int, phase: str) -> bool:
+    if phase == "train":
+        return call["micro_step_idx"] != EVAL_MICRO_STEP and call["global_step"] < step
+    return call["micro_step_idx"] == EVAL_MICRO_STEP
 
 
 def _end_torn_line(path: Path) -> None:

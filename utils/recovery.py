@@ -19,12 +19,14 @@ def through_restarts(
     where: str,
     ranks: Ranks,
     client: RolloutClient | None,
+    quiesce: Callable[[], None],
     reopen: Callable[[], None],
 ) -> Result:
     """What `work` returns, done again from its beginning after every loss of a rollout server (collective).
 
-    Any loss on any rank sends all ranks into the recovery together: they wait for all servers (`timeout_s`), then
-    `reopen` the communicators; `work` must bring the full weights to servers that lost them before it asks anything.
+    Any loss on any rank sends all ranks into the recovery together: they `quiesce`, so that nobody asks a server that
+    is back before it has weights, wait for all servers (`timeout_s`), then `reopen` the communicators; `work` must
+    bring the full weights to servers that lost them before it asks anything.
 
     Args:
         client: None where no server generates: then nothing can be lost.
@@ -44,6 +46,7 @@ def through_restarts(
             if recoveries == MAX_RECOVERIES or not any(ranks.gather(_is_loss(client, failure))):
                 raise
             logger.warning("%s\nwaiting for the rollout servers, then going on", failure)
+        quiesce()
         ranks.raise_together(attempt(client.wait_ready), f"{where}: waiting for the rollout servers")
         recoveries += 1
 

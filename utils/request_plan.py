@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 
 SEED_MODULUS = 2**31
+EVAL_MICRO_STEP = 1 << 20  # seeds of evaluation rollouts never meet those of training
 
 
 def request_seed(run_seed: int, global_step: int, micro_step_idx: int, rank: int) -> int:

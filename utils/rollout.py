@@ -82,6 +82,7 @@ class RolloutBackend(Protocol):
         micro_step_idx: int,
         run_seed: int,
         expect_version: str | None,
+        strict: bool = True,
     ) -> list[RolloutResult]:
         """One result per request, in order; see `ServerBackend.generate` for the arguments."""
         ...
@@ -106,6 +107,7 @@ class ServerBackend:
         micro_step_idx: int,
         run_seed: int,
         expect_version: str | None,
+        strict: bool = True,
     ) -> list[RolloutResult]:
         """Answers to one micro-step's requests, in their order; no call at all for none (DIS-5).
 
@@ -113,6 +115,7 @@ class ServerBackend:
             global_step: the optimizer step that trains these samples.
             micro_step_idx: counts within that step, in dataloader order (DIS-6).
             expect_version: the weights that must have made the answers; None takes any.
+            strict: False takes those of other weights of the same run too; how old, is the caller's business.
 
         Raises:
             StaleRollout: an answer of another version.
@@ -126,7 +129,7 @@ class ServerBackend:
         bodies = [infer_request(request) for request in requests]
         results = [read_output(output) for output in self.client.infer(bodies, request_config(decoding), seed, note)]
         if expect_version is not None:
-            check_versions(requests, results, expect_version)
+            check_versions(requests, results, expect_version, strict)
         return results
 
 
@@ -167,14 +170,26 @@ def read_output(output: dict[str, Any]) -> RolloutResult:
     )
 
 
-def check_versions(requests: Sequence[RolloutRequest], results: Sequence[RolloutResult], expected: str) -> None:
+def policy_step(version: str) -> int:
+    """The optimizer step of weights called `run id:step` (SYN-8)."""
+    return int(version.rpartition(":")[2])
+
+
+def check_versions(
+    requests: Sequence[RolloutRequest], results: Sequence[RolloutResult], expected: str, strict: bool = True
+) -> None:
     """Every answer was made by the expected weights from its first to its last token (SYN-8, SYN-9).
+
+    Args:
+        strict: False lets all weights of the run that `expected` belongs to pass.
 
     Raises:
         StaleRollout: names the first sample of another version.
     """
     for request, result in zip(requests, results, strict=True):
         stale = {result.weight_version, result.last_weight_version} - {expected, None}
+        if not strict:
+            stale = {version for version in stale if version.partition(":")[0] != expected.partition(":")[0]}
         if result.error is None and (stale or result.weight_version is None):
             seen = " to ".join(map(str, dict.fromkeys([result.weight_version, result.last_weight_version])))
             raise StaleRollout(f"sample {request.sample_id}: made with weights {seen}, asked for {expected}")

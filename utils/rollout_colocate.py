@@ -96,6 +96,7 @@ class ColocateBackend:
         micro_step_idx: int,
         run_seed: int,
         expect_version: str | None,
+        strict: bool = True,
     ) -> list[RolloutResult]:
         """One result per request, in order. With tensor parallelism a collective: all ranks, any number of requests.
 

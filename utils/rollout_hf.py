@@ -49,6 +49,7 @@ class HfBackend:
         micro_step_idx: int,
         run_seed: int,
         expect_version: str | None,
+        strict: bool = True,
     ) -> list[RolloutResult]:
         """One result per request, in order. Under ZeRO-3 a collective: all ranks, with any number of requests each."""
         seed = request_seed(run_seed, global_step, micro_step_idx, self.ranks.rank)

@@ -249,6 +249,19 @@ def _tuner_is_consistent(cfg: Config) -> Found:
         yield "training.aligner_lr", "the aligner is frozen; set tuner.freeze_aligner: false, or aligner_lr: null"
 
 
+@_rule(f"{RM}.async", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.sync")
+def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
+    prefetch = cfg.rm.async_
+    if not prefetch.enabled:
+        if prefetch.version_window:
+            yield f"{RM}.async.version_window", f"needs {RM}.async.enabled: true; set it, or version_window: 0"
+        return
+    if not cfg.servers():
+        yield f"{RM}.async.enabled", f"prefetch needs rollout servers; use {RM}.vllm.mode: server, or set it to false"
+    if prefetch.on_sync == "keep" and cfg.sync_mode() == "adapter":
+        yield f"{RM}.async.on_sync", "requests cannot be held over an adapter sync; use wait, abort or full sync"
+
+
 @_rule("training.eval_steps", "training.eval_at_start", "custom.val_jsonl")
 def _evaluation_has_data(cfg: Config) -> Found:
     for key in ("eval_steps", "eval_at_start"):
@@ -283,14 +296,12 @@ def _grpo_connection(cfg: Config) -> Found:
 
 UNBUILT: list[tuple[Callable[[Config], bool], str, str]] = [
     (lambda c: not _is_stage2(c), "custom.trainer_variant", "train_grpo.py is not built yet; use rollout_matching_sft"),
-    (lambda c: c.rm.async_.enabled, f"{RM}.async.enabled", "prefetch is not built yet; set it to false"),
     (lambda c: c.rm.answer_format == "qwen3vl", f"{RM}.answer_format", "is not built yet; use coord_tokens"),
     (
         lambda c: c.training.resume_from_checkpoint is not None,
         "training.resume_from_checkpoint",
         "resuming is not built yet; set it to null",
     ),
-    (lambda c: c.data.num_workers != 0, "data.num_workers", "reading ahead is not built yet; set it to 0"),
     (
         lambda c: c.training.save_total_limit is not None,
         "training.save_total_limit",

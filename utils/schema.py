@@ -101,7 +101,6 @@ class Data(Section):
     object_order: Literal["file", "sorted"] = Field(
         "file", description="objects in file order, or sorted top to bottom then left to right"
     )
-    num_workers: int = Field(0, ge=0, description="threads that decode images ahead, per rank; 0 reads them in line")
     on_bad_sample: Literal["stop"] = Field("stop", description="a malformed sample stops the run before training")
 
 
@@ -242,7 +241,9 @@ class Async(Section):
     enabled: bool = Field(False, description="off: strictly on-policy")
     queue_limit: PositiveInt = Field(4, description="rows a rank prepares ahead at most")
     version_window: int = Field(0, ge=0, description="optimizer steps a rollout may be old; 0: as without")
-    hold_requests: bool = Field(False, description="hold running requests over a weight change")
+    on_sync: Literal["wait", "abort", "keep"] = Field(
+        "wait", description="requests that run when weights change: finish first, are made again, are held over it"
+    )
 
 
 class MonitorDump(Section):

@@ -1,6 +1,7 @@
 """What a training program holds while it runs, and the few things that stage 2 and GRPO do in the same way: bring the
 current weights to the engine that generates, ask it, and write down what was asked."""
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from utils.adapter_sync import FallbackSync
 from utils.config import Config
-from utils.data import EncodedPrompt, Sample, SampleStream, prompt_chat
+from utils.data import EncodedPrompt, Sample, SampleStream, encode_prompt, prompt_chat
 from utils.dist import Ranks
 from utils.learner import Learner
 from utils.monitor import Monitor
@@ -46,16 +47,17 @@ class Session:
     watch: ServerWatch
     num_steps: int
     version: str | None = None  # the policy that generates
-    seconds: Counter = field(default_factory=Counter)  # of the current step, by part
-    total_seconds: Counter = field(default_factory=Counter)
+    seconds: Counter = field(default_factory=Counter)  # by part, since the run began
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+    _encoding: Any = field(default_factory=threading.Lock, repr=False)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Count what happens inside as seconds of `part`."""
+        """Count what happens inside as seconds of `part`; from any thread."""
         start = time.monotonic()
         yield
-        self.seconds[part] += time.monotonic() - start
-        self.total_seconds[part] += time.monotonic() - start
+        with self._lock:
+            self.seconds[part] += time.monotonic() - start
 
     def on_current_weights(self, step: int, work: Callable[[], Any], where: str) -> Any:
         """`work()` once the engine that generates has the weights of `step`; again from there if a server was lost."""
@@ -68,7 +70,11 @@ class Session:
             self.version = None  # the servers get everything anew
             self.sync.open()
 
-        return through_restarts(synced, f"{where} with weights of step {step}", self.ranks, self.client, reopen)
+        where = f"{where} with weights of step {step}"
+        return through_restarts(synced, where, self.ranks, self.client, self.quiesce, reopen)
+
+    def quiesce(self) -> None:
+        """Nothing is asked in the background any more; a program that does so overrides this."""
 
     def sync_weights(self, step: int) -> None:
         """The engine that generates gets the weights of `step` unless it has them (SYN-2)."""
@@ -81,6 +87,11 @@ class Session:
         values = {"sync/bytes": report.num_bytes, "sync/gb_per_s": report.gb_per_s, "sync/seconds": report.seconds}
         self.monitor.scalars(step, values)
 
+    def encode(self, samples: Sequence[Sample]) -> list[EncodedPrompt]:
+        """Their prompts, from any thread: a fast tokenizer cannot be used by two at once."""
+        with self._encoding:
+            return [encode_prompt(sample, self.processor) for sample in samples]
+
     def roll_out(
         self,
         samples: Sequence[Sample],
@@ -88,8 +99,12 @@ class Session:
         sampling: Decoding,
         step: int,
         micro_step_idx: int,
+        strict: bool = True,
     ) -> list[RolloutResult]:
-        """The current policy's answers, in order, each behind exactly the prompt it will be trained behind (ROL-3)."""
+        """The current policy's answers, in order, each behind exactly the prompt it will be trained behind (ROL-3).
+
+        Not `strict`, for requests that may meet a sync: the answers say which of this run's weights made them (SYN-8).
+        """
         requests = [
             RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
             for sample, prompt in zip(samples, prompts, strict=True)
@@ -101,6 +116,7 @@ class Session:
             micro_step_idx=micro_step_idx,
             run_seed=self.cfg.training.seed,
             expect_version=self.version,
+            strict=strict,
         )
         for request, answer in zip(requests, answers, strict=True):
             if answer.error is None:

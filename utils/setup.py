@@ -183,6 +183,7 @@ def open_sync(
             open_timeout_s=cfg.rm.vllm.server.timeout_s,
             verify=settings.verify,
             probe=probe,
+            on_running=cfg.rm.async_.on_sync if cfg.rm.async_.enabled else "wait",
         )
     except ValueError as error:
         give_up(str(error), ranks.is_main)

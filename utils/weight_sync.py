@@ -448,6 +448,7 @@ class WeightSync:
         addresses: `(host of this learner as the server reaches it, group port)` per server.
         verify: `off`, `first` or `always` (SYN-7).
         probe: what the second step of verification compares; None leaves it out.
+        on_running: what becomes of running requests: `wait`, `abort` (made again) or `keep` (SYN-9).
     """
 
     mode = "full"
@@ -466,10 +467,11 @@ class WeightSync:
         open_timeout_s: float,
         verify: str = "first",
         probe: Probe | None = None,
+        on_running: str = "wait",
     ) -> None:
         self.weights, self.ranks, self.client, self.addresses = weights, ranks, client, addresses
         self.run_id, self.bucket_bytes, self.timeout_s, self.verify = run_id, bucket_bytes, timeout_s, verify
-        self.open_timeout_s, self.probe = open_timeout_s, probe
+        self.open_timeout_s, self.probe, self.on_running = open_timeout_s, probe, on_running
         transport = NcclTransport if ranks.device.type == "cuda" else GlooTransport
         self.transport: Transport = transport(bucket_bytes, timeout_s)
         self.num_syncs = 0
@@ -572,7 +574,7 @@ class WeightSync:
 
     def _update_all(self, pool: ThreadPoolExecutor, version: str, entries: list[WeightEntry], verify: bool) -> None:
         label = {"run_id": self.run_id, "version": version}
-        failure = attempt(self._post_all, pool, "/start_weight_update/", {**label, "pause": "wait"})
+        failure = attempt(self._post_all, pool, "/start_weight_update/", {**label, "pause": self.on_running})
         if failure is not None:
             if self.weights.is_sharded:  # nothing is sent, but the other ranks are in the gathers already
                 self._walk(entries)
