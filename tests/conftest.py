@@ -9,6 +9,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)  # two cores may be shared with real servers and learners
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -5,18 +5,17 @@ Data, tokenizer, servers, model, engine, communicators: in the order in which mi
 
 import logging
 import socket
-import sys
 import uuid
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 from utils import targets
 from utils.adapter_sync import FallbackSync, make_sync
-from utils.config import Config, ConfigError, check_world_size, engine_json
+from utils.config import Config, ConfigError, check_world_size, engine_json, exit_with
 from utils.data import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples, prompt_chat
 from utils.dist import Ranks
 from utils.learner import Learner
@@ -45,7 +44,7 @@ def open_session(cfg: Config) -> Session:
         check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
         engine_json(cfg, ranks.world_size)
     except ConfigError as error:
-        give_up("\n".join(error.problems), ranks.is_main)
+        exit_with(error, ranks.is_main)
     logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
     datasets, weights, val_samples = load_data(cfg, ranks.is_main)
     processor, table = load_tokenizer(cfg, ranks.is_main)
@@ -96,7 +95,7 @@ def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[floa
         datasets = load_samples([spec.path for spec in train_specs], **options)
         validation = load_samples([spec.path for spec in val_specs], **options)
     except DataError as error:
-        give_up(str(error), is_main)
+        exit_with(str(error), is_main)
     limit = cfg.training.eval_limit
     return datasets, [spec.weight for spec in train_specs], [sample for part in validation for sample in part][:limit]
 
@@ -107,7 +106,7 @@ def load_tokenizer(cfg: Config, is_main: bool) -> tuple[Any, TokenTable]:
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
         return processor, TokenTable.from_tokenizer(processor.tokenizer)
     except (OSError, ValueError) as error:
-        give_up(f"model.path={cfg.model.path}: {error}", is_main)
+        exit_with(f"model.path={cfg.model.path}: {error}", is_main)
 
 
 def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
@@ -186,7 +185,7 @@ def open_sync(
             on_running=cfg.rm.async_.on_sync if cfg.rm.async_.enabled else "wait",
         )
     except ValueError as error:
-        give_up(str(error), ranks.is_main)
+        exit_with(str(error), ranks.is_main)
     sync.open()
     client.owner = run_id
     return sync
@@ -204,13 +203,6 @@ def make_probe(
     token_ids = [int(token) for token in target.answer_ids]
     request = {"messages": prompt_chat(sample), "images": sample.images}
     return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
-
-
-def give_up(message: str, is_main: bool) -> NoReturn:
-    """A user's mistake: the message once, on rank 0, and exit status 2 on all ranks."""
-    if is_main:
-        print(message, file=sys.stderr)
-    raise SystemExit(2)
 
 
 def learner_host(base_url: str) -> str:
