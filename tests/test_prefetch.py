@@ -21,6 +21,7 @@ class Engine:
     gate: threading.Event = field(default_factory=threading.Event)
     errors: list = field(default_factory=list)
     num_drawn: int = 0
+    num_begun: int = 0  # questions, those at the gate included
     version: int = 0  # of the weights, which answers carry
 
     def draw(self) -> list[int]:
@@ -28,6 +29,7 @@ class Engine:
         return [self.num_drawn - 1]
 
     def ask(self, samples, step, micro_step_idx):
+        self.num_begun += 1
         assert self.gate.wait(10)
         self.asked.append((step, micro_step_idx))
         if self.errors and (error := self.errors.pop(0)) is not None:
@@ -136,10 +138,8 @@ def test_stop_waits_for_the_call_that_runs_and_keeps_what_is_finished(engine, pr
     prefetcher.take(0)
     assert until(lambda: len(engine.asked) == 4)
     engine.gate.clear()
-    taken = []
-    waiting = threading.Thread(target=lambda: taken.append(prefetcher.take(1)))  # lets step 2 be asked for
-    waiting.start()
-    waiting.join()
+    prefetcher.take(1)  # lets step 2 be asked for
+    assert until(lambda: engine.num_begun == 5)
     stopper = threading.Thread(target=prefetcher.stop)
     stopper.start()
     assert stays(stopper.is_alive)
