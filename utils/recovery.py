@@ -41,6 +41,8 @@ def through_restarts(
                 reopen()
             result, error = _outcome(work)
             ranks.raise_together(error, where)
+            if recoveries:
+                logger.warning("%s is done; nothing was lost, the run goes on", where)
             return result
         except FailedTogether as failure:
             if recoveries == MAX_RECOVERIES or not any(ranks.gather(_is_loss(client, failure))):
@@ -48,6 +50,7 @@ def through_restarts(
             logger.warning("%s\nwaiting for the rollout servers, then going on", failure)
         quiesce()
         ranks.raise_together(attempt(client.wait_ready), f"{where}: waiting for the rollout servers")
+        logger.warning("all rollout servers answer; opening the communicators anew, then sending all weights")
         recoveries += 1
 
 
