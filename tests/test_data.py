@@ -79,6 +79,24 @@ def test_dat_1_without_objects_is_valid(tmp_path):
     assert load_one(tmp_path, objects=[]).objects == []
 
 
+def test_dat_1_grp_5_other_keys_are_kept_for_rewards(tmp_path):
+    """DAT-1, GRP-5: as they are; the format's own are not among them."""
+    summary = {"car": {"colour": ["red", None], "doors": 4}}
+    sample = load_one(tmp_path, id="s1", domain="street", summary=summary, answer=1.5, prompt="?")
+    assert sample.extra == {"domain": "street", "summary": summary, "answer": 1.5}
+    assert load_one(tmp_path).extra == {}
+
+
+def test_dat_1_grp_5_a_summary_needs_neither_objects_nor_an_image(tmp_path):
+    """DAT-1, GRP-5: but an image that is there is read as ever."""
+    assert load_one(tmp_path, objects=..., summary={}).objects == []
+    text = load_one(tmp_path, images=[], width=..., height=..., objects=..., summary={})
+    assert (text.images, text.image_sizes, text.width, text.objects) == ([], [], 0, [])
+    assert problems_of(write(tmp_path, line(objects=None, summary={}))) == [
+        f"{tmp_path}/d.jsonl:1: objects: missing; write [] for an image without objects"
+    ]
+
+
 def test_dat_1_polygon(tmp_path):
     """DAT-1."""
     objects = [{"desc": "kite", "poly": [0, 0, 100, 0, 100, 50]}]

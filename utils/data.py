@@ -33,6 +33,7 @@ EDGE_TOLERANCE_PX = 0.5
 # A description that spells a token of the vocabulary's own would change the answer's structure.
 SPECIAL_TOKEN = re.compile(r"<\|[^|>]*\|>")
 EXIF_ORIENTATION = 0x0112
+FORMAT_KEYS = frozenset({"id", "images", "width", "height", "objects", "messages", "prompt"})
 
 
 class DataError(Exception):
@@ -52,6 +53,7 @@ class Sample:
 
     `images` are absolute paths or `data:` URIs, `image_sizes` their (height, width) as opened, `objects` are in bins of
     `width` x `height`, `messages` are the prompt only, as strings with `<image>` markers, `source` is "file:line".
+    `extra` holds all other keys of the line as they are, for rewards: `domain` and `summary` and a user's own.
     """
 
     id: str
@@ -62,6 +64,7 @@ class Sample:
     objects: list[Object]
     messages: list[dict[str, str]]
     source: str
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 # ---- reading files -------------------------------------------------------------------------------------------------
@@ -158,7 +161,8 @@ def _read_sample(row: dict[str, Any], base: Path, source: str, prompt: str | Non
         raise _Bad(*reasons)
     if object_order == "sorted":
         objects = sorted(objects, key=lambda item: (bounding_box(item)[1], bounding_box(item)[0]))
-    return Sample(sample_id, images, sizes, *size, objects, messages, source)
+    extra = {key: value for key, value in row.items() if key not in FORMAT_KEYS}
+    return Sample(sample_id, images, sizes, *size, objects, messages, source, extra)
 
 
 def _read_id(row: dict[str, Any], source: str) -> str:
@@ -294,7 +298,7 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tupl
 
 def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None) -> list[Object]:
     """All objects; `sizes` and `size` are None where what they come from is wrong and has been reported."""
-    given = row.get("objects")
+    given = row.get("objects", [] if "summary" in row else None)  # a summary needs no objects
     if given is None:
         raise _Bad("objects: missing; write [] for an image without objects")
     if isinstance(given, dict):

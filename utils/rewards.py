@@ -1,0 +1,325 @@
+"""What an answer is worth: named functions `(completion, sample) -> float in [0, 1]` (GRP-5).
+
+A completion is a `str` that also knows its token ids, so a function over text stays a function over text. A user's file
+named in `rlhf.reward_files` holds such functions as they are:
+
+    def short(completion, sample):
+        return 1.0 if len(completion) < 200 else 0.0
+
+Two families come with the project. `summary_*` score the form
+
+    <DOMAIN=street>, <TASK=SUMMARY>
+    {"car": {"colour": "red", "doors": 4}, "tree": {"height": "tall"}}
+
+against `domain` and `summary` of the sample: top-level keys are categories, the keys below them attributes. Which
+domains, categories and attributes there are, the data say. `detection_*` score stage 2's answers (TGT-1) by its own
+parser and matching, so that GRPO can go on where stage 2 ended.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from utils.evaluation import count_sample, scores
+from utils.parsing import ParsedAnswer, TokenTable, parse_answer
+
+if TYPE_CHECKING:
+    from utils.data import Sample
+
+# Smallest IoU of a pair that counts as found, as in evaluation (LRN-7).
+IOU_THRESHOLD = 0.5
+# Tversky's weights of what was invented and of what was left out. Source: Salehi et al. 2017 (arXiv:1706.05721).
+TVERSKY_ALPHA, TVERSKY_BETA = 0.3, 0.7
+
+_DOMAIN = re.compile(r"[^<>,\n]+")
+_SUMMARY = re.compile(rf"<DOMAIN={_DOMAIN.pattern}>, <TASK=SUMMARY>\n\{{[^\n]*\}}")
+
+
+class Completion(str):
+    """An answer's text, and behind it the tokens that were sampled.
+
+    Attributes:
+        token_ids: the generated ids, cut before the stop token.
+        table: the tokenizer's table, for `parsed`; None where the tokenizer has no coordinate tokens.
+    """
+
+    token_ids: list[int]
+    table: TokenTable | None
+
+    def __new__(cls, text: str, token_ids: Sequence[int] = (), table: TokenTable | None = None) -> Completion:
+        completion = super().__new__(cls, text)
+        completion.token_ids, completion.table = list(token_ids), table
+        return completion
+
+    @cached_property
+    def parsed(self) -> ParsedAnswer:
+        """The answer's objects (TGT-2), parsed once for all functions.
+
+        Raises:
+            ValueError: the tokenizer has no coordinate tokens.
+        """
+        if self.table is None:
+            raise ValueError("detection rewards need a tokenizer with coordinate tokens")
+        return parse_answer(self.token_ids, self.table)
+
+
+KeyPath = tuple[str, ...]
+RewardFunction = Callable[[Completion, "Sample"], float]
+REWARDS: dict[str, RewardFunction] = {}  # those that come with the project
+NEEDS: dict[str, tuple[str, ...]] = {}  # keys of a data line that they cannot do without
+
+
+class RewardError(RuntimeError):
+    """A reward function failed or left [0, 1]; names the function and the sample."""
+
+
+def _reward(*needs: str) -> Callable[[RewardFunction], RewardFunction]:
+    def register(function: RewardFunction) -> RewardFunction:
+        REWARDS[function.__name__], NEEDS[function.__name__] = function, needs
+        return function
+
+    return register
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# choosing and calling
+
+
+def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, RewardFunction]:
+    """The functions called `names`, in that order, from the project and from the user's files, which are executed.
+
+    Raises:
+        ValueError: a file cannot be loaded, a name is unknown, or two places define it.
+    """
+    known = [("utils/rewards.py", REWARDS), *((path, _functions_of(path)) for path in files)]
+    chosen = {}
+    for name in names:
+        places = [path for path, functions in known if name in functions]
+        if not places:
+            everything = sorted({name for _, functions in known for name in functions})
+            near = difflib.get_close_matches(name, everything, 1, cutoff=0)[0]
+            raise ValueError(f"there is no reward {name!r}; did you mean {near}? All of them: {', '.join(everything)}")
+        if len(places) > 1:
+            raise ValueError(f"reward {name!r} is defined in {' and in '.join(places)}; rename one")
+        chosen[name] = dict(known)[places[0]][name]
+    return chosen
+
+
+def _functions_of(path: str) -> dict[str, RewardFunction]:
+    """Public functions that a Python file defines itself."""
+    name = f"rewards of {Path(path).resolve()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    try:
+        if spec is None:
+            raise ValueError("not a Python file")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may fail in any way
+        raise ValueError(f"{path}: cannot be loaded: {type(error).__name__}: {error}") from error
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
+    }
+
+
+def data_problems(names: Sequence[str], samples: Sequence[Sample]) -> list[str]:
+    """`file:line: reason` for every sample that lacks what a reward of the project needs; for before the first step."""
+    readers: dict[str, list[str]] = {}
+    for name in names:
+        for field in NEEDS.get(name, ()):
+            readers.setdefault(field, []).append(name)
+    return [
+        f"{sample.source}: {field}: {reason}; {', '.join(readers[field])} cannot do without"
+        for sample in samples
+        for field in readers
+        if (reason := _field_problem(field, sample.extra))
+    ]
+
+
+def _field_problem(field: str, extra: dict[str, Any]) -> str | None:
+    """What is wrong with a field of a data line that summary rewards read."""
+    value = extra.get(field)
+    if field == "summary":
+        return None if isinstance(value, dict) else "must be an object {category: {attribute: value}}"
+    is_name = isinstance(value, str) and _DOMAIN.fullmatch(value)
+    return None if is_name else "must be text without <, >, comma and line break"
+
+
+def score(completion: Completion, sample: Sample, rewards: dict[str, RewardFunction]) -> np.ndarray:
+    """Each function's value for one answer, float64 `[num_functions]`; the total is its product with `reward_weights`.
+
+    Raises:
+        RewardError: a function raised, or returned anything but a number in [0, 1].
+    """
+    values = []
+    for name, function in rewards.items():
+        where = f"reward {name} on sample {sample.id} ({sample.source})"
+        try:
+            value = function(completion, sample)
+        except Exception as error:  # whatever a user's function raises
+            raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
+        is_number = isinstance(value, int | float | np.number | np.bool_)
+        if not is_number or not 0 <= value <= 1:
+            raise RewardError(f"{where}: returned {value!r}; it must return a number in [0, 1]")
+        values.append(float(value))
+    return np.array(values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# summaries
+
+
+@_reward()
+def summary_format(completion: str, sample: Sample) -> float:
+    """Two lines: a header of the right form, and something in braces; nothing before, between or behind."""
+    return float(_SUMMARY.fullmatch(completion) is not None)
+
+
+@_reward("domain")
+def summary_header(completion: str, sample: Sample) -> float:
+    """The first line is the header with the sample's domain."""
+    return float(completion.split("\n", 1)[0] == f"<DOMAIN={sample.extra['domain']}>, <TASK=SUMMARY>")
+
+
+@_reward()
+def summary_strict_json(completion: str, sample: Sample) -> float:
+    """What follows the first line is one JSON object by the standard (no NaN, nothing behind it)."""
+    return float(_body(completion) is not None)
+
+
+@_reward()
+def summary_no_duplicate_keys(completion: str, sample: Sample) -> float:
+    """The JSON object holds no key twice, at any depth."""
+    body = _body(completion)
+    return float(body is not None and not body[1])
+
+
+@_reward("summary")
+def summary_category_recall(completion: str, sample: Sample) -> float:
+    """Share of the reference's categories that the answer has."""
+    return _recall(completion, sample, lambda path: path[:1])
+
+
+@_reward("summary")
+def summary_attr_key_recall(completion: str, sample: Sample) -> float:
+    """Share of the reference's attributes (a category and a key in it) that the answer has, whatever their values."""
+    return _recall(completion, sample, lambda path: path[:2] if len(path) > 1 else ())
+
+
+@_reward("summary")
+def summary_attr_path_recall(completion: str, sample: Sample) -> float:
+    """Share of the reference's key paths, from the category down to a value, that the answer has, values aside."""
+    return _recall(completion, sample, lambda path: path if len(path) > 1 else ())
+
+
+@_reward("summary")
+def summary_tversky(completion: str, sample: Sample) -> float:
+    """Tversky index of the two multisets of (key path, value): shared / (shared + 0.3 invented + 0.7 left out).
+
+    Source: Tversky 1977, "Features of similarity", Psychological Review 84(4).
+    """
+    body = _body(completion)
+    if body is None:
+        return 0.0
+    reference = Counter(_leaves(sample.extra["summary"]))
+    shared = (body[0] & reference).total()
+    invented, left_out = body[0].total() - shared, reference.total() - shared
+    whole = shared + TVERSKY_ALPHA * invented + TVERSKY_BETA * left_out
+    return shared / whole if whole else 1.0
+
+
+def _body(completion: str) -> tuple[Counter[tuple[KeyPath, str]], bool] | None:
+    """Leaves of the JSON object behind the first line, and whether a key stands twice in it; None where there is none.
+
+    Of a key that stands twice the last value counts.
+    """
+    has_duplicates = False
+
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal has_duplicates
+        made = dict(pairs)
+        has_duplicates |= len(made) < len(pairs)
+        return made
+
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(completion.partition("\n")[2], object_pairs_hook=to_dict, parse_constant=refuse)
+        return (Counter(_leaves(value)), has_duplicates) if isinstance(value, dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """(keys from the category down, value as JSON) of every value that holds no others. The entries of a list share
+    its path: their order says nothing."""
+    if isinstance(value, dict) and (value or not path):
+        for key, entry in value.items():
+            yield from _leaves(entry, (*path, key))
+    elif isinstance(value, list) and value:
+        for entry in value:
+            yield from _leaves(entry, path)
+    else:
+        is_whole = isinstance(value, float) and value.is_integer()
+        yield path, json.dumps(int(value) if is_whole else value)  # 4.0 is 4, but "4" is not
+
+
+def _recall(completion: str, sample: Sample, part_of: Callable[[KeyPath], KeyPath]) -> float:
+    """Share of the reference's parts that the answer has; `part_of` gives () for a path that has none."""
+    body = _body(completion)
+    if body is None:
+        return 0.0
+    wanted = {part_of(path) for path, _ in _leaves(sample.extra["summary"])} - {()}
+    found = {part_of(path) for path, _ in body[0]}
+    return len(wanted & found) / len(wanted) if wanted else 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# detection
+
+
+@_reward()
+def detection_parse(completion: Completion, sample: Sample) -> float:
+    """The answer is closed and nothing in it was malformed: what `parse_rate` counts."""
+    return float(_detection_counts(completion, sample)["parsed"])
+
+
+@_reward()
+def detection_f1(completion: Completion, sample: Sample) -> float:
+    """F1 of the objects at IoU 0.5 with equal label, case and outer blanks aside; 1 where nothing is and is found."""
+    return scores(_detection_counts(completion, sample))["f1"]
+
+
+@_reward()
+def detection_f1_no_label(completion: Completion, sample: Sample) -> float:
+    """The same by place alone."""
+    return scores(_detection_counts(completion, sample))["f1_no_label"]
+
+
+@_reward()
+def detection_mean_iou(completion: Completion, sample: Sample) -> float:
+    """Mean IoU over all objects, predicted or true: of a matched pair its IoU, of any other object 0.
+
+    Not the mean over matches alone, under which one sure object and silence about the others would be the best answer.
+    """
+    counts = _detection_counts(completion, sample)
+    num_objects = counts["num_pred"] + counts["num_gt"] - counts["matched_no_label"]
+    return min(counts["iou_sum"] / num_objects, 1.0) if num_objects else 1.0  # areas of polygons are rounded
+
+
+def _detection_counts(completion: Completion, sample: Sample) -> Counter[str]:
+    return count_sample(completion.parsed, sample.objects, IOU_THRESHOLD, truncated=False)
