@@ -21,6 +21,7 @@ from rollout_server import (
     listen,
     model_problems,
     problems_of,
+    resolve,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -176,3 +177,56 @@ def test_dry_run_prints_the_plan_and_starts_nothing(model_dir, tmp_path):
     assert "would not start" in done.stdout
     real = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert real.returncode == 2 and real.stderr.count("not loopback") == 2 and "Traceback" not in real.stderr
+
+
+def grpo_config(model_dir: Path, tmp_path: Path, **settings) -> Path:
+    """The shipped preset with another model, port and launch settings."""
+    import yaml
+
+    config = {
+        "extends": str(ROOT / "configs" / "grpo" / "summary_1024.yaml"),
+        "model": {"path": str(model_dir)},
+        "rlhf": {"vllm_server_port": [settings.pop("port", 8080)]},
+        "global_max_length": 2048,
+        "custom": {"extra": {"rollout_server": {"vllm_max_model_len": 2048, **settings}}},
+    }
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize("num_devices", [5, 6, 7])
+def test_a_grpo_server_uses_up_its_devices_exactly(model_dir, tmp_path, monkeypatch, num_devices):
+    """GRP-2, GRP-3, SRV-2: host and port of `rlhf`; TP 1 x DP 6 wants six devices."""
+    from utils.config import load_config
+
+    monkeypatch.setattr("rollout_server.count_cuda_devices", lambda: num_devices)
+    launch = resolve(load_config(grpo_config(model_dir, tmp_path), for_learner=False), 0)
+    assert (launch.host, launch.port, launch.world_size, launch.max_lora_rank) == ("127.0.0.1", 8080, 6, None)
+    found = problems_of(launch, None)
+    assert len(found) == (num_devices != 6)
+    assert num_devices == 6 or f"= 6, but {num_devices} CUDA devices are visible" in found[0]
+
+
+def test_a_grpo_server_on_a_busy_port_says_who_has_it(model_dir, tmp_path):
+    """GRP-2, SRV-2: exit status 2, no other port instead."""
+    busy = listen("127.0.0.1", 0)
+    try:
+        port = busy.getsockname()[1]
+        path = grpo_config(model_dir, tmp_path, port=port, device="cpu")
+        command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    finally:
+        busy.close()
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; held by process {os.getpid()}" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grpo").glob("summary*.yaml")), ids=lambda path: path.stem)
+def test_dry_run_of_the_grpo_presets(path):
+    """GRP-3, CFG-16: the server takes its side of the file, also while the learner's program is not there yet."""
+    command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(path), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for words in ("http://127.0.0.1:8080/", "data parallel     6", "max model length  12000", "0.6 of each device"):
+        assert words in done.stdout

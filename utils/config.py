@@ -213,15 +213,15 @@ def _get(data: Any, keys: Keys, default: Any) -> Any:
 # loading
 
 
-def load_config(path: str | os.PathLike[str]) -> Config:
+def load_config(path: str | os.PathLike[str], for_learner: bool = True) -> Config:
     """Resolve and validate a file. Raises `ConfigError` with all problems of the file."""
-    return build_config(*_read(path))
+    return build_config(*_read(path), for_learner)
 
 
-def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
+def load_config_or_exit(path: str | os.PathLike[str], for_learner: bool = True) -> Config:
     """`load_config` for programs: problems go to stderr, exit status 2, no traceback."""
     try:
-        return load_config(path)
+        return load_config(path, for_learner)
     except ConfigError as error:
         exit_with(error)
 
@@ -239,8 +239,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
     return data, Origin(_shown(Path(os.path.abspath(path))), data, files)
 
 
-def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
-    """Validate a resolved mapping.
+def build_config(data: dict[str, Any], origin: Origin | None = None, for_learner: bool = True) -> Config:
+    """Validate a resolved mapping. What is not built yet concerns learners only; the rollout server serves it already.
 
     Raises:
         ConfigError: with all problems, in the order fields, rules between them, parts that are not built yet.
@@ -252,7 +252,8 @@ def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
         read_keys = [parse_path(path) for path in reads]
         if not any(a[: len(b)] == b[: len(a)] for a in bad for b in read_keys):
             problems += [problem(cfg, path, text) for path, text in rule(cfg)]
-    problems += [problem(cfg, path, text) for path, text in refuse_unbuilt(cfg)]
+    if for_learner:
+        problems += [problem(cfg, path, text) for path, text in refuse_unbuilt(cfg)]
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -283,7 +284,7 @@ def check_world_size(cfg: Config, world_size: int) -> None:
     """Raises `ConfigError` when `world_size` learners cannot use the sync mode in force (CFG-10)."""
     if world_size > 1 and cfg.servers() and cfg.sync_mode() != "full":
         rule = f"{world_size} learners in server mode need full; set it, or launch one learner"
-        raise ConfigError([problem(cfg, f"{RM}.vllm.sync.mode", rule)])
+        raise ConfigError([problem(cfg, cfg.rollout_path("vllm.sync.mode"), rule)])
 
 
 def require_server(cfg: Config, index: int) -> ServerAddress:
@@ -293,7 +294,7 @@ def require_server(cfg: Config, index: int) -> ServerAddress:
         raise ConfigError([problem(cfg, RS, "is required to launch a server; add it with vllm_max_model_len")])
     if not 0 <= index < len(servers):
         rule = f"there are {len(servers)} servers, so no --server-index {index}; add the server or use a smaller index"
-        raise ConfigError([problem(cfg, f"{RM}.vllm.server", rule)])
+        raise ConfigError([problem(cfg, cfg.rollout_path("vllm.server"), rule)])
     return servers[index]
 
 

@@ -74,7 +74,8 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     servers, training = _server_plans(cfg), cfg.training
     chunk = _chunk(cfg, servers, world_size)
     batch, gas = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    rows = gas if training.packing else gas * batch
+    answers = batch * cfg.answers_per_sample
+    rows = gas if training.packing else gas * answers
     num_samples = _samples_per_epoch(cfg)
     size = model_size(Path(cfg.model.path), cfg.tuner)
     known = training.max_steps is not None or num_samples is not None
@@ -85,7 +86,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         own_rollouts=_own_rollouts(cfg, world_size),
         sync_mode=cfg.sync_mode(),
         chunk=chunk,
-        rounds=chunk and -(-batch // chunk),
+        rounds=chunk and -(-answers // chunk),
         samples_per_step=world_size * batch * gas,
         num_samples=num_samples,
         num_steps=training.num_steps(num_samples or 0, world_size) if known else None,
@@ -135,8 +136,9 @@ def _chunk(cfg: Config, servers: list[ServerPlan], world_size: int) -> int | Non
     try:
         check_capacity(cfg.rm.decode_batch_size, num_devices, world_size)
     except ValueError as error:
-        key = f"{RM}.decode_batch_size"
-        rule = str(error).removeprefix(f"{key}={cfg.rm.decode_batch_size} ")  # the line names the key itself
+        key = cfg.rollout_path("decode_batch_size")
+        rule = str(error).replace(f"{RM}.decode_batch_size", key)
+        rule = rule.removeprefix(f"{key}={cfg.rm.decode_batch_size} ")  # the line names the key itself
         raise ConfigError([problem(cfg, key, rule)]) from None
     return chunk_size(cfg.rm.decode_batch_size, num_devices, world_size)
 

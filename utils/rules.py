@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from utils.schema import RM, RS, Config, ServerAddress, ServerSettings, brief
+from utils.schema import RM, RS, Config, RolloutMatching, Sampling, ServerAddress, ServerSettings, brief
 
 Found = Iterator[tuple[str, str]]
 RULES: list[tuple[tuple[str, ...], Callable[[Config], Found]]] = []
@@ -38,41 +38,42 @@ def _packing_drops_last(cfg: Config) -> Found:
         )
 
 
-@_rule("training.packing", "training.packing_buffer", "training.per_device_train_batch_size")
+@_rule("training.packing", "training.packing_buffer", "training.per_device_train_batch_size", "rlhf")
 def _buffer_holds_a_batch(cfg: Config) -> Found:
-    batch = cfg.training.per_device_train_batch_size
+    batch = cfg.training.per_device_train_batch_size * cfg.answers_per_sample
     if cfg.training.packing and cfg.training.packing_buffer < batch:
+        what = f"{batch} samples" if cfg.answers_per_sample == 1 else f"{batch} answers (rlhf.num_generations each)"
         yield (
             "training.packing_buffer",
-            f"must hold the {batch} samples of a micro-step; raise it or lower training.per_device_train_batch_size",
+            f"must hold the {what} of a micro-step; raise it or lower training.per_device_train_batch_size",
         )
 
 
-@_rule("custom.trainer_variant", "global_max_length", f"{RM}.max_new_tokens", RS)
+@_rule("custom.trainer_variant", "global_max_length", f"{RM}.max_new_tokens", RS, "rlhf", "training.packing")
 def _lengths_fit(cfg: Config) -> Found:
-    new_tokens, row = cfg.rm.max_new_tokens, cfg.global_max_length
-    if _is_stage2(cfg):
-        if row is None:
-            yield "global_max_length", "is required for stage 2; set it to the tokens one row may hold"
-        elif new_tokens >= row:
-            yield (
-                f"{RM}.max_new_tokens",
-                f"prompt and answer must fit in global_max_length={row}; lower it or raise global_max_length",
-            )
+    new_tokens, row, key = cfg.rm.max_new_tokens, cfg.global_max_length, cfg.rollout_path("max_new_tokens")
+    if row is None and _is_stage2(cfg):
+        yield "global_max_length", "is required for stage 2; set it to the tokens one row may hold"
+    elif row is None and (cfg.training.packing or is_colocate(cfg)):
+        why = "training.packing" if cfg.training.packing else "rlhf.vllm_mode: colocate"
+        yield "global_max_length", f"is required with {why}; set it to the tokens one row may hold"
+    elif row is not None and new_tokens >= row:
+        yield key, f"prompt and answer must fit in global_max_length={row}; lower it or raise global_max_length"
     for path, settings in _server_settings(cfg):
         length = settings.vllm_max_model_len
-        if _is_stage2(cfg) and new_tokens >= length:
+        if new_tokens >= length:
             yield (
                 f"{path}.vllm_max_model_len",
-                f"prompt and answer must fit, and {RM}.max_new_tokens={new_tokens} fills it; raise it or lower that",
+                f"prompt and answer must fit, and {key}={new_tokens} fills it; raise it or lower that",
             )
-        if not _is_stage2(cfg) and row is not None and length < row:
+        elif cfg.is_grpo and row is not None and length < row:
             yield f"{path}.vllm_max_model_len", f"must be at least global_max_length={row}; raise it or lower that"
 
 
 def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
-    """(path, settings) of the common launch settings and of each server that overrides some."""
-    if cfg.rs is not None:
+    """(path, settings) of the common launch settings and of each server that overrides some; none where GRPO does
+    without a server (GRP-2)."""
+    if cfg.rs is not None and (_is_stage2(cfg) or cfg.connection):
         yield RS, cfg.rs
         yield from ((f"{RS}.servers[{i}]", cfg.server_settings(i)) for i in range(len(cfg.rs.servers)))
 
@@ -88,7 +89,7 @@ def _server_mode_has_servers(cfg: Config) -> Found:
 @_rule(f"{RM}.vllm.server")
 def _server_form(cfg: Config) -> Found:
     path, server = f"{RM}.vllm.server", cfg.rm.vllm.server
-    if server is None:
+    if server is None or cfg.is_grpo:  # GRPO's is made of rlhf, see _grpo_connection
         return
     paired = server.base_url is not None or server.group_port is not None
     if paired == (server.servers is not None):
@@ -147,7 +148,7 @@ def _host_and_port(url: str) -> tuple[str, int] | None:
 @_rule(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", RS)
 def _adapter_sync_needs_lora(cfg: Config) -> Found:
     enabled = cfg.rm.vllm.enable_lora
-    if cfg.rm.vllm.sync.mode == "adapter" and not enabled:
+    if _is_stage2(cfg) and cfg.rm.vllm.sync.mode == "adapter" and not enabled:
         yield (
             f"{RM}.vllm.sync.mode",
             f"adapter needs {RM}.vllm.enable_lora: true; set it, or use full",
@@ -161,7 +162,7 @@ def _adapter_sync_needs_lora(cfg: Config) -> Found:
 
 
 def is_colocate(cfg: Config) -> bool:
-    return _is_stage2(cfg) and cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "colocate"
+    return cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "colocate"
 
 
 @_rule("custom.trainer_variant", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.enable_lora")
@@ -176,14 +177,16 @@ def _colocate_needs_no_lora(cfg: Config) -> Found:
 
 def engine_problems(cfg: Config, world_size: int, has_vllm: bool = True) -> Found:
     """Why `world_size` learners cannot generate as the config says, with the ways out (ROL-5)."""
-    if _is_stage2(cfg) and cfg.rm.rollout_backend == "vllm" and not has_vllm:
-        yield f"{RM}.rollout_backend", "vLLM is not installed here; install it (see README), or use hf"
+    backend = cfg.rollout_path("rollout_backend")
+    hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
+    if cfg.rm.rollout_backend == "vllm" and not has_vllm:
+        yield backend, f"vLLM is not installed here; install it (see README), or set {hf}"
     size = cfg.rm.vllm.tensor_parallel_size
     if is_colocate(cfg) and world_size % size:
         yield (
-            f"{RM}.vllm.tensor_parallel_size",
-            f"must divide the {world_size} learner(s); set it to 1 (with {RM}.vllm.mode: colocate) or to another "
-            f"divisor of {world_size}, or set {RM}.rollout_backend: hf",
+            cfg.rollout_path("vllm.tensor_parallel_size"),
+            f"must divide the {world_size} learner(s); set it to 1 (with {cfg.rollout_path('vllm.mode')}: colocate) or "
+            f"to another divisor of {world_size}, or set {hf}",
         )
 
 
@@ -269,26 +272,77 @@ def _evaluation_has_data(cfg: Config) -> Found:
             yield f"training.{key}", "evaluation needs custom.val_jsonl; name a file, or take this out"
 
 
+@_rule("custom.trainer_variant", "rlhf")
+def _rlhf_belongs_to_grpo(cfg: Config) -> Found:
+    if _is_stage2(cfg) and cfg.rlhf is not None:
+        yield "rlhf", "belongs to trainer_variant: grpo; delete it"
+    if cfg.is_grpo and cfg.rlhf is None:
+        yield "rlhf", "is required for trainer_variant: grpo; add it"
+
+
 @_rule("custom.trainer_variant", "rlhf", RS)
 def _grpo_connection(cfg: Config) -> Found:
-    if _is_stage2(cfg):
-        if cfg.rlhf is not None:
-            yield "rlhf", "belongs to trainer_variant: grpo; delete it"
+    if not cfg.is_grpo or cfg.rlhf is None:
         return
-    if cfg.rlhf is None:
-        yield "rlhf", "is required for trainer_variant: grpo; add it"
-        return
-    if cfg.rlhf.vllm_mode != "server":
-        return
-    if len(cfg.rlhf.vllm_server_host) != 1 or cfg.rlhf.vllm_server_host[0] not in ("127.0.0.1", "localhost"):
-        yield "rlhf.vllm_server_host", "must be a list of one loopback host; use [127.0.0.1]"
-    if len(cfg.rlhf.vllm_server_port) != 1:
+    if cfg.rlhf.sync.mode == "adapter":
+        yield "rlhf.sync.mode", "GRPO syncs merged weights; set it to full"
+    if not cfg.rlhf.uses_server:
+        return  # host, port and the server's launch settings are then ignored
+    hosts, ports = cfg.rlhf.vllm_server_host, cfg.rlhf.vllm_server_port
+    if len(hosts) != 1:
+        yield "rlhf.vllm_server_host", "must be a list of exactly one host; use [127.0.0.1]"
+    elif hosts[0] not in ("127.0.0.1", "localhost"):
+        yield "rlhf.vllm_server_host", "must be loopback, 127.0.0.1 or localhost; use [127.0.0.1]"
+    if len(ports) != 1:
         yield "rlhf.vllm_server_port", "must be a list of exactly one port; give one"
+    elif ports[0] == cfg.rlhf.vllm_server_group_port:
+        yield "rlhf.vllm_server_group_port", f"is also the server's port, {ports[0]}; choose another"
     if cfg.rs is None:
         yield RS, "is required by rlhf.vllm_mode: server; add it with vllm_max_model_len"
     for path, settings in _server_settings(cfg):
         if settings.vllm_enable_lora:
-            yield f"{path}.vllm_enable_lora", "GRPO syncs full weights; set it to false"
+            yield f"{path}.vllm_enable_lora", "GRPO syncs merged weights; set it to false"
+
+
+@_rule("custom.trainer_variant", "rlhf", RS)
+def _engine_reports_what_it_samples_from(cfg: Config) -> Found:
+    """vLLM reports by default what the model says, before temperature and filters make a distribution of it."""
+    if not cfg.is_grpo or cfg.rlhf is None or not cfg.rlhf.uses_server or cfg.rlhf.importance_correction_cap is None:
+        return
+    if cfg.rlhf.decoding == Sampling():
+        return
+    for path, settings in _server_settings(cfg):
+        if settings.vllm_engine_kwargs.get("logprobs_mode") != "processed_logprobs":
+            yield (
+                f"{path}.vllm_engine_kwargs",
+                "importance correction with rlhf.decoding other than plain sampling at temperature 1 needs "
+                "{logprobs_mode: processed_logprobs}; add it, or set rlhf.importance_correction_cap: null",
+            )
+
+
+# What a GRPO file may say in the section of stage 2; for all else it has `rlhf`.
+_SHARED_WITH_STAGE2 = ("max_failed_fraction", "monitor_dump", "eval")
+
+
+@_rule("custom.trainer_variant", RM)
+def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
+    given, default = cfg.custom.extra.rollout_matching, RolloutMatching()
+    for key, found in RolloutMatching.model_fields.items():
+        if cfg.is_grpo and key not in _SHARED_WITH_STAGE2 and getattr(given, key) != getattr(default, key):
+            yield f"{RM}.{found.alias or key}", "is for stage 2, GRPO takes its settings from rlhf; delete it here"
+
+
+@_rule("rlhf")
+def _rewards_have_weights(cfg: Config) -> Found:
+    if cfg.rlhf is None:
+        return
+    names, weights = cfg.rlhf.reward_funcs, cfg.rlhf.reward_weights
+    if weights is not None and len(weights) != len(names):
+        yield "rlhf.reward_weights", f"must have one weight for each of the {len(names)} reward_funcs; make them equal"
+    elif weights is not None and not any(weights):
+        yield "rlhf.reward_weights", "are all 0, so no answer is better than another; make one positive"
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        yield "rlhf.reward_funcs", f"names {', '.join(repeated)} more than once; raise its weight instead"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -337,7 +337,9 @@ class Extra(Section):
     """Settings of the rollout programs."""
 
     rollout_matching: RolloutMatching = Field(default_factory=RolloutMatching)
-    rollout_server: RolloutServer | None = Field(None, description="needed by rollout_server.py and for GRPO")
+    rollout_server: RolloutServer | None = Field(
+        None, description="needed by rollout_server.py and for GRPO in server mode"
+    )
 
 
 class Custom(Section):
@@ -419,24 +421,103 @@ class Training(Section):
         return max(1, int(self.num_train_epochs * num_samples / per_step + 1e-9))
 
 
-class Rlhf(Section):
-    """Connection and sampling of GRPO."""
+class Sampling(Decoding):
+    """How answers are sampled. Never greedily: a group of equal answers would teach nothing."""
 
-    use_vllm: bool = Field(True, description="rollouts come from vLLM")
+    temperature: PositiveFloat = Field(1.0, description="must be above 0, so that a group's answers differ")
+
+
+class Rlhf(Section):
+    """GRPO: connection, sampling, rewards and objective."""
+
+    use_vllm: bool = Field(True, description="rollouts come from vLLM; false: transformers' generate on the learner")
     vllm_mode: Literal["server", "colocate"] = Field("server", description="separate server, or inside the learner")
     vllm_server_host: list[str] = Field(["127.0.0.1"], description="server mode: exactly one loopback host")
     vllm_server_port: list[Port] = Field([8080], description="server mode: exactly one port")
     vllm_server_group_port: Port = Field(51216, description="port of the weight communicator")
     vllm_server_timeout: PositiveFloat = Field(240.0, description="limit for reachability checks, in seconds")
-    decoding: Decoding = Field(default_factory=Decoding)
-    decode_batch_size: PositiveInt = Field(1, description="sequences one rollout device decodes at once, at most")
+    vllm_gpu_memory_utilization: float = Field(
+        0.45, gt=0, le=1, description="colocate: share of a device's memory for vLLM"
+    )
+    vllm_tensor_parallel_size: PositiveInt = Field(1, description="colocate: learner devices one engine spans")
     sync: Sync = Field(default_factory=Sync)
+    decoding: Sampling = Field(default_factory=Sampling)
+    decode_batch_size: PositiveInt = Field(1, description="sequences one rollout device decodes at once, at most")
+    max_new_tokens: PositiveInt = Field(1024, description="longest answer in tokens")
+    num_generations: int = Field(8, ge=2, description="answers to each prompt: the group they are compared in")
+    num_iterations: PositiveInt = Field(1, description="optimizer steps over the same answers")
+    reward_funcs: list[str] = Field(
+        examples=[["detection_f1"]], min_length=1, description="names of reward functions, each in [0, 1]"
+    )
+    reward_weights: list[Annotated[float, Field(ge=0)]] | None = Field(
+        None, description="one per function, for their weighted sum; null: all 1"
+    )
+    reward_files: list[str] = Field([], description="Python files with further functions (completion, sample) -> float")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group", description="advantages are divided by the std of the group, of the whole step, or by nothing"
+    )
+    dynamic_sample: bool = Field(
+        False, description="prompts whose answers all got the same reward make way for the next prompts of the data"
+    )
+    max_resample_times: PositiveInt = Field(3, description="dynamic_sample: rounds of further prompts, at most")
+    overlong_filter: bool = Field(False, description="answers cut at max_new_tokens are left out")
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = Field(
+        "grpo",
+        description="mean per answer, then over answers; mean over all tokens; or sum / max_new_tokens, then mean",
+    )
+    epsilon: float = Field(0.2, gt=0, le=1, description="ratios are clipped below at 1 - epsilon")
+    epsilon_high: PositiveFloat | None = Field(None, description="and above at 1 + epsilon_high; null: epsilon")
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="ratio of each token, or its geometric mean over the answer (GSPO)"
+    )
+    importance_correction_cap: PositiveFloat | None = Field(
+        2.0, description="largest weight that corrects for the engine's own probabilities; null: no correction"
+    )
+    beta: float = Field(0.0, ge=0, description="weight of the KL penalty to the policy at the start; 0: no reference")
+
+    @property
+    def uses_server(self) -> bool:
+        return self.use_vllm and self.vllm_mode == "server"
+
+    def rollout_settings(self) -> dict[str, Any]:
+        """The same settings in the form of stage 2, as keys of `RolloutMatching` (GRP-2, CFG-7)."""
+        urls = [
+            f"http://{host}:{port}" for host, port in zip(self.vllm_server_host, self.vllm_server_port, strict=False)
+        ]
+        server = Server(base_url=urls, group_port=self.vllm_server_group_port, timeout_s=self.vllm_server_timeout)
+        vllm = Vllm(
+            mode=self.vllm_mode,
+            gpu_memory_utilization=self.vllm_gpu_memory_utilization,
+            tensor_parallel_size=self.vllm_tensor_parallel_size,
+            server=server,
+            sync=self.sync,
+        )
+        return {
+            "rollout_backend": "vllm" if self.use_vllm else "hf",
+            "vllm": vllm,
+            "decoding": self.decoding,
+            "decode_batch_size": self.decode_batch_size,
+            "max_new_tokens": self.max_new_tokens,
+        }
+
+
+# Where GRPO keeps what stage 2 calls otherwise.
+_RLHF_KEYS = {
+    "rollout_backend": "use_vllm",
+    "vllm.mode": "vllm_mode",
+    "vllm.server": "vllm_server_port",
+    "vllm.sync.mode": "sync.mode",
+    "vllm.tensor_parallel_size": "vllm_tensor_parallel_size",
+}
 
 
 class Config(Section):
-    """A resolved and validated config. `cfg.rm` and `cfg.rs` are the two sections under `custom.extra`."""
+    """A resolved and validated config. `cfg.rm` and `cfg.rs` are the two sections under `custom.extra`; for GRPO,
+    `cfg.rm` has the settings of `rlhf` in place of its own, so that what makes rollouts reads one form."""
 
-    global_max_length: PositiveInt | None = Field(None, description="tokens in one packed row; required for stage 2")
+    global_max_length: PositiveInt | None = Field(
+        None, description="tokens in one packed row; required for stage 2 and for packing"
+    )
     model: Model
     tuner: Tuner = Field(default_factory=Tuner)
     data: Data = Field(default_factory=Data)
@@ -448,8 +529,22 @@ class Config(Section):
     _origin: Any = PrivateAttr(None)  # utils.config.Origin: which file set what
 
     @property
+    def is_grpo(self) -> bool:
+        return self.custom.trainer_variant == "grpo"
+
+    @property
     def rm(self) -> RolloutMatching:
-        return self.custom.extra.rollout_matching
+        own = self.custom.extra.rollout_matching
+        return own.model_copy(update=self.rlhf.rollout_settings()) if self.is_grpo and self.rlhf else own
+
+    def rollout_path(self, key: str) -> str:
+        """Where the setting `cfg.rm.<key>` stands in the file, for messages."""
+        return f"rlhf.{_RLHF_KEYS.get(key, key)}" if self.is_grpo else f"{RM}.{key}"
+
+    @property
+    def answers_per_sample(self) -> int:
+        """Rollouts of each sample that is drawn."""
+        return self.rlhf.num_generations if self.is_grpo and self.rlhf else 1
 
     @property
     def rs(self) -> RolloutServer | None:
@@ -458,14 +553,8 @@ class Config(Section):
     @property
     def connection(self) -> Server | None:
         """Connection settings in the form of CFG-7, whichever trainer they are for; None without servers."""
-        if self.custom.trainer_variant == "rollout_matching_sft":
-            vllm = self.rm.rollout_backend == "vllm" and self.rm.vllm.mode == "server"
-            return self.rm.vllm.server if vllm else None
-        if self.rlhf is None or self.rlhf.vllm_mode != "server":
-            return None
-        urls = [f"http://{h}:{p}" for h, p in zip(self.rlhf.vllm_server_host, self.rlhf.vllm_server_port, strict=False)]
-        port, timeout_s = self.rlhf.vllm_server_group_port, self.rlhf.vllm_server_timeout
-        return Server(base_url=urls, group_port=port, timeout_s=timeout_s)
+        uses_server = self.rm.rollout_backend == "vllm" and self.rm.vllm.mode == "server"
+        return self.rm.vllm.server if uses_server else None
 
     def servers(self) -> list[ServerAddress]:
         """Rollout servers in order; empty when nothing is generated by a server."""
@@ -488,7 +577,7 @@ class Config(Section):
 
     def sync_mode(self) -> Literal["full", "adapter"]:
         """The sync mode in force at start: `auto` decided, DoRA adapters fallen back to full where that is allowed."""
-        sync = self.rlhf.sync if self.custom.trainer_variant == "grpo" and self.rlhf else self.rm.vllm.sync
+        sync = self.rm.vllm.sync
         mode = sync.mode
         if mode == "auto":
             mode = "adapter" if self.rm.vllm.enable_lora else "full"
