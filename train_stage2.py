@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from utils import targets
-from utils.checkpoint import save_adapter, save_merged
-from utils.config import Config, load_config_or_exit, require_variant
+from utils.config import Config, exit_with, load_config_or_exit, require_variant
 from utils.data import EncodedPrompt, Sample
 from utils.evaluation import count_sample, scores
 from utils.geometry import iou_matrix
@@ -37,11 +37,12 @@ from utils.packing import CarryBuffer, check_fits
 from utils.parsing import ParsedAnswer, parse_answer
 from utils.plan import print_dry_run
 from utils.prefetch import Prefetcher
-from utils.records import Example, SampleDump
+from utils.records import Example, SampleDump, evaluation_file
 from utils.request_plan import EVAL_MICRO_STEP
 from utils.rollout import Decoding, RolloutResult, policy_step
 from utils.session import Session
 from utils.setup import open_session
+from utils.shutdown import Stopped, end_with
 from utils.targets import Segment, TargetOptions, build_target
 
 logger = logging.getLogger("train_stage2")
@@ -54,11 +55,17 @@ def main() -> None:
     if args.dry_run:
         print_dry_run(cfg, args.world_size)
         return
-    run = set_up(cfg)
+    run, status = None, 0
     try:
+        run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint)
         train(run)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
+        facts = (run.steps_done, run.version) if run else (None, None)
+        status = end_with(error, Path(cfg.training.output_dir), args.config, *facts)
     finally:
-        run.close()
+        if run is not None:
+            run.close()
+    sys.exit(status)
 
 
 def parse_args() -> argparse.Namespace:
@@ -66,6 +73,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="YAML file; everything is set there")
     parser.add_argument("--dry-run", action="store_true", help="check the config, print the plan, touch no device")
     parser.add_argument("--world-size", type=int, default=1, help="learner ranks to plan for (--dry-run only)")
+    parser.add_argument(
+        "--resume", nargs="?", const="auto", metavar="CHECKPOINT", help="instead of training.resume_from_checkpoint"
+    )
     parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher")
     return parser.parse_args()
 
@@ -90,13 +100,39 @@ class Run(Session):
         super().close()
 
 
-def set_up(cfg: Config) -> Run:
-    """A run that is ready for its first step; exit status 2 with one message for a user's mistake."""
-    session = open_session(cfg)
+def set_up(cfg: Config, resume: str | None) -> Run:
+    """A run that is ready for its next step; exit status 2 with one message for a user's mistake."""
+    session = open_session(cfg, resume)
     buffer = CarryBuffer(cfg.global_max_length, cfg.training.packing_buffer)
     dump_options = cfg.rm.monitor_dump.model_dump()
     dump = SampleDump(Path(cfg.training.output_dir), session.table, **dump_options, enabled=session.ranks.is_main)
-    return Run(**vars(session), buffer=buffer, dump=dump)
+    run = Run(**vars(session), buffer=buffer, dump=dump)
+    if run.resumed is not None:
+        try:
+            restore(run, run.resumed)
+        except ValueError as error:
+            exit_with(str(error), run.ranks.is_main)
+    return run
+
+
+def rank_state(run: Run, owes_evaluation: bool) -> dict[str, Any]:
+    """Everything of this rank that a checkpoint holds beside model and optimizer (LRN-5)."""
+    own = {"buffer": run.buffer.state_dict(), "best": run.best, "owes_evaluation": owes_evaluation}
+    return run.state_dict() | own
+
+
+def restore(run: Run, state: dict[str, Any]) -> None:
+    """Go on from `rank_state`.
+
+    Raises:
+        ValueError: other data, or a waiting segment that is longer than a row now is.
+    """
+    run.buffer.load_state_dict(state["buffer"])
+    run.best = state["best"]
+    if state["owes_evaluation"] and not run.owes_evaluation:  # an earlier process that went on from here made it
+        made = json.loads(evaluation_file(Path(run.cfg.training.output_dir), run.steps_done).read_text())
+        run.best = max(run.best, made[run.cfg.training.metric_for_best_model])
+    run.load_state_dict(state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,21 +140,30 @@ def set_up(cfg: Config) -> Run:
 
 
 def train(run: Run) -> None:
-    """All optimizer steps: sync, roll out and build rows, forward and backward, log."""
+    """All optimizer steps to come: sync, roll out and build rows, forward and backward, log.
+
+    Raises:
+        Stopped: a signal came; the step it came in is finished and saved.
+    """
     cfg = run.cfg.training
-    if cfg.eval_at_start:
-        evaluate(run, 0)
-    for step in range(run.num_steps):
+    run.stop.install()
+    if run.owes_evaluation or (cfg.eval_at_start and run.resumed is None):
+        evaluate(run, run.steps_done)
+    for step in range(run.steps_done, run.num_steps):
         with run.timed("step"):
             rows, rollouts = prepare_rows(run, step)
             with run.timed("train"):
                 result = run.learner.step([run.collate(row) for row in rows], loss_weights(run.cfg), step)
-        log_step(run, step + 1, result, rollouts, policy_lags(rows, step))
+        run.steps_done = step + 1
+        signal_name = log_step(run, step + 1, result, rollouts, policy_lags(rows, step))
         is_last = step + 1 == run.num_steps
-        if cfg.eval_steps and (is_last or (step + 1) % cfg.eval_steps == 0):
+        is_due = bool(cfg.eval_steps) and (is_last or (step + 1) % cfg.eval_steps == 0)
+        if is_due and not signal_name:
             evaluate(run, step + 1)
-        if is_last or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
-            save(run, step + 1)
+        if is_last or signal_name or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
+            run.save(rank_state(run, owes_evaluation=is_due and bool(signal_name)))
+        if signal_name and (is_due or not is_last):
+            raise Stopped(f"stopped by {signal_name} after step {step + 1} of {run.num_steps}, saved")
     finish(run)
 
 
@@ -278,8 +323,10 @@ def evaluate(run: Run, step: int) -> None:
     metric = run.cfg.training.metric_for_best_model
     is_best = result[metric] > run.best
     run.best = max(run.best, result[metric])
+    sync_values = run.take_sync_values()
     if run.ranks.is_main:
-        run.monitor.scalars(step, {f"eval/{name}": value for name, value in result.items()} | calls)
+        scalars = {f"eval/{name}": value for name, value in result.items()}
+        run.monitor.scalars(step, scalars | calls | sync_values)
         run.monitor.flush()
         write_evaluation(run, step, result, [record for part in gathered for record in part], is_best)
 
@@ -295,26 +342,31 @@ def write_evaluation(
     run: Run, step: int, result: dict[str, float], records: list[dict[str, Any]], is_best: bool
 ) -> None:
     """`eval/step_N.json` (scores) and `eval/step_N.jsonl` (every answer) under the run directory."""
-    folder = Path(run.cfg.training.output_dir) / "eval"
-    folder.mkdir(parents=True, exist_ok=True)
-    scores_file = {"step": step, "is_best": is_best, **result}
-    (folder / f"step_{step:06d}.json").write_text(json.dumps(scores_file, indent=2) + "\n")
+    path = evaluation_file(Path(run.cfg.training.output_dir), step)
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(record) + "\n" for record in sorted(records, key=lambda record: record["id"]))
-    (folder / f"step_{step:06d}.jsonl").write_text("".join(lines))
+    path.with_suffix(".jsonl").write_text("".join(lines))
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps({"step": step, "is_best": is_best, **result}, indent=2) + "\n")
+    aside.replace(path)  # last and whole: there is an evaluation where there is this file
     shown = " ".join(
         f"{name}={result[name]:.3f}" for name in ("f1", "f1_no_label", "precision", "recall", "parse_rate")
     )
     logger.info("evaluation at step %d on %d images: %s%s", step, result["num_images"], shown, " (best)" * is_best)
 
 
-def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: list[int]) -> None:
+def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: list[int]) -> str | None:
     """TensorBoard and the progress line for optimizer step `step` (1-based: steps done), summed over ranks (LOG-3).
 
     Seconds are those that passed since the last step was logged: with prefetch, rollouts of coming steps are in them.
+
+    Returns:
+        The signal that asks the run to end, if any rank has got one; the same on all ranks.
     """
     passed = {name: value - run.logged_seconds[name] for name, value in run.seconds.items()}
     run.logged_seconds.update(passed)
-    gathered = run.ranks.gather((rollouts.counts, rollouts.lengths, passed, result.num_tokens, lags))
+    own = (rollouts.counts, rollouts.lengths, passed, result.num_tokens, lags, run.stop.signal_name)
+    gathered = run.ranks.gather(own)
     counts: Counter = Counter()
     for part in gathered:
         counts.update(part[0])  # unlike a sum of Counters this keeps zeros, which belong into the curves
@@ -343,7 +395,7 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: 
         "train/policy_lag_max": float(max(lags)),
         "rollout/remade": float(run.prefetcher.num_remade),
     }
-    values |= run.log_calls(step, "train") | run.watch.take()
+    values |= run.log_calls(step, "train") | run.watch.take() | run.take_sync_values()
     run.monitor.scalars(step, values)
     run.dump.write(step, rollouts.examples[: run.dump.num_samples], run.monitor)
     run.monitor.progress(step, loss=result.losses["total"], f1=quality["f1"], tokens_per_s=tokens_per_s)
@@ -354,14 +406,7 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: 
     if counts["num_images"]:
         for warning in collapse_warnings(quality, run.cfg.training.collapse.model_dump()):
             logger.warning("step %d: %s", step, warning)
-
-
-def save(run: Run, step: int) -> None:
-    """The merged checkpoint and the adapter of `step` (LRN-6)."""
-    folder = Path(run.cfg.training.output_dir) / f"checkpoint-{step}"
-    with run.timed("save"):
-        save_merged(run.learner.model, run.cfg.model.path, folder / "merged", run.ranks)
-        save_adapter(run.learner.model, folder / "adapter", run.ranks)
+    return next((part[5] for part in gathered if part[5]), None)
 
 
 def finish(run: Run) -> None:

@@ -924,9 +924,7 @@ def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: st
 
 UNBUILT_SETTINGS = [
     {"RM__answer_format": "qwen3vl"},
-    {"training__resume_from_checkpoint": "auto"},
     {"training__fused_kernels": True},
-    {"training__save_total_limit": 2},
 ]
 
 

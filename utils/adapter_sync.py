@@ -105,10 +105,14 @@ class FallbackSync:
             if ranks.is_main:
                 logger.warning("adapter sync failed; full sync from now on: %s", error)
         self.current.close()
-        self.current = self._make_full()
-        self.current.fallback = reason
+        self.use_full(reason)
         self.current.open()
         return self.current.sync(version)
+
+    def use_full(self, reason: str) -> None:
+        """Full sync from now on; call it before `open`. So goes on what fell back before it was resumed."""
+        self.current = self._make_full()
+        self.current.fallback = reason
 
     def close(self) -> None:
         """As `WeightSync.close`."""

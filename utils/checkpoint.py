@@ -4,51 +4,61 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from utils.dist import Ranks
-from utils.weight_sync import MergedWeights
+from utils.weight_sync import MergedWeights, attempt
 
 _MAX_SHARD_BYTES = 4 << 30
 
 
 def save_merged(model: nn.Module, source_dir: str, target_dir: Path, ranks: Ranks) -> None:
-    """Write the merged model so that transformers and vLLM load it as it is (collective under ZeRO-3).
+    """Write the merged model so that transformers and vLLM load it as it is (collective).
 
     Tensors are merged and written one shard at a time; config, tokenizer and processor files are copied from
     `source_dir`. The directory appears complete or not at all.
+
+    Raises:
+        FailedTogether: on all ranks, where rank 0 could not write.
     """
     weights = MergedWeights(model)
-    partial = target_dir.with_name(target_dir.name + ".partial")
-    if not ranks.is_main:
-        for _ in weights.tensors(materialize=False):
-            pass
-        ranks.fence()
-        return
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _copy_side_files(Path(source_dir), partial)
-    index = {name: shard.name for shard, names in _write_shards(weights, partial) for name in names}
+    walk = weights.tensors(materialize=ranks.is_main)
+    error = attempt(_write_merged, weights, walk, Path(source_dir), target_dir) if ranks.is_main else None
+    for _ in walk:  # a rank that does not write, or could not, is in the same gathers as the others
+        pass
+    ranks.raise_together(error, f"saving {target_dir}")
+
+
+def _write_merged(weights: MergedWeights, walk: Iterator[tuple[str, Any]], source_dir: Path, target_dir: Path) -> None:
+    aside = target_dir.with_name(target_dir.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    _copy_side_files(source_dir, aside)
+    index = {name: shard.name for shard, names in _write_shards(walk, aside) for name in names}
     total = sum(entry.num_bytes for entry in weights.entries)
     content = {"metadata": {"total_size": total}, "weight_map": index}
-    (partial / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+    (aside / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
     shutil.rmtree(target_dir, ignore_errors=True)
-    os.replace(partial, target_dir)
-    ranks.fence()
+    os.replace(aside, target_dir)
 
 
 def save_adapter(model: nn.Module, target_dir: Path, ranks: Ranks) -> None:
-    """Write the adapter in PEFT form (collective under ZeRO-3); does nothing for full fine-tuning."""
+    """Write the adapter in PEFT form (collective); does nothing for full fine-tuning.
+
+    Raises:
+        FailedTogether: on all ranks, where rank 0 could not write.
+    """
     if not hasattr(model, "peft_config"):
         return
     state = _gathered_trainable_state(model, keep=ranks.is_main)
-    if ranks.is_main:
-        model.save_pretrained(str(target_dir), state_dict=state, save_embedding_layers=False)
-    ranks.fence()
+    save = partial(model.save_pretrained, str(target_dir), state_dict=state, save_embedding_layers=False)
+    ranks.raise_together(attempt(save) if ranks.is_main else None, f"saving {target_dir}")
 
 
 def _gathered_trainable_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
@@ -68,10 +78,10 @@ def _gathered_trainable_state(model: nn.Module, keep: bool) -> dict[str, torch.T
     return state
 
 
-def _write_shards(weights: MergedWeights, folder: Path) -> Iterator[tuple[Path, list[str]]]:
+def _write_shards(walk: Iterator[tuple[str, torch.Tensor]], folder: Path) -> Iterator[tuple[Path, list[str]]]:
     shard: dict[str, torch.Tensor] = {}
     size, number = 0, 0
-    for name, tensor in weights.tensors():
+    for name, tensor in walk:
         if shard and size + tensor.nbytes > _MAX_SHARD_BYTES:
             number += 1
             yield _save_shard(shard, folder, number)

@@ -1,8 +1,11 @@
 """The training side that stage 2 and GRPO share: the DeepSpeed engine around a row model, its schedule, its steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -22,6 +25,7 @@ from utils.model import (
     param_groups,
 )
 from utils.packing import Batch, denominators
+from utils.weight_sync import attempt
 
 
 @dataclass
@@ -99,6 +103,41 @@ class Learner:
             fill_ratio=sum(batch.num_tokens for batch in batches) / (len(batches) * self._cfg.global_max_length),
         )
 
+    def save_state(self, folder: Path) -> None:
+        """Trained parameters, optimizer and counters into `folder`, one shard per rank (collective).
+
+        What is frozen is not written: it is what `model.path` holds.
+
+        Raises:
+            FailedTogether: on all ranks, where any could not write.
+        """
+        where = f"saving {folder}"
+        self._ranks.raise_together(attempt(partial(folder.mkdir, parents=True, exist_ok=True)), where)
+        with _errors_kept(self.engine) as errors:
+            self.engine.save_checkpoint(
+                str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
+            )
+        self._ranks.raise_together(errors[0] if errors else None, where)
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from `save_state(folder)` (collective). Learning rates, decay and Adam's settings stay those of the
+        config.
+
+        Raises:
+            ValueError: the checkpoint lacks trained parameters of this model.
+        """
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.engine.optimizer.param_groups
+        ]
+        path, _ = self.engine.load_checkpoint(
+            str(folder.parent), tag=folder.name, custom_load_fn=_load_trained, load_lr_scheduler_states=False
+        )
+        if path is None:
+            raise ValueError(f"{folder}: DeepSpeed finds no checkpoint there")
+        for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+
     def last_logprobs(self, batch: Batch, num_tokens: int) -> np.ndarray:
         """Log-probabilities, float64 `[num_tokens]`, of the last tokens of a batch of one segment; adapters in force.
         All ranks must call it with the same batch (ZeRO-3)."""
@@ -127,6 +166,36 @@ def lr_factor(step: int, num_steps: int, training: Any) -> float:
     if training.lr_scheduler == "linear":
         return low + (1 - low) * (1 - progress)
     return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def _load_trained(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+    """DeepSpeed's `load_state_dict(strict=...)` for a state without the frozen parameters."""
+    trained = {name for name, parameter in dst.named_parameters() if parameter.requires_grad}
+    found = dst.load_state_dict(src, strict=False)
+    if wrong := sorted(trained.intersection(found.missing_keys)) + sorted(found.unexpected_keys):
+        raise ValueError(f"the checkpoint's parameters are not this model's: {wrong[:5]}")
+
+
+@contextmanager
+def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
+    """Inside, writing a DeepSpeed checkpoint does not raise but leaves its errors in the list.
+
+    DeepSpeed 0.19 has a barrier behind its writes: a rank that left on a full disk would leave the others there.
+    """
+    errors: list[Exception] = []
+    writer = engine.checkpoint_engine
+    write = writer.save
+
+    def save(state_dict: dict[str, Any], path: str) -> None:
+        if (error := attempt(write, state_dict, path)) is not None:
+            errors.append(error)
+
+    writer.save = save
+    engine._copy_recovery_script = lambda save_path: None  # scripts to merge shards; `merged/` lies beside them
+    try:
+        yield errors
+    finally:
+        del writer.save, engine._copy_recovery_script
 
 
 def _optimizer_class(config: dict[str, Any], ranks: Ranks) -> type[torch.optim.Optimizer]:

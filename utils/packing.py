@@ -160,8 +160,13 @@ class CarryBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; what was held before is forgotten."""
+        """Go on from `state_dict()`; what was held before is forgotten.
+
+        Raises:
+            ValueError: a segment is longer than a row (PCK-3).
+        """
         self._segments = [_with_arrays(Segment(**fields)) for fields in state["segments"]]
+        check_fits(self._segments, self.cap)
         for name in ("lengths", "arrivals", "rows"):
             setattr(self, f"_{name}", deque(state[name], maxlen=MEAN_WINDOW))
         self._warned = state["warned"]

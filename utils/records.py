@@ -129,6 +129,11 @@ def _is_of(call: Mapping[str, Any], step: int, phase: str) -> bool:
     return call["micro_step_idx"] == EVAL_MICRO_STEP
 
 
+def evaluation_file(run_dir: Path, step: int) -> Path:
+    """Where the scores of the evaluation at `step` lie once it is finished; every answer beside it, as `.jsonl`."""
+    return run_dir / "eval" / f"step_{step:06d}.json"
+
+
 def _end_torn_line(path: Path) -> None:
     """Where an earlier process was killed in the middle of a line, the next line must not be glued to it."""
     if path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:

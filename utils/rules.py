@@ -351,16 +351,6 @@ def _rewards_have_weights(cfg: Config) -> Found:
 UNBUILT: list[tuple[Callable[[Config], bool], str, str]] = [
     (lambda c: not _is_stage2(c), "custom.trainer_variant", "train_grpo.py is not built yet; use rollout_matching_sft"),
     (lambda c: c.rm.answer_format == "qwen3vl", f"{RM}.answer_format", "is not built yet; use coord_tokens"),
-    (
-        lambda c: c.training.resume_from_checkpoint is not None,
-        "training.resume_from_checkpoint",
-        "resuming is not built yet; set it to null",
-    ),
-    (
-        lambda c: c.training.save_total_limit is not None,
-        "training.save_total_limit",
-        "is not built yet, all checkpoints are kept; set it to null",
-    ),
     (lambda c: c.training.fused_kernels, "training.fused_kernels", "is not built yet; set it to false"),
 ]
 

@@ -404,7 +404,7 @@ class Training(Section):
     eval_at_start: bool = Field(False, description="evaluate before the first step too")
     eval_limit: PositiveInt | None = Field(None, description="evaluate on the first n samples; null: all")
     save_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
-    save_total_limit: PositiveInt | None = Field(None, description="checkpoints kept; null: all")
+    save_total_limit: PositiveInt | None = Field(None, description="complete checkpoints kept; null: all")
     resume_from_checkpoint: str | None = Field(None, description="checkpoint, or auto: the newest complete one")
     metric_for_best_model: Literal[
         "f1", "precision", "recall", "f1_no_label", "precision_no_label", "recall_no_label", "mean_iou", "parse_rate"

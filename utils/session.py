@@ -7,9 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from utils.adapter_sync import FallbackSync
+from utils.checkpoint import save_adapter, save_merged
 from utils.config import Config
 from utils.data import EncodedPrompt, Sample, SampleStream, encode_prompt, prompt_chat
 from utils.dist import Ranks
@@ -19,10 +23,12 @@ from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.records import RolloutLog, ServerWatch
 from utils.recovery import through_restarts
+from utils.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
 from utils.rollout import Decoding, RolloutBackend, RolloutRequest, RolloutResult, check_prompt
 from utils.rollout_client import RolloutClient
+from utils.shutdown import StopRequest
 from utils.targets import Segment
-from utils.weight_sync import WeightSync
+from utils.weight_sync import WeightSync, attempt
 
 
 @dataclass(kw_only=True)
@@ -46,7 +52,13 @@ class Session:
     rollout_log: RolloutLog
     watch: ServerWatch
     num_steps: int
+    lock: RunLock | None = None  # on the run directory, rank 0's
+    steps_done: int = 0
+    resumed: dict[str, Any] | None = None  # this rank's state in the checkpoint that the run goes on from
+    owes_evaluation: bool = False  # a stop came ahead of the one due at `steps_done`
+    stop: StopRequest = field(default_factory=StopRequest)
     version: str | None = None  # the policy that generates
+    sync_values: dict[str, float] = field(default_factory=dict)  # of the last sync, until a step or evaluation logs it
     seconds: Counter = field(default_factory=Counter)  # by part, since the run began
     _lock: Any = field(default_factory=threading.Lock, repr=False)
     _encoding: Any = field(default_factory=threading.Lock, repr=False)
@@ -84,8 +96,17 @@ class Session:
         with self.timed("sync"):
             report = self.sync.sync(version)
         self.version = version
-        values = {"sync/bytes": report.num_bytes, "sync/gb_per_s": report.gb_per_s, "sync/seconds": report.seconds}
-        self.monitor.scalars(step, values)
+        self.sync_values = {
+            "sync/bytes": report.num_bytes,
+            "sync/gb_per_s": report.gb_per_s,
+            "sync/seconds": report.seconds,
+        }
+
+    def take_sync_values(self) -> dict[str, float]:
+        """Scalars of the sync since last taken. Whoever used the new weights logs them under its own step: a resumed
+        run's first sync then belongs to its first own step, and stands in the curves once."""
+        values, self.sync_values = self.sync_values, {}
+        return values
 
     def encode(self, samples: Sequence[Sample]) -> list[EncodedPrompt]:
         """Their prompts, from any thread: a fast tokenizer cannot be used by two at once."""
@@ -134,9 +155,58 @@ class Session:
             return {}
         return self.rollout_log.write(step, self.version, self.sync.mode, self.sync.fallback, phase)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on from here, of plain types and tensors. A program adds what is its own."""
+        return {
+            "stream": self.stream.state_dict(),
+            "random": random_states(self.ranks.device),
+            "sync": {"mode": getattr(self.sync, "mode", None), "fallback": getattr(self.sync, "fallback", None)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. The last thing before the loop: setting up draws random numbers, too. (The sync's
+        part is needed earlier, when it is made.)
+
+        Raises:
+            ValueError: the data are not those of the checkpoint.
+        """
+        self.stream.load_state_dict(state["stream"])
+        set_random_states(state["random"], self.ranks.device)
+
+    def save(self, rank_state: dict[str, Any]) -> Path:
+        """The checkpoint of `steps_done` (LRN-5, LRN-6; collective).
+
+        Args:
+            rank_state: all of this rank's own state, for `resumed` of the run that goes on from here.
+
+        Raises:
+            FailedTogether: on all ranks, where any could not write.
+        """
+
+        def write(folder: Path) -> None:
+            self.learner.save_state(folder / "state")
+            error = attempt(torch.save, rank_state, rank_file(folder, self.ranks.rank))
+            self.ranks.raise_together(error, f"saving {folder}")
+            save_merged(self.learner.model, self.cfg.model.path, folder / "merged", self.ranks)
+            save_adapter(self.learner.model, folder / "adapter", self.ranks)
+
+        self.monitor.flush()  # the curves up to here must not be lost by a kill behind the checkpoint
+        with self.timed("save"):
+            return write_checkpoint(
+                Path(self.cfg.training.output_dir),
+                self.steps_done,
+                self.ranks,
+                write,
+                run_id=self.run_id,
+                config=self.cfg.model_dump(mode="json", by_alias=True),
+                save_total_limit=self.cfg.training.save_total_limit,
+            )
+
     def close(self) -> None:
         """Leave servers and process groups; the servers stay up (GRP-4)."""
         self.watch.close()
         self.monitor.close()
         self.sync.close()
         self.ranks.close()
+        if self.lock is not None:
+            self.lock.close()

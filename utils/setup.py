@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from utils import targets
 from utils.adapter_sync import FallbackSync, make_sync
 from utils.config import Config, ConfigError, check_world_size, engine_json, exit_with
@@ -24,7 +26,8 @@ from utils.monitor import Monitor, write_run_json
 from utils.packing import Batch, collate_packed, collate_padded
 from utils.parsing import TokenTable
 from utils.plan import check_engines
-from utils.records import RolloutLog, ServerWatch
+from utils.records import RolloutLog, ServerWatch, evaluation_file
+from utils.resume import Checkpoint, RunLock, choose_checkpoint, drop_records_after, rank_file
 from utils.rollout import RolloutBackend, ServerBackend
 from utils.rollout_client import RolloutClient
 from utils.session import Session
@@ -32,8 +35,12 @@ from utils.targets import Segment, TargetOptions
 from utils.weight_sync import MergedWeights, Probe, WeightSync, attempt
 
 
-def open_session(cfg: Config) -> Session:
+def open_session(cfg: Config, resume: str | None = None) -> Session:
     """Everything both training programs need before their first step (collective).
+
+    Args:
+        resume: null, `auto` or a checkpoint to go on from. Then model and optimizer are as it left them; the program
+            hands `resumed` to `load_state_dict` when all else is ready.
 
     Raises:
         SystemExit: status 2 with one message on rank 0, for a user's mistake.
@@ -52,8 +59,14 @@ def open_session(cfg: Config) -> Session:
     num_steps = training.num_steps(sum(map(len, datasets)), ranks.world_size)
     ranks.open()
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
+    lock, checkpoint = claim_run_dir(cfg, resume, ranks)
+    resumed = None
+    if checkpoint is not None:
+        resumed = torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
     learner = Learner(cfg, ranks, num_steps)
+    if checkpoint is not None:
+        learner.load_state(checkpoint.path / "state")
     collate = partial(
         collate_packed if training.packing else collate_padded,
         position_ids_fn=position_ids_for(learner.model),
@@ -61,11 +74,19 @@ def open_session(cfg: Config) -> Session:
         dummy=dummy_segment(learner.model),
     )
     probe = make_probe(datasets[0][0], processor, table, learner, collate)
-    backend, sync = open_backend(cfg, ranks, run_id, client, learner, processor, probe)
-    run_dir = Path(training.output_dir)
+    fallback = resumed["sync"]["fallback"] if resumed else None
+    backend, sync = open_backend(cfg, ranks, run_id, client, learner, processor, probe, fallback)
+    run_dir, steps_done = Path(training.output_dir), checkpoint.step if checkpoint else 0
+    owes_evaluation = ranks.gather(owes_an_evaluation(run_dir, steps_done, resumed))[0]
+    purge_step = None
     if ranks.is_main:
+        if checkpoint is not None or (run_dir / "run.json").exists():
+            purge_step = steps_done + 1 if checkpoint else 0
+            drop_records_after(run_dir, purge_step - 1, keep_evaluation=not owes_evaluation)
         server_world_sizes = client.world_sizes if client else []
         facts = {"run_id": run_id, "world_size": ranks.world_size, "server_world_sizes": server_world_sizes}
+        if checkpoint is not None:
+            facts["resumed_from"] = {"checkpoint": checkpoint.path, "step": steps_done, "run_id": checkpoint.run_id}
         write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
     return Session(
         cfg=cfg,
@@ -80,11 +101,39 @@ def open_session(cfg: Config) -> Session:
         sync=sync,
         learner=learner,
         collate=collate,
-        monitor=Monitor(run_dir, num_steps, ranks.is_main, training.report_to == "tensorboard", training.logging_steps),
+        monitor=Monitor(
+            run_dir, num_steps, ranks.is_main, training.report_to == "tensorboard", training.logging_steps, purge_step
+        ),
         rollout_log=RolloutLog(run_dir, client, ranks),
         watch=ServerWatch(client, ranks.is_main),
         num_steps=num_steps,
+        lock=lock,
+        steps_done=steps_done,
+        resumed=resumed,
+        owes_evaluation=owes_evaluation,
     )
+
+
+def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLock | None, Checkpoint | None]:
+    """The lock on the run directory (on rank 0) and the checkpoint to go on from; exit status 2 where either cannot
+    be had (collective)."""
+    run_dir, lock, problem = Path(cfg.training.output_dir), None, None
+    if ranks.is_main:
+        try:
+            lock = RunLock(run_dir)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if problem := ranks.gather(problem)[0]:
+        exit_with(problem, ranks.is_main)
+    try:
+        return lock, choose_checkpoint(run_dir, resume, cfg.model_dump(mode="json", by_alias=True), ranks)
+    except ValueError as error:
+        exit_with(str(error), ranks.is_main)
+
+
+def owes_an_evaluation(run_dir: Path, step: int, resumed: dict[str, Any] | None) -> bool:
+    """Whether a stop came ahead of the evaluation due at `step`, and no process has made it since."""
+    return bool(resumed and resumed.get("owes_evaluation")) and not evaluation_file(run_dir, step).exists()
 
 
 def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[float], list[Sample]]:
@@ -133,11 +182,12 @@ def open_backend(
     learner: Learner,
     processor: Any,
     probe: Probe,
+    fallback: str | None = None,
 ) -> tuple[RolloutBackend, WeightSync | FallbackSync | RolloutBackend]:
     """What generates, and what brings the current weights to it: rollout servers, an engine in this process, or the
-    training model itself, which has them anyway (CFG-5)."""
+    training model itself, which has them anyway (CFG-5). `fallback` is as for `open_sync`."""
     if client is not None:
-        sync = open_sync(cfg, ranks, run_id, client, learner, probe)
+        sync = open_sync(cfg, ranks, run_id, client, learner, probe, fallback)
         return ServerBackend(client), sync
     if cfg.rm.rollout_backend == "hf":
         from utils.rollout_hf import HfBackend
@@ -164,9 +214,19 @@ def open_backend(
 
 
 def open_sync(
-    cfg: Config, ranks: Ranks, run_id: str, client: RolloutClient, learner: Learner, probe: Probe
+    cfg: Config,
+    ranks: Ranks,
+    run_id: str,
+    client: RolloutClient,
+    learner: Learner,
+    probe: Probe,
+    fallback: str | None = None,
 ) -> WeightSync | FallbackSync:
-    """Weight sync with all servers, communicators open."""
+    """Weight sync with all servers, communicators open.
+
+    Args:
+        fallback: why a run that is resumed had fallen back to full sync; it stays so (SYN-10).
+    """
     settings = cfg.rm.vllm.sync
     try:
         sync = make_sync(
@@ -186,6 +246,8 @@ def open_sync(
         )
     except ValueError as error:
         exit_with(str(error), ranks.is_main)
+    if fallback and isinstance(sync, FallbackSync):
+        sync.use_full(fallback)
     sync.open()
     client.owner = run_id
     return sync
