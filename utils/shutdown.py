@@ -8,6 +8,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from utils.resume import checkpoint_folders, problem_of_sizes
 
 STOPPED_STATUS = 75  # EX_TEMPFAIL: whoever supervises the run may start it again with --resume auto
@@ -34,9 +36,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None and _IS_MAIN:  # not by print, which the signal may have interrupted
-            os.write(
-                2, f"{signal.Signals(number).name}: ending after this optimizer step, with a checkpoint\n".encode()
-            )
+            os.write(2, b"asked to end: finishing this optimizer step, then saving a checkpoint\n")
         self.signal_name = signal.Signals(number).name
 
 
@@ -72,6 +72,7 @@ def resume_command(config: str) -> str:
     program = f"{Path(sys.argv[0]).name} --config {config} --resume auto"
     if "LOCAL_WORLD_SIZE" not in os.environ and "WORLD_SIZE" not in os.environ:
         return f"python {program}"
-    if devices := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if devices and torch.cuda.is_available():  # the launcher sets it on CPU, too
         return f"deepspeed --include localhost:{devices} {program}"
     return f"deepspeed --num_gpus {os.environ.get('LOCAL_WORLD_SIZE') or os.environ['WORLD_SIZE']} {program}"
