@@ -33,7 +33,7 @@ from utils.learner import StepResult
 from utils.losses import LossWeights
 from utils.matching import match
 from utils.monitor import collapse_warnings
-from utils.packing import CarryBuffer, check_fits
+from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import ParsedAnswer, parse_answer
 from utils.plan import print_dry_run
 from utils.prefetch import Prefetcher
@@ -117,8 +117,14 @@ def set_up(cfg: Config, resume: str | None) -> Run:
 
 def rank_state(run: Run, owes_evaluation: bool) -> dict[str, Any]:
     """Everything of this rank that a checkpoint holds beside model and optimizer (LRN-5)."""
-    own = {"buffer": run.buffer.state_dict(), "best": run.best, "owes_evaluation": owes_evaluation}
-    return run.state_dict() | own
+    ahead, num_drawn = run.prefetcher.ahead(run.steps_done)
+    own = {
+        "buffer": run.buffer.state_dict(),
+        "ahead": [made.state_dict() for made in ahead],
+        "best": run.best,
+        "owes_evaluation": owes_evaluation,
+    }
+    return run.state_dict(num_undone=num_drawn * run.cfg.training.per_device_train_batch_size) | own
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:
@@ -133,6 +139,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         made = json.loads(evaluation_file(Path(run.cfg.training.output_dir), run.steps_done).read_text())
         run.best = max(run.best, made[run.cfg.training.metric_for_best_model])
     run.load_state_dict(state)
+    run.prefetcher.restore(run.steps_done, [MicroStep.from_state(made) for made in state["ahead"]])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,6 +203,15 @@ class MicroStep:
 
     segments: list[Segment]
     rollouts: Rollouts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types and tensors; examples for the sample sheets are left out."""
+        counts, lengths = dict(self.rollouts.counts), self.rollouts.lengths
+        return {"segments": segments_to_state(self.segments), "counts": counts, "lengths": lengths}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "MicroStep":
+        return cls(segments_from_state(state["segments"]), Rollouts(Counter(state["counts"]), state["lengths"]))
 
 
 def make_prefetcher(run: Run) -> Prefetcher[MicroStep]:

@@ -150,6 +150,21 @@ def test_stop_waits_for_the_call_that_runs_and_keeps_what_is_finished(engine, pr
     assert engine.asked.count((2, 0)) == 1
 
 
+def test_what_is_prepared_goes_on_in_another_process_with_the_same_samples(engine, prefetch):
+    """LRN-5, LRN-8: finished work is kept, the rest is drawn and asked again; no sample is lost or doubled."""
+    prefetcher = prefetch(window=2, queue_limit=3)
+    prefetcher.take(0)
+    assert until(lambda: len(engine.asked) == 5) and stays(lambda: len(engine.asked) == 5)
+    items, num_drawn = prefetcher.ahead(1)
+    assert [item[0] for item in items] == [[2], [3], [4]] and num_drawn == 3
+    prefetcher.stop()
+    engine.num_drawn -= num_drawn  # as the stream's state is taken back
+    resumed = prefetch(window=0)
+    resumed.restore(1, items)
+    assert [item[0] for item in resumed.take(1) + resumed.take(2) + resumed.take(3)] == [[2], [3], [4], [5], [6], [7]]
+    assert engine.asked[5:] == [(2, 1), (3, 0), (3, 1)]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 3), st.lists(st.booleans(), max_size=12))
 def test_every_sample_is_used_once_and_in_order_whatever_fails(window, queue_limit, micro_steps, failures):

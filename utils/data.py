@@ -512,9 +512,10 @@ class SampleStream:
         while True:
             yield self._draw()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; equal on all ranks when all have drawn equally often."""
-        return {"position": self._start + self._taken * self.world_size, **self._fingerprint()}
+    def state_dict(self, num_undone: int = 0) -> dict[str, Any]:
+        """What a resumed run needs, as if this rank had drawn `num_undone` samples less; equal on all ranks when all
+        have drawn equally often."""
+        return {"position": self._start + (self._taken - num_undone) * self.world_size, **self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, also with another number of ranks.

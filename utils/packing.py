@@ -152,7 +152,7 @@ class CarryBuffer:
     def state_dict(self) -> dict[str, Any]:
         """Everything held back and the means, of plain types and tensors."""
         return {
-            "segments": [dict(vars(_with_tensors(segment))) for segment in self._segments],
+            "segments": segments_to_state(self._segments),
             "lengths": list(self._lengths),
             "arrivals": list(self._arrivals),
             "rows": list(self._rows),
@@ -165,11 +165,20 @@ class CarryBuffer:
         Raises:
             ValueError: a segment is longer than a row (PCK-3).
         """
-        self._segments = [_with_arrays(Segment(**fields)) for fields in state["segments"]]
+        self._segments = segments_from_state(state["segments"])
         check_fits(self._segments, self.cap)
         for name in ("lengths", "arrivals", "rows"):
             setattr(self, f"_{name}", deque(state[name], maxlen=MEAN_WINDOW))
         self._warned = state["warned"]
+
+
+def segments_to_state(segments: Sequence[Segment]) -> list[dict[str, Any]]:
+    """Segments as plain types and tensors, which `torch.load(weights_only=True)` takes."""
+    return [dict(vars(_with_tensors(segment))) for segment in segments]
+
+
+def segments_from_state(state: Sequence[dict[str, Any]]) -> list[Segment]:
+    return [_with_arrays(Segment(**fields)) for fields in state]
 
 
 @dataclass

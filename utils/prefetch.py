@@ -5,6 +5,7 @@ came back, so that the engine has its next request while the last answers are st
 weights, ranks or targets: how far ahead it may go is said by `take`, what is too old by `is_fresh`.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,6 +80,23 @@ class Prefetcher(Generic[Item]):
                 self.num_remade += 1
                 self._make(key)
         return [self._items[key].result() for key in keys]
+
+    def ahead(self, step: int) -> tuple[list[Item], int]:
+        """What a checkpoint in front of `step` holds: finished micro-steps from there on, in order and without a gap,
+        and how many have been drawn, these included."""
+        with self._changed:
+            drawn = sorted(key for key in self._samples if key[0] >= step)
+            finished = list(itertools.takewhile(lambda key: key in self._items, drawn))
+        return [self._items[key].result() for key in finished], len(drawn)
+
+    def restore(self, step: int, items: Sequence[Item]) -> None:
+        """Go on in front of `step` with what `ahead` gave; `draw` gives again what had been drawn from there on."""
+        self._taking = step
+        for item in items:
+            key = self._first_missing()
+            self._samples[key] = self._draw()
+            self._items[key] = Future()
+            self._items[key].set_result(item)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Let nobody ask any more; returns when the call that is running has ended. What is finished is kept."""

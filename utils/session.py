@@ -155,10 +155,14 @@ class Session:
             return {}
         return self.rollout_log.write(step, self.version, self.sync.mode, self.sync.fallback, phase)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on from here, of plain types and tensors. A program adds what is its own."""
+    def state_dict(self, num_undone: int = 0) -> dict[str, Any]:
+        """What this rank needs to go on from here, of plain types and tensors. A program adds what is its own.
+
+        Args:
+            num_undone: samples drawn ahead that the run which goes on draws again.
+        """
         return {
-            "stream": self.stream.state_dict(),
+            "stream": self.stream.state_dict(num_undone),
             "random": random_states(self.ranks.device),
             "sync": {"mode": getattr(self.sync, "mode", None), "fallback": getattr(self.sync, "fallback", None)},
         }
