@@ -101,6 +101,104 @@ def test_tgt_4_iou_against_shapely_pair_by_pair() -> None:
     assert iou_matrix(objects, objects) == pytest.approx(np.array(expected), abs=1e-9)
 
 
+def made_valid_iou(a: Object, b: Object) -> float:
+    """IoU of outlines made valid by shapely, with its own default method."""
+    shapes = [shapely.make_valid(shapely.Polygon(geometry.corner_points(obj))) for obj in (a, b)]
+    union = shapes[0].union(shapes[1]).area
+    return shapes[0].intersection(shapes[1]).area / union if union else 0.0
+
+
+def test_tgt_4_self_crossing_polygons_by_make_valid() -> None:
+    """TGT-4: wild outlines, most of which cross themselves, with each other and with boxes.
+
+    Both of shapely's methods agree wherever no point is encircled twice; four points cannot do that.
+    """
+    rng = random.Random(1)
+    wild = [poly(*(rng.randrange(1000) for _ in range(8))) for _ in range(40)]
+    objects = [*wild, box(100, 100, 800, 700), box(0, 400, 999, 500)]
+    crossing = [not shapely.Polygon(geometry.corner_points(obj)).is_valid for obj in wild]
+    assert 5 < sum(crossing) < 35
+    expected = [[made_valid_iou(a, b) for b in objects] for a in objects]
+    assert iou_matrix(objects, objects) == pytest.approx(np.array(expected), abs=1e-9)
+
+
+def test_tgt_4_a_loop_drawn_twice_counts_once() -> None:
+    """TGT-4: an outline that goes round the same square twice covers that square, and no more."""
+    twice = poly(0, 0, 10, 0, 10, 10, 0, 10, 0, 0, 10, 0, 10, 10, 0, 10)
+    assert iou_matrix([twice], [box(0, 0, 10, 10), box(5, 0, 10, 10)]) == pytest.approx(np.array([[1.0, 0.5]]))
+
+
+def test_tgt_4_a_spike_adds_no_area() -> None:
+    """TGT-4: a square with an antenna (out and back on the same line) is the square."""
+    spiked = poly(0, 0, 10, 0, 10, 10, 10, 500, 10, 10, 0, 10)
+    assert iou_matrix([spiked], [box(0, 0, 10, 10)]) == pytest.approx(np.array([[1.0]]))
+
+
+FLAT = {
+    "a point": poly(5, 5, 5, 5, 5, 5),
+    "collinear": poly(0, 0, 5, 5, 10, 10),
+    "collinear, there and back": poly(0, 0, 10, 10, 5, 5, 2, 2),
+    "on an axis": poly(0, 5, 4, 5, 10, 5, 7, 5, 1, 5),
+    "a thin box": box(0, 5, 10, 5),
+    "a point box": box(5, 5, 5, 5),
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_tgt_4_flat_shapes_overlap_with_their_equal_only(name: str) -> None:
+    """TGT-4: zero area and collinear: no overlap with what lies around them, none that is not a number."""
+    flat, around = FLAT[name], [box(0, 0, 10, 10), poly(0, 0, 10, 0, 10, 10, 0, 10), poly(0, 0, 10, 10, 0, 10)]
+    with np.errstate(all="raise"):
+        iou = iou_matrix([flat, *around], [flat, *around])
+    assert iou[0].tolist() == iou[:, 0].tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_tgt_6_flat_shapes_have_targets_on_the_outline(name: str) -> None:
+    """TGT-6: zero area, collinear, repeated points, as prediction and as truth: numbers, on the outline."""
+    flat = FLAT[name]
+    others = [
+        box(0, 0, 10, 10),
+        poly(0, 0, 10, 0, 10, 10, 0, 10),
+        poly(3, 1, 9, 4, 2, 8),
+        poly(1, 1, 10, 10, 10, 1, 1, 9, 4, 0),
+    ]
+    for pred, gt in [pair for other in others for pair in ((flat, other), (other, flat))] + [(flat, flat)]:
+        targets = regression_targets(pred, gt)
+        assert targets.shape == (len(pred.coords),) and np.isfinite(targets).all(), (pred, gt)
+        if pred.kind == "bbox_2d":
+            assert tuple(targets) == geometry.bounding_box(gt)
+            continue
+        corners = geometry.corner_points(gt)
+        ring = shapely.LineString(np.concatenate([corners, corners[:1]]))
+        assert max(ring.distance(shapely.Point(point)) for point in targets.reshape(-1, 2)) < 1e-9, (pred, gt)
+    assert regression_targets(flat, flat).tolist() == list(flat.coords)
+
+
+def test_tgt_6_transport_between_a_polygon_and_a_box_in_both_directions() -> None:
+    """TGT-6: a drawn triangle against a box: of all ways to send 3 points of mass 4 to 4 corners of mass 3 the best.
+
+    Each point's barycentre, moved to the box's border where it lies inside. The other direction, a box for a polygon,
+    is the tightest box around it.
+    """
+    pred, gt = poly(0, 0, 90, 0, 40, 90), box(0, 0, 90, 90)
+    targets = regression_targets(pred, gt).reshape(-1, 2)
+    corners = geometry.corner_points(gt)
+    best = None
+    for mass in itertools.product(range(4), repeat=8):  # units that the first two points send to each corner
+        first, second = mass[:4], mass[4:]
+        third = [3 - a - b for a, b in zip(first, second, strict=True)]
+        if sum(first) == sum(second) == 4 and min(third) >= 0:
+            plan = np.array([first, second, third])
+            cost = (plan * ((np.reshape(pred.coords, (-1, 1, 2)) - corners) ** 2).sum(axis=2)).sum()
+            best = min(best, (cost, plan.tolist())) if best else (cost, plan.tolist())
+    barycentres = np.array(best[1]) @ corners / 4
+    ring = shapely.LinearRing(corners)
+    nearest = [ring.interpolate(ring.project(shapely.Point(point))) for point in barycentres]
+    assert targets == pytest.approx(np.array([(point.x, point.y) for point in nearest]))
+    assert regression_targets(gt, pred).tolist() == [0, 0, 90, 90]
+
+
 def test_tgt_6_box_learns_the_box() -> None:
     """TGT-6: box to box as it is; box to polygon: the tightest box around it."""
     assert regression_targets(box(1, 2, 3, 4), box(5, 6, 7, 8)).tolist() == [5, 6, 7, 8]

@@ -178,6 +178,25 @@ def test_tgt_6_matched_polygon_learns_projected_targets() -> None:
     assert rollout_target([box], [gt], [(0, 0)]).coord_target.tolist() == [100, 100, 300, 300]
 
 
+FLAT = {
+    "self-crossing": (100, 100, 300, 300, 300, 100, 100, 300),
+    "collinear": (100, 100, 200, 200, 300, 300),
+    "a point": (100, 100, 100, 100, 100, 100),
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_tgt_6_no_coordinate_of_a_matched_object_goes_without_a_target(name: str) -> None:
+    """TGT-6: a target that is not a number would silently leave its token without loss; both directions."""
+    edge, box = Object("red", "poly", FLAT[name]), Object("red", "bbox_2d", (100, 100, 300, 300))
+    other = Object("red", "poly", (90, 110, 310, 95, 305, 290))
+    for pred, gt in [(edge, box), (box, edge), (edge, other), (other, edge), (edge, edge)]:
+        target = rollout_target([pred], [gt], [(0, 0)])
+        assert len(target.coord_index) == len(pred.coords)
+        assert ((0 <= target.coord_target) & (target.coord_target <= 999)).all()
+        check_segment(make_segment("s", np.array([1, 2]), target, make_table("qwen")), make_table("qwen"))
+
+
 def corrected(pred_desc: str, gt_desc: str, kind: str = "qwen", **options: object) -> list[tuple[str, str]]:
     """(token, label) of the prefix where one desc stands for another."""
     pred, gt = replace(RED, desc=pred_desc), replace(RED, desc=gt_desc)
