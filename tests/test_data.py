@@ -178,6 +178,15 @@ def test_dat_2_half_a_pixel_outside_is_clamped(tmp_path):
     assert load_one(tmp_path, objects=objects).objects[0].coords == (0, 0, 999, 999)
 
 
+def test_dat_2_polygon_points_just_outside_are_clamped_and_others_refused(tmp_path):
+    """DAT-2, DAT-3: each point by itself; far outside is a mistake even where the rest of the shape lies inside."""
+    near = [{"desc": "kite", "poly": [-0.5, -0.5, 100.5, 0, 50, 50.4]}]
+    assert load_one(tmp_path, objects=near).objects[0].coords == (0, 0, 999, 0, 500, 999)
+    for x, y in [(-0.6, 0), (0, -0.6), (100.6, 0), (0, 50.6)]:
+        far = [{"desc": "kite", "poly": [10, 10, 90, 10, x, y]}]
+        assert "lies outside the image" in problems_of(write(tmp_path, line(objects=far)))[0]
+
+
 def test_dat_2_order(tmp_path):
     """DAT-2."""
     boxes = {"low": [0, 30, 5, 40], "right": [50, 10, 60, 40], "left": [10, 10, 20, 12]}
@@ -193,6 +202,7 @@ def test_dat_2_order(tmp_path):
 BAD_LINES = {
     "not json": ("{", "not valid JSON"),
     "a list": ("[1]", "a sample is one JSON object, not a list"),
+    "half a character": (line(objects=[{"desc": "a\ud83d", "bbox_2d": [0, 0, 1, 1]}]), "half a character"),
     "nan": ('{"width": NaN}', "NaN is not a JSON number"),
     "missing image": (line(images=["no.png"]), "images[0]: {dir}/no.png: no such image"),
     "image is a folder": (line(images=["."]), "images[0]: {dir}"),

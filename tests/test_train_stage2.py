@@ -80,6 +80,27 @@ def test_bad_data_ends_the_run_before_training_with_file_and_line_DAT_3(folder, 
     assert f"{path}:3" in message and word in message, message
 
 
+@pytest.mark.parametrize("name", MISTAKES)
+def test_bad_samples_can_be_skipped_DAT_3(folder, start_model, name, capsys, tmp_path):
+    """DAT-3: `data.on_bad_sample: skip` goes on with the other five; rank 0 says and lists what is missing."""
+    change, word = MISTAKES[name]
+    cfg = config_of(folder, start_model, broken_file(folder, name, change))
+    cfg = cfg.model_copy(
+        update={
+            "data": cfg.data.model_copy(update={"on_bad_sample": "skip"}),
+            "training": cfg.training.model_copy(update={"output_dir": str(tmp_path / "run")}),
+        }
+    )
+    datasets, _, _ = setup.load_data(cfg, is_main=False)
+    assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
+    assert setup.load_data(cfg, is_main=True)[0] == datasets and len(datasets[0]) == 5
+    said = capsys.readouterr().out
+    assert said.startswith("1 bad sample(s) skipped (data.on_bad_sample: skip)") and "line 3: " in said, said
+    assert word in said
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").open()]
+    assert row["line"] == 3 and word in row["problems"][0]["reason"]
+
+
 def test_an_empty_file_ends_the_run_DAT_3(folder, start_model, capsys):
     """DAT-3."""
     path = folder / "data" / "empty.jsonl"

@@ -22,6 +22,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import nn
 
+from utils.bad_lines import BadLine, report_skipped
 from utils.config import ConfigError, Origin, exit_with, resolve_yaml
 from utils.data import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples
 from utils.losses import PARTS, LossWeights, num_chunks_for, total_loss
@@ -81,7 +82,11 @@ def load_parts(cfg: WarmupConfig) -> Parts:
     Raises:
         DataError, ValueError, OSError: the files, the tokenizer or the checkpoint cannot be used.
     """
-    datasets = load_samples([file.path for file in cfg.train_jsonl], cfg.data.prompt, cfg.data.object_order)
+    skipped: list[BadLine] | None = [] if cfg.data.on_bad_sample == "skip" else None
+    paths = [file.path for file in cfg.train_jsonl]
+    datasets = load_samples(paths, cfg.data.prompt, cfg.data.object_order, skipped)
+    if skipped is not None:
+        print(report_skipped(skipped, cfg.output_dir), end="", flush=True)
     stream = SampleStream(datasets, [file.weight for file in cfg.train_jsonl], cfg.seed)
     processor = load_processor(cfg.model)
     return Parts(load_model(cfg.model, "float32"), processor, TokenTable.from_tokenizer(processor.tokenizer), stream)

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
+from utils.bad_lines import BadLine
 from utils.geometry import Object, bounding_box, pixels_to_bins
 from utils.images import to_rgb
 from utils.prompts import IMAGE_MARKER, render_prompt, to_chat_messages
@@ -32,8 +35,12 @@ from utils.prompts import IMAGE_MARKER, render_prompt, to_chat_messages
 EDGE_TOLERANCE_PX = 0.5
 # A description that spells a token of the vocabulary's own would change the answer's structure.
 SPECIAL_TOKEN = re.compile(r"<\|[^|>]*\|>")
+# What no tokenizer takes and no file can hold; JSON's escapes can spell it.
+SURROGATE = re.compile("[\ud800-\udfff]")
 EXIF_ORIENTATION = 0x0112
 FORMAT_KEYS = frozenset({"id", "images", "width", "height", "objects", "messages", "prompt"})
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class DataError(Exception):
@@ -71,56 +78,114 @@ class Sample:
 
 
 def load_samples(
-    paths: Sequence[str | os.PathLike], prompt: str | None = None, object_order: str = "file"
+    paths: Sequence[str | os.PathLike],
+    prompt: str | None = None,
+    object_order: str = "file",
+    skipped: list[BadLine] | None = None,
 ) -> list[list[Sample]]:
     """Samples of each file, in file order. `prompt` is used where a line brings neither `prompt` nor `messages`.
 
-    `object_order` is "file" or "sorted": top to bottom, then left to right, by the upper left corner.
+    Args:
+        object_order: "file" or "sorted": top to bottom, then left to right, by the upper left corner.
+        skipped: where lines that cannot be used are added; None: any such line is an error.
 
     Raises:
-        DataError: with every problem of every file.
+        DataError: with every problem of every file; with `skipped`, of files that cannot be read or leave no sample.
     """
     if object_order not in ("file", "sorted"):
         raise ValueError(f"object_order={object_order!r}: must be 'file' or 'sorted'")
     datasets, problems = [], []
     for path in paths:
-        samples, found = _load_file(Path(path), prompt, object_order)
+        samples, bad = [], []
+        for item in read_samples(path, prompt, object_order):
+            (samples if isinstance(item, Sample) else bad).append(item)
         datasets.append(samples)
-        problems.extend(found)
+        if skipped is None or not samples or any(line.line == 0 for line in bad):
+            problems.extend(message for line in bad for message in line.messages())
+        else:
+            skipped.extend(bad)
     if problems:
         raise DataError(problems)
     return datasets
 
 
-def _load_file(path: Path, prompt: str | None, object_order: str) -> tuple[list[Sample], list[str]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        return [], [f"{path}: cannot be read: {error.strerror or error}"]
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        return [], [f"{path}: the file is empty; it needs at least one sample"]
-    base = path.absolute().parent
+def read_samples(
+    path: str | os.PathLike,
+    prompt: str | None = None,
+    object_order: str = "file",
+    only: Container[int] | None = None,
+) -> Iterator[Sample | BadLine]:
+    """What each line of a file gives, in file order; blank lines give nothing. Few lines are in memory at a time.
 
-    def read(item: tuple[int, bytes]) -> Sample | list[str]:
-        source = f"{path}:{item[0]}"
+    A file that cannot be read or has blank lines only gives a `BadLine` of its own. `only`: line numbers to look at.
+    """
+    base = Path(path).absolute().parent
+
+    def read(item: tuple[int, bytes]) -> Sample | BadLine:
         try:
-            return _read_sample(_parse_line(item[1]), base, source, prompt, object_order)
+            return _read_sample(_parse_line(item[1]), base, f"{path}:{item[0]}", prompt, object_order)
         except _Bad as bad:
-            return [f"{source}: {reason}" for reason in bad.reasons]
+            return BadLine(str(path), item[0], bad.problems)
 
-    # Threads, because most of the time goes into opening image headers, often on a network disk.
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        results = list(pool.map(read, numbered))
-    samples = [result for result in results if isinstance(result, Sample)]
-    return samples, [problem for result in results if isinstance(result, list) for problem in result]
+    num_lines = 0
+
+    def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+        nonlocal num_lines
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                num_lines += 1
+                if only is None or number in only:
+                    yield number, line.rstrip(b"\r\n")
+
+    try:
+        with open(path, "rb") as file:
+            # Threads, because most of the time goes into opening image headers, often on a network disk.
+            yield from map_ahead(read, lines(file))
+    except OSError as error:
+        yield BadLine(str(path), 0, [("file", f"cannot be read: {error.strerror or error}")])
+        return
+    if not num_lines:
+        yield BadLine(str(path), 0, [("file", "the file is empty; it needs at least one sample")])
+
+
+def fingerprint(datasets: Sequence[Sequence[Sample]]) -> str:
+    """A digest of which lines of which files are in use, and how often."""
+    digest = hashlib.sha256()
+    for dataset in datasets:
+        digest.update(json.dumps([sample.source for sample in dataset]).encode())
+    return digest.hexdigest()
+
+
+def check_same_samples(fingerprints: Sequence[str]) -> None:
+    """Ranks that skipped different lines (an image one of them could not read) would train on different streams.
+
+    Raises:
+        DataError: on all ranks; `fingerprints` holds one per rank.
+    """
+    other = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
+    if other:
+        raise DataError([f"ranks {other} can use other samples than rank 0: not every rank reads the same files"])
+
+
+def map_ahead(
+    function: Callable[[Item], Result], items: Iterable[Item], num_threads: int = 8, max_ahead: int = 64
+) -> Iterator[Result]:
+    """`map` by threads, in order, that never holds more than `max_ahead` items or results."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        waiting: deque = deque()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) == max_ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 class _Bad(Exception):
-    """Reasons why one line cannot be used."""
+    """Why one line cannot be used: one (class of `bad_lines.KINDS`, reason) pair, or several as `problems`."""
 
-    def __init__(self, *reasons: str):
-        self.reasons = list(reasons)
+    def __init__(self, kind: str = "", reason: str = "", problems: Sequence[tuple[str, str]] = ()):
+        self.problems = list(problems) or [(kind, reason)]
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
@@ -130,23 +195,25 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"), parse_constant=no_constant)
     except UnicodeDecodeError as error:
-        raise _Bad(f"not UTF-8 at byte {error.start}") from None
+        raise _Bad("json", f"not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise _Bad(f"not valid JSON: {error}") from None
+        raise _Bad("json", f"not valid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise _Bad(f"a sample is one JSON object, not {_kind(row)}")
+        raise _Bad("json", f"a sample is one JSON object, not {_kind(row)}")
+    if b"\\ud" in line.lower() and SURROGATE.search(json.dumps(row, ensure_ascii=False)):
+        raise _Bad("json", "half a character: an escape \\ud800 to \\udfff without its other half")
     return row
 
 
 def _read_sample(row: dict[str, Any], base: Path, source: str, prompt: str | None, object_order: str) -> Sample:
     """Read every part even if another is wrong, so that one run shows all that is wrong with a line."""
-    reasons: list[str] = []
+    problems: list[tuple[str, str]] = []
 
     def attempt(read, *args, default=None):
         try:
             return read(*args)
         except _Bad as bad:
-            reasons.extend(bad.reasons)
+            problems.extend(bad.problems)
             return default
 
     messages, inside = attempt(_read_messages, row, prompt, default=(None, []))
@@ -157,8 +224,8 @@ def _read_sample(row: dict[str, Any], base: Path, source: str, prompt: str | Non
     sample_id = attempt(_read_id, row, source)
     if messages is not None and images is not None:
         attempt(_check_markers, messages, len(images))
-    if reasons:
-        raise _Bad(*reasons)
+    if problems:
+        raise _Bad(problems=problems)
     if object_order == "sorted":
         objects = sorted(objects, key=lambda item: (bounding_box(item)[1], bounding_box(item)[0]))
     extra = {key: value for key, value in row.items() if key not in FORMAT_KEYS}
@@ -170,7 +237,7 @@ def _read_id(row: dict[str, Any], source: str) -> str:
     if value is None:
         return source
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise _Bad(f"id: must be a string, not {_kind(value)}")
+        raise _Bad("id", f"id: must be a string, not {_kind(value)}")
     return str(value)
 
 
@@ -182,38 +249,41 @@ def _read_messages(row: dict[str, Any], prompt: str | None) -> tuple[list[dict[s
     given = row.get("messages")
     own_prompt = row.get("prompt")
     if own_prompt is not None and not isinstance(own_prompt, str):
-        raise _Bad(f"prompt: must be a string, not {_kind(own_prompt)}")
+        raise _Bad("prompt", f"prompt: must be a string, not {_kind(own_prompt)}")
     if given is None:
         text = own_prompt if own_prompt is not None else prompt
         if not text:
-            raise _Bad("no prompt: neither the line (messages, prompt) nor the config (data.prompt) has one")
+            raise _Bad("prompt", "no prompt: neither the line (messages, prompt) nor the config (data.prompt) has one")
         return [{"role": "user", "content": text}], []
     if own_prompt is not None:
-        raise _Bad("prompt: a line has either messages or prompt, not both")
+        raise _Bad("prompt", "prompt: a line has either messages or prompt, not both")
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
-        raise _Bad("messages: must be a list of {role, content}")
+        raise _Bad("messages", "messages: must be a list of {role, content}")
     images: list[Any] = []
     messages = [{"role": message.get("role"), "content": _flat_content(message, images)} for message in given]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
-        raise _Bad("messages: there is no user message")
+        raise _Bad("messages", "messages: there is no user message")
     return messages, images
 
 
 def _flat_content(message: dict[str, Any], images: list[Any]) -> str:
     content = message.get("content")
     if message.get("role") not in ("system", "user", "assistant", "tool"):
-        raise _Bad(f"messages: role {message.get('role')!r} is not one of system, user, assistant, tool")
+        raise _Bad("messages", f"messages: role {message.get('role')!r} is not one of system, user, assistant, tool")
     if isinstance(content, str):
         text = content
     elif isinstance(content, list):
         text = "".join(_flat_part(part, images) for part in content)
     else:
-        raise _Bad(f"messages: content must be a string or a list of parts, not {_kind(content)}")
+        raise _Bad("messages", f"messages: content must be a string or a list of parts, not {_kind(content)}")
     for marker in ("<ref-object>", "<bbox>", "<video>", "<audio>"):
         if marker in text and message["role"] != "assistant":
-            raise _Bad(f"messages: the marker {marker} is not supported in a prompt; write out what it stands for")
+            raise _Bad(
+                "messages",
+                f"messages: the marker {marker} is not supported in a prompt; write out what it stands for",
+            )
     return text
 
 
@@ -229,25 +299,27 @@ def _flat_part(part: Any, images: list[Any]) -> str:
         url = part.get("image_url")
         images.append(url.get("url") if isinstance(url, dict) else url)
         return IMAGE_MARKER
-    raise _Bad(f"messages: the part {json.dumps(part)[:80]} is neither text nor image")
+    raise _Bad("messages", f"messages: the part {json.dumps(part)[:80]} is neither text nor image")
 
 
 def _check_markers(messages: list[dict[str, str]], num_images: int) -> None:
     try:
         to_chat_messages(messages, num_images)
     except ValueError as error:
-        raise _Bad(f"messages: {error}") from None
+        raise _Bad("messages", f"messages: {error}") from None
 
 
 def _read_images(row: dict[str, Any], inside: list[Any], base: Path) -> list[str]:
     given = row.get("images")
     if given is None and not inside:
-        raise _Bad(f"images: missing (the line has {', '.join(map(repr, row)) or 'nothing'}); [] for a text sample")
+        raise _Bad(
+            "images", f"images: missing (the line has {', '.join(map(repr, row)) or 'nothing'}); [] for a text sample"
+        )
     if given and inside:
-        raise _Bad("images: given both as a list and inside the messages")
+        raise _Bad("images", "images: given both as a list and inside the messages")
     given = inside if not given else given
     if not isinstance(given, list):
-        raise _Bad(f"images: must be a list, not {_kind(given)}")
+        raise _Bad("images", f"images: must be a list, not {_kind(given)}")
     return [_read_image(image, i, base) for i, image in enumerate(given)]
 
 
@@ -259,23 +331,24 @@ def _read_image(image: Any, index: int, base: Path) -> str:
             return f"data:image;base64,{image['bytes']}"
         image = image.get("path")
     if not isinstance(image, str) or not image:
-        raise _Bad(f"{where}: must be a path, not {_kind(image)}")
+        raise _Bad("images", f"{where}: must be a path, not {_kind(image)}")
     if image.startswith("data:"):
         return image
     if re.match(r"https?://", image):
-        raise _Bad(f"{where}: {image}: data files name local images only; download it first")
+        raise _Bad("images", f"{where}: {image}: data files name local images only; download it first")
     return str((base / image.removeprefix("file://")).absolute())
 
 
 def _image_sizes(images: list[str]) -> list[tuple[int, int]]:
-    sizes, reasons = [], []
+    sizes, problems = [], []
     for i, image in enumerate(images):
         try:
-            sizes.append(_image_size(image))
+            sizes.append(image_size(image))
         except OSError as error:
-            reasons.append(f"images[{i}]: {error}")
-    if reasons:
-        raise _Bad(*reasons)
+            kind = "image_missing" if isinstance(error, FileNotFoundError) else "image_unreadable"
+            problems.append((kind, f"images[{i}]: {error}"))
+    if problems:
+        raise _Bad(problems=problems)
     return sizes
 
 
@@ -287,12 +360,12 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tupl
             return None
         return sizes[0][::-1] if len(sizes) == 1 else (0, 0)
     bad = [
-        f"{name}: must be a positive integer, not {json.dumps(value)}"
+        ("size", f"{name}: must be a positive integer, not {json.dumps(value)}")
         for name, value in given.items()
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0
     ]
     if bad:
-        raise _Bad(*bad)
+        raise _Bad(problems=bad)
     return given["width"], given["height"]
 
 
@@ -300,21 +373,21 @@ def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int]
     """All objects; `sizes` and `size` are None where what they come from is wrong and has been reported."""
     given = row.get("objects", [] if "summary" in row else None)  # a summary needs no objects
     if given is None:
-        raise _Bad("objects: missing; write [] for an image without objects")
+        raise _Bad("objects", "objects: missing; write [] for an image without objects")
     if isinstance(given, dict):
         items = _swift_objects(given, sizes, size)
     elif isinstance(given, list):
         items = [(item, size) for item in given]
     else:
-        raise _Bad(f"objects: must be a list, not {_kind(given)}")
-    objects, reasons = [], []
+        raise _Bad("objects", f"objects: must be a list, not {_kind(given)}")
+    objects, problems = [], []
     for i, (item, extent) in enumerate(items):
         try:
             objects.append(_read_object(item, extent))
         except _Bad as bad:
-            reasons.extend(f"objects[{i}]{reason}" for reason in bad.reasons)
-    if reasons:
-        raise _Bad(*reasons)
+            problems.extend((kind, f"objects[{i}]{reason}") for kind, reason in bad.problems)
+    if problems:
+        raise _Bad(problems=problems)
     return objects
 
 
@@ -327,17 +400,17 @@ def _swift_objects(
     """
     refs, boxes = given.get("ref"), given.get("bbox")
     if not isinstance(refs, list) or not isinstance(boxes, list):
-        raise _Bad('objects: must be a list, or {"ref": [...], "bbox": [[...]]}')
+        raise _Bad("objects", 'objects: must be a list, or {"ref": [...], "bbox": [[...]]}')
     if len(refs) == 1:
         refs = refs * len(boxes)
     if len(refs) != len(boxes):
-        raise _Bad(f"objects: {len(refs)} ref entries for {len(boxes)} bbox entries; each box needs its own")
+        raise _Bad("objects", f"objects: {len(refs)} ref entries for {len(boxes)} bbox entries; each box needs its own")
     kind = given.get("bbox_type") or "real"
     if kind not in ("real", "norm1"):
-        raise _Bad(f"objects.bbox_type: {kind!r} is not 'real' (pixels) or 'norm1' (fractions)")
+        raise _Bad("objects", f"objects.bbox_type: {kind!r} is not 'real' (pixels) or 'norm1' (fractions)")
     image_ids = given.get("image_id") or []
     if not isinstance(image_ids, list):
-        raise _Bad(f"objects.image_id: must be a list, not {_kind(image_ids)}")
+        raise _Bad("objects", f"objects.image_id: must be a list, not {_kind(image_ids)}")
     image_ids = image_ids + [0] * (len(boxes) - len(image_ids))
     objects = []
     for ref, box, image_id in zip(refs, boxes, image_ids, strict=False):
@@ -347,7 +420,7 @@ def _swift_objects(
             extent = (1.0, 1.0)
         elif image_id != 0 or sizes is not None and len(sizes) > 1:
             if sizes is None or not isinstance(image_id, int) or not 0 <= image_id < len(sizes):
-                raise _Bad(f"objects.image_id: there is no image {image_id!r}")
+                raise _Bad("objects", f"objects.image_id: there is no image {image_id!r}")
             extent = sizes[image_id][::-1]
         objects.append((item, extent))
     return objects
@@ -355,36 +428,36 @@ def _swift_objects(
 
 def _read_object(item: Any, size: tuple[int, int] | None) -> Object:
     if not isinstance(item, dict):
-        raise _Bad(f": must be an object, not {_kind(item)}")
+        raise _Bad("objects", f": must be an object, not {_kind(item)}")
     desc = item.get("desc")
     if not isinstance(desc, str) or not desc.strip():
-        raise _Bad(".desc: must be a non-empty string")
+        raise _Bad("desc", ".desc: must be a non-empty string")
     if SPECIAL_TOKEN.search(desc):
-        raise _Bad(f".desc: {desc!r} spells a special token")
+        raise _Bad("desc", f".desc: {desc!r} spells a special token")
     kinds = [kind for kind in ("bbox_2d", "poly") if kind in item]
     if len(kinds) != 1:
-        raise _Bad(f": needs exactly one of bbox_2d and poly, has {' and '.join(kinds) or 'neither'}")
+        raise _Bad("geometry", f": needs exactly one of bbox_2d and poly, has {' and '.join(kinds) or 'neither'}")
     kind = kinds[0]
     numbers = item[kind]
     if not isinstance(numbers, list) or not all(_is_number(x) for x in numbers):
-        raise _Bad(f".{kind}: must be a list of numbers")
+        raise _Bad("geometry", f".{kind}: must be a list of numbers")
     if kind == "bbox_2d" and len(numbers) != 4:
-        raise _Bad(f".bbox_2d: must have 4 numbers, has {len(numbers)}")
+        raise _Bad("geometry", f".bbox_2d: must have 4 numbers, has {len(numbers)}")
     if kind == "poly" and (len(numbers) < 6 or len(numbers) % 2):
-        raise _Bad(f".poly: must have an even number of numbers, at least 6, has {len(numbers)}")
+        raise _Bad("geometry", f".poly: must have an even number of numbers, at least 6, has {len(numbers)}")
     if kind == "bbox_2d" and (numbers[0] > numbers[2] or numbers[1] > numbers[3]):
-        raise _Bad(f".bbox_2d: {numbers} is not [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2")
+        raise _Bad("geometry", f".bbox_2d: {numbers} is not [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2")
     if size is None:
         return Object(desc, kind, ())  # never used: the line is refused for another reason
     if size == (0, 0):
-        raise _Bad(": there is no image size; the line needs width and height")
+        raise _Bad("size", ": there is no image size; the line needs width and height")
     width, height = size
     slack = 0.0 if width == 1.0 else EDGE_TOLERANCE_PX
     outside = any(not -slack <= x <= width + slack for x in numbers[0::2]) or any(
         not -slack <= y <= height + slack for y in numbers[1::2]
     )
     if outside:
-        raise _Bad(f".{kind}: {numbers} lies outside the image of {width} x {height}")
+        raise _Bad("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")
     return Object(desc, kind, pixels_to_bins(numbers, width, height))
 
 
@@ -415,8 +488,12 @@ def open_image(image: str | os.PathLike) -> Image.Image:
         raise _image_error(image, error) from None
 
 
-def _image_size(image: str) -> tuple[int, int]:
-    """(height, width) as `open_image` will give it, from the header alone."""
+def image_size(image: str | os.PathLike) -> tuple[int, int]:
+    """(height, width) as `open_image` will give it, from the header alone.
+
+    Raises:
+        OSError: missing (`FileNotFoundError`), unreadable or not an image; the message names it.
+    """
     try:
         with _open_lazily(image) as opened:
             width, height = opened.size
@@ -438,7 +515,7 @@ def _open_lazily(image: str | os.PathLike) -> Image.Image:
 
 def _image_error(image: str | os.PathLike, error: Exception) -> OSError:
     if isinstance(error, FileNotFoundError):
-        return OSError(f"{_short(image)}: no such image")
+        return FileNotFoundError(f"{_short(image)}: no such image")
     if isinstance(error, UnidentifiedImageError):
         return OSError(f"{_short(image)}: not an image that can be read")
     return OSError(f"{_short(image)}: {getattr(error, 'strerror', None) or error}")

@@ -101,7 +101,11 @@ class Data(Section):
     object_order: Literal["file", "sorted"] = Field(
         "file", description="objects in file order, or sorted top to bottom then left to right"
     )
-    on_bad_sample: Literal["stop"] = Field("stop", description="a malformed sample stops the run before training")
+    on_bad_sample: Literal["stop", "skip"] = Field(
+        "stop",
+        description="a sample that cannot be used stops the run before training, or is left out, counted and listed in"
+        " `skipped.jsonl` in the run directory",
+    )
 
 
 class DataFile(Section):

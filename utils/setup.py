@@ -17,8 +17,19 @@ import torch
 
 from utils import targets
 from utils.adapter_sync import FallbackSync, make_sync
+from utils.bad_lines import BadLine, report_skipped
 from utils.config import Config, ConfigError, check_world_size, engine_json, exit_with
-from utils.data import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples, prompt_chat
+from utils.data import (
+    DataError,
+    Sample,
+    SampleStream,
+    check_same_samples,
+    encode_prompt,
+    fingerprint,
+    load_processor,
+    load_samples,
+    prompt_chat,
+)
 from utils.dist import Ranks
 from utils.learner import Learner
 from utils.model import dummy_segment, position_ids_for
@@ -59,6 +70,7 @@ def open_session(cfg: Config, resume: str | None = None) -> Session:
     num_steps = training.num_steps(sum(map(len, datasets)), ranks.world_size)
     ranks.open()
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
+    check_same_samples(ranks.gather(fingerprint(datasets + [val_samples])))
     lock, checkpoint = claim_run_dir(cfg, resume, ranks)
     resumed = None
     if checkpoint is not None:
@@ -138,13 +150,16 @@ def owes_an_evaluation(run_dir: Path, step: int, resumed: dict[str, Any] | None)
 
 def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[float], list[Sample]]:
     """Training files with their weights, and validation samples; exit status 2 with every problem listed."""
+    skipped: list[BadLine] | None = [] if cfg.data.on_bad_sample == "skip" else None
     try:
-        options = {"prompt": cfg.data.prompt, "object_order": cfg.data.object_order}
+        options = {"prompt": cfg.data.prompt, "object_order": cfg.data.object_order, "skipped": skipped}
         train_specs, val_specs = cfg.custom.train_files(), cfg.custom.val_files()
         datasets = load_samples([spec.path for spec in train_specs], **options)
         validation = load_samples([spec.path for spec in val_specs], **options)
     except DataError as error:
         exit_with(str(error), is_main)
+    if skipped is not None and is_main:
+        print(report_skipped(skipped, cfg.training.output_dir), end="", flush=True)
     limit = cfg.training.eval_limit
     return datasets, [spec.weight for spec in train_specs], [sample for part in validation for sample in part][:limit]
 
