@@ -1,0 +1,108 @@
+"""Draws samples of a data file with their objects, to look at before training.
+
+Run as `python -m tools.show_jsonl --data data/train.jsonl --output sheets --num 16 --seed 0`. Writes one sheet
+(`sheets/train.png`), or with `--separate` one picture per sample. Objects with the same description have the same
+colour on all pictures; every picture carries its line, id and number of objects. Samples are drawn at random from the
+whole file, in file order.
+"""
+
+import argparse
+import colorsys
+import random
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from utils.data import DataError, Sample, open_image, read_samples
+from utils.draw import draw_objects, sheet, stack, text_panel
+
+
+def pick_samples(path: str | Path, num: int, seed: int, prompt: str | None = None) -> list[Sample]:
+    """`num` samples at random in file order, all where the file has no more.
+
+    Raises:
+        DataError: a line that was drawn cannot be used, or the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            numbers = [number for number, line in enumerate(file, start=1) if line.strip()]
+    except OSError:
+        numbers = []  # reported below, in the words that training uses
+    chosen = set(random.Random(seed).sample(numbers, min(num, len(numbers))))
+    items = list(read_samples(path, prompt, only=chosen))
+    problems = [message for item in items if not isinstance(item, Sample) for message in item.messages()]
+    if problems:
+        raise DataError(problems)
+    return items
+
+
+def colour_of(desc: str) -> str:
+    """A dark, saturated colour that depends on the text alone."""
+    hue = zlib.crc32(desc.encode()) % 360 / 360
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hsv_to_rgb(hue, 0.9, 0.75))
+
+
+def picture(sample: Sample, side: int) -> Image.Image:
+    """The sample's first image with all objects, its line, id and number of objects below.
+
+    Raises:
+        OSError: the image cannot be read.
+    """
+    number = sample.source.rpartition(":")[2]
+    own_id = "" if sample.id == sample.source else f" id {sample.id},"
+    caption = f"line {number},{own_id} {len(sample.objects)} objects"
+    if len(sample.images) > 1:
+        caption += f", first of {len(sample.images)} images"
+    if not sample.images:
+        return text_panel([(f"{caption}, no image", None)], side)
+    drawn = draw_objects(
+        open_image(sample.images[0]), sample.objects, [colour_of(o.desc) for o in sample.objects], side
+    )
+    return stack([drawn, text_panel([(caption, None)], side, max_lines=3)])
+
+
+def show(
+    samples: Sequence[Sample], target: Path, columns: int = 4, side: int = 384, separate: bool = False
+) -> list[Path]:
+    """Write the pictures; returns their paths. `target` is the sheet's path without its ending."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    pictures = [picture(sample, side) for sample in samples]
+    if not separate:
+        rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
+        named = {f"{target.name}.png": sheet(rows, [""] * len(rows[0]))}
+    else:
+        numbers = [sample.source.rpartition(":")[2] for sample in samples]
+        named = {f"{target.name}_{number}.png": image for number, image in zip(numbers, pictures, strict=True)}
+    for name, image in named.items():
+        image.save(target.with_name(name))
+    return [target.with_name(name) for name in named]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", required=True, metavar="FILE", help="JSONL data file")
+    add("--output", required=True, metavar="DIR", help="where the pictures go")
+    add("--num", type=int, default=16, metavar="N", help="samples (default 16)")
+    add("--seed", type=int, default=0, help="of the choice of samples")
+    add("--columns", type=int, default=4, metavar="N", help="pictures per row of the sheet (default 4)")
+    add("--side", type=int, default=384, metavar="PX", help="longer side of each image (default 384)")
+    add("--separate", action="store_true", help="one file per sample, named by its line")
+    args = parser.parse_args()
+    for name in ("num", "columns", "side"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    try:
+        samples = pick_samples(args.data, args.num, args.seed, prompt="(none)")
+        paths = show(samples, Path(args.output) / Path(args.data).stem, args.columns, args.side, args.separate)
+    except (DataError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    print("\n".join(map(str, paths)))
+
+
+if __name__ == "__main__":
+    main()
