@@ -417,19 +417,21 @@ def test_the_program(tmp_path, monkeypatch, capsys):
 
 
 PEAK = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from tools.coco_to_jsonl import Options, convert
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # of this program alone; getrusage's starts at that of the process that started it
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+before = peak()
 options = Options(geometry="poly", limit=int(sys.argv[2]))
 report = convert(sys.argv[1], Path(sys.argv[1]).parent, Path(sys.argv[1]).parent / "d.jsonl", options)
-print(report.objects["poly"], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(report.objects["poly"], (peak() - before) / 1024)
 """
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
     """A file of 60 MB, its outlines in an order in which none can be written before all are read."""
-    num_images, num_objects = 300, 1600
+    num_images, num_objects = 300, 1800
     angle = np.linspace(0, 6, 1000)
     ring = np.stack([50 + 30 * np.cos(angle), 40 + 30 * np.sin(angle)], 1).ravel()
     item = json.dumps(annotation(0, segmentation=[ring.tolist()])).replace('"image_id": 0', '"image_id": %d')
@@ -442,7 +444,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     assert path.stat().st_size > 60e6
     done = subprocess.run([sys.executable, "-c", PEAK, str(path), "30"], capture_output=True, text=True, check=True)
     num_polygons, growth = done.stdout.split()
-    assert int(num_polygons) == num_objects // 10 and float(growth) < 30, growth
+    assert int(num_polygons) == num_objects // 10 and float(growth) < 45, growth
 
 
 def test_object_of_an_unknown_category_type():
