@@ -27,14 +27,14 @@ import numpy as np
 from utils import targets
 from utils.config import Config, exit_with, load_config_or_exit, require_variant
 from utils.data import EncodedPrompt, Sample
-from utils.evaluation import count_sample, scores
+from utils.evaluation import count_sample, prediction_record, scores
 from utils.geometry import iou_matrix
 from utils.learner import StepResult
 from utils.losses import LossWeights
 from utils.matching import match
 from utils.monitor import collapse_warnings
 from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
-from utils.parsing import ParsedAnswer, parse_answer
+from utils.parsing import parse_answer
 from utils.plan import print_dry_run
 from utils.prefetch import Prefetcher
 from utils.records import Example, SampleDump, evaluation_file
@@ -345,13 +345,6 @@ def evaluate(run: Run, step: int) -> None:
         run.monitor.scalars(step, scalars | calls | sync_values)
         run.monitor.flush()
         write_evaluation(run, step, result, [record for part in gathered for record in part], is_best)
-
-
-def prediction_record(sample: Sample, parsed: ParsedAnswer) -> dict[str, Any]:
-    """A validation answer as it is kept on disk; coordinates norm1000."""
-    as_dict = {"gt": sample.objects, "pred": [pred.object for pred in parsed.objects]}
-    objects = {side: [{"desc": o.desc, o.kind: list(o.coords)} for o in objects] for side, objects in as_dict.items()}
-    return {"id": sample.id, "images": sample.images, **objects}
 
 
 def write_evaluation(

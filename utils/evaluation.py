@@ -2,12 +2,16 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from utils.geometry import Object, iou_matrix
 from utils.matching import match
 from utils.parsing import ParsedAnswer
+
+if TYPE_CHECKING:
+    from utils.data import Sample
 
 
 def count_sample(
@@ -18,7 +22,7 @@ def count_sample(
     overlap some object, but none by the threshold."""
     pred_objects = [pred.object for pred in parsed.objects]
     iou = iou_matrix(pred_objects, gt_objects)
-    same_label = np.array([[_label(p) == _label(g) for g in gt_objects] for p in pred_objects], dtype=bool)
+    same_label = np.array([[label_of(p) == label_of(g) for g in gt_objects] for p in pred_objects], dtype=bool)
     pairs = match(iou, iou_threshold)
     best = iou.max(axis=1, initial=0.0)
     labelled = match(np.where(same_label.reshape(iou.shape), iou, 0.0), iou_threshold)
@@ -44,7 +48,7 @@ def count_duplicates(objects: Sequence[Object], iou_threshold: float = 0.9) -> i
         return 0
     iou = np.triu(iou_matrix(objects, objects), k=1)
     earlier, later = np.nonzero(iou >= iou_threshold)
-    return len({int(j) for i, j in zip(earlier, later, strict=True) if _label(objects[i]) == _label(objects[j])})
+    return len({int(j) for i, j in zip(earlier, later, strict=True) if label_of(objects[i]) == label_of(objects[j])})
 
 
 def scores(counts: Mapping[str, float]) -> dict[str, float]:
@@ -65,5 +69,13 @@ def scores(counts: Mapping[str, float]) -> dict[str, float]:
     return result
 
 
-def _label(object_: Object) -> str:
+def prediction_record(sample: "Sample", parsed: ParsedAnswer) -> dict[str, Any]:
+    """A validation answer as it is kept on disk; coordinates norm1000."""
+    as_dict = {"gt": sample.objects, "pred": [pred.object for pred in parsed.objects]}
+    objects = {side: [{"desc": o.desc, o.kind: list(o.coords)} for o in objects] for side, objects in as_dict.items()}
+    return {"id": sample.id, "images": sample.images, **objects}
+
+
+def label_of(object_: Object) -> str:
+    """What labels are compared by: case and outer blanks aside (LRN-7)."""
     return object_.desc.strip().casefold()

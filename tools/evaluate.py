@@ -1,0 +1,276 @@
+"""Score a finished checkpoint on a JSONL file: detection scores as in training (LRN-7), and COCO's mean precision.
+
+Run as `python -m tools.evaluate --checkpoint RUN/checkpoint-N/merged --data FILE [--config FILE]`. Greedy answers, the
+strict parser and the counting of training; then the boxes once more by COCO's rules. It writes the scores
+(`--output FILE.json`) and beside them every answer (`FILE.jsonl`, in the form of a run's `eval/step_N.jsonl`). Prompt,
+image sizes, dtype, answer length and IoU threshold are those of `--config`, else the defaults of the schema.
+
+COCO ranks detections by their scores. These answers bring none, so every box gets the score 1.0, and equal scores rank
+in the order of the file, inside an answer in the order of writing: one operating point, not a curve. Expect less than
+a detector with scores would get for the same boxes, and compare only such figures with each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from tqdm import tqdm
+
+from utils.config import exit_with, load_config_or_exit
+from utils.data import DataError, Sample, encode_prompt, load_processor, load_samples, num_prompt_tokens, prompt_chat
+from utils.dist import Ranks
+from utils.evaluation import count_sample, label_of, prediction_record, scores
+from utils.geometry import Object, bins_to_pixels, bounding_box
+from utils.parsing import TokenTable, parse_answer
+from utils.rollout import Decoding, RolloutRequest, RolloutResult
+from utils.schema import Data, Model, RolloutMatching
+
+Answer = Callable[[Sequence[Sample]], list[RolloutResult]]
+COCO_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR1", "AR10", "AR100")
+VLLM_BATCHES = 16  # batches whose decoded images are in memory at once, so that vLLM always has a next request
+
+
+def main() -> None:
+    args = parse_args()
+    model, data, rm = settings(args.config, args.checkpoint)
+    try:
+        check_checkpoint(Path(args.checkpoint))
+        samples = load_samples([args.data], data.prompt, data.object_order)[0][: args.limit]
+        processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
+        table = TokenTable.from_tokenizer(processor.tokenizer)
+    except (DataError, ValueError, OSError) as error:
+        exit_with(str(error))
+    backend = args.backend or ("vllm" if find_spec("vllm") else "hf")
+    decoding = Decoding(max_new_tokens=rm.max_new_tokens)
+    opened, at_once = (
+        (open_vllm(model, processor, samples, decoding, args.batch_size), VLLM_BATCHES * args.batch_size)
+        if backend == "vllm"
+        else (open_hf(model, processor, decoding, args.batch_size), args.batch_size)
+    )
+    answers: list[RolloutResult] = []
+    with opened as answer, tqdm(total=len(samples), unit="image", disable=None) as progress:
+        for start in range(0, len(samples), at_once):
+            part = samples[start : start + at_once]
+            answers += answer(part)
+            progress.update(len(part))
+    result, predictions = score(samples, answers, table, rm.eval.iou_threshold)
+    about = {"checkpoint": args.checkpoint, "data": args.data, "config": args.config, "backend": backend}
+    output = Path(args.output or Path(args.checkpoint) / "evaluation" / f"{Path(args.data).stem}.json")
+    write(output, about | {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold} | result, predictions)
+    show(result, f"{args.checkpoint} on {len(samples)} images ({backend}, {model.dtype}, greedy)")
+    print(f"scores: {output}   answers: {output.with_suffix('.jsonl')}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="in Hugging Face form, e.g. .../merged")
+    parser.add_argument("--data", required=True, metavar="FILE", help="JSONL with ground truth")
+    parser.add_argument("--config", metavar="FILE", help="YAML of the run; default: the schema's defaults")
+    parser.add_argument("--backend", choices=("vllm", "hf"), help="default: vllm where it is installed")
+    parser.add_argument(
+        "--output", type=json_file, metavar="FILE.json", help="default: DIR/evaluation/NAME_OF_DATA.json"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="the first N samples only")
+    parser.add_argument("--batch-size", type=positive, default=16, metavar="N", help="sequences decoded at once (16)")
+    return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def json_file(text: str) -> str:
+    if not text.endswith(".json"):
+        raise ValueError  # the answers go to .jsonl beside it
+    return text
+
+
+def settings(config: str | None, checkpoint: str) -> tuple[Model, Data, RolloutMatching]:
+    """The sections of the config that say how a model is asked and judged, with `checkpoint` as the model."""
+    if config is None:
+        return Model(path=checkpoint), Data(), RolloutMatching()
+    cfg = load_config_or_exit(config)
+    return cfg.model.model_copy(update={"path": checkpoint}), cfg.data, cfg.rm
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises ValueError where `folder` is no checkpoint in Hugging Face form, with the one that may be meant."""
+    if (folder / "config.json").is_file():
+        return
+    inside = folder / "merged"
+    way_out = f"use {inside}" if inside.is_dir() else "name a directory in Hugging Face form (checkpoint-N/merged)"
+    raise ValueError(f"--checkpoint {folder}: holds no config.json; {way_out}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# answers
+
+
+@contextmanager
+def open_vllm(
+    model: Model, processor: Any, samples: Sequence[Sample], decoding: Decoding, batch_size: int
+) -> Iterator[Answer]:
+    """Answers from a vLLM engine in this process, just long enough for the longest of `samples` and its answer."""
+    from utils.rollout_colocate import EngineOptions, read_output, sampling_params, start_engine, vllm_prompt
+
+    ranks = Ranks()
+    ranks.open()
+    options = EngineOptions(
+        model_path=model.path,
+        dtype=model.dtype,
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.9,
+        max_model_len=max(num_prompt_tokens(sample, processor) for sample in samples) + decoding.max_new_tokens,
+        decode_batch_size=batch_size,
+        image_min_pixels=model.image_min_pixels,
+        image_max_pixels=model.image_max_pixels,
+    )
+    llm = start_engine(options, ranks.device, sleeps=False)
+
+    def answer(part: Sequence[Sample]) -> list[RolloutResult]:
+        prompts = [vllm_prompt(processor, prompt_chat(sample), sample.images) for sample in part]
+        outputs = llm.generate(prompts, sampling_params(decoding, seed=0), use_tqdm=False)
+        return [read_output(output, None) for output in outputs]
+
+    try:
+        yield answer
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        ranks.close()
+
+
+class PlainEngine(nn.Module):
+    """Stands where the hf backend has DeepSpeed's engine: nothing is sharded, so it only calls what it wraps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = nn.Module()
+        self.module.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@contextmanager
+def open_hf(model: Model, processor: Any, decoding: Decoding, batch_size: int) -> Iterator[Answer]:
+    """Answers by transformers' `generate`, through the backend that training has for it."""
+    from utils.model import load_model
+    from utils.rollout_hf import HfBackend
+
+    ranks = Ranks()
+    loaded = load_model(model.path, model.dtype, model.attn_implementation).to(ranks.device)
+    backend = HfBackend(
+        SimpleNamespace(model=loaded, engine=PlainEngine(loaded)), ranks, processor.tokenizer, batch_size
+    )
+    place = {"global_step": 0, "micro_step_idx": 0, "run_seed": 0, "expect_version": None}
+
+    def answer(part: Sequence[Sample]) -> list[RolloutResult]:
+        prompts = [encode_prompt(sample, processor) for sample in part]
+        requests = [
+            RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
+            for sample, prompt in zip(part, prompts, strict=True)
+        ]
+        return backend.generate(requests, decoding, **place)
+
+    yield answer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scores
+
+
+def score(
+    samples: Sequence[Sample], answers: Sequence[RolloutResult], table: TokenTable, iou_threshold: float
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """All scores, COCO's under `coco`, and one record per answer."""
+    counts: Counter[str] = Counter()
+    predictions, objects = [], []
+    for sample, answer in zip(samples, answers, strict=True):
+        parsed = parse_answer(answer.response_token_ids, table)
+        counts.update(count_sample(parsed, sample.objects, iou_threshold, answer.finish_reason == "length"))
+        predictions.append(prediction_record(sample, parsed))
+        objects.append([pred.object for pred in parsed.objects])
+    return {**scores(counts), "coco": coco_scores(samples, objects)}, predictions
+
+
+def coco_scores(samples: Sequence[Sample], predictions: Sequence[Sequence[Object]]) -> dict[str, float | None]:
+    """COCO's box precisions and recalls (`COCO_NAMES`); None where there is no such object to find.
+
+    Boxes are in pixels of the sample, those of polygons their bounding boxes; area is that of the box. Categories are
+    the ground truth's labels, compared as everywhere here; a prediction with another label belongs to no category and
+    costs nothing, as in COCO itself. At most 100 predictions of a category count per image.
+    """
+    from faster_coco_eval import COCO, COCOeval_faster
+
+    names = sorted({label_of(object_) for sample in samples for object_ in sample.objects})
+    if not names:
+        return dict.fromkeys(COCO_NAMES)
+    category_of = {name: index for index, name in enumerate(names, start=1)}
+
+    def entries(sides: Sequence[Sequence[Object]]) -> list[dict[str, Any]]:
+        found = [
+            {"image_id": image_id, "category_id": category_of[label_of(o)], **_pixel_box(o, sample)}
+            for image_id, (sample, side) in enumerate(zip(samples, sides, strict=True), start=1)
+            for o in side
+            if label_of(o) in category_of
+        ]
+        return [{"id": number, "iscrowd": 0, "score": 1.0, **entry} for number, entry in enumerate(found, start=1)]
+
+    truth = COCO(
+        {
+            "images": [{"id": i, "width": s.width, "height": s.height} for i, s in enumerate(samples, start=1)],
+            "categories": [{"id": index, "name": name} for name, index in category_of.items()],
+            "annotations": entries([sample.objects for sample in samples]),
+        }
+    )
+    evaluator = COCOeval_faster(truth, truth.loadRes(entries(predictions)), "bbox")
+    evaluator.run()
+    values = [float(value) for value in evaluator.stats[: len(COCO_NAMES)]]
+    return {name: None if value < 0 else value for name, value in zip(COCO_NAMES, values, strict=True)}
+
+
+def _pixel_box(object_: Object, sample: Sample) -> dict[str, Any]:
+    """COCO's `bbox` (x, y, width, height in pixels) and its area."""
+    x1, y1, x2, y2 = bins_to_pixels(bounding_box(object_), sample.width, sample.height)
+    return {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": (x2 - x1) * (y2 - y1)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# results
+
+
+def write(output: Path, result: dict[str, Any], predictions: Sequence[dict[str, Any]]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    lines = (json.dumps(record) + "\n" for record in sorted(predictions, key=lambda record: record["id"]))
+    output.with_suffix(".jsonl").write_text("".join(lines))
+
+
+def show(result: dict[str, Any], title: str) -> None:
+    table = Table(title=title)
+    table.add_column("score")
+    table.add_column("value", justify="right")
+    for name, value in result.items():
+        if name not in ("coco", "num_images"):
+            table.add_row(name, f"{value:.4f}")
+    table.add_section()
+    for name, value in result["coco"].items():
+        table.add_row(f"COCO {name}", "-" if value is None else f"{value:.4f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
