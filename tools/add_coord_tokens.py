@@ -1,0 +1,210 @@
+"""Give a released Qwen3-VL checkpoint the 1000 coordinate tokens that `answer_format: coord_tokens` answers with.
+
+Run as `python -m tools.add_coord_tokens --model DIR --output DIR`. The tokens `<|coord_0|>` to `<|coord_999|>` get the
+next free ids, which may lie among the rows that a released checkpoint has in reserve; embeddings and head grow as far
+as needed. Only the files that hold these two are written anew, one at a time; the other weights are hard-linked where
+the file system allows it, else copied. All rows of old tokens stay as they are, bit for bit.
+
+New rows are a start, no more: without supervised training (`python -m tools.warmup_sft` for small models) the model
+does not know when to write them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import AddedToken
+from torch import Tensor
+from transformers import AutoProcessor
+
+from utils.config import exit_with
+from utils.geometry import NUM_BINS
+
+TOKENS = [f"<|coord_{k}|>" for k in range(NUM_BINS)]
+ROW_MULTIPLE = 128  # matrix multiplications want round sizes, and tensor parallelism whole shares
+LENGTHS = (8.0, 400.0)  # in bins: over what distances neighbouring tokens are alike
+MAX_ROWS_SEEN = 16384  # rows from which the spread of the old ones is estimated
+INDEX = "model.safetensors.index.json"
+
+
+def add_coord_tokens(source: Path, target: Path, seed: int = 0) -> Path:
+    """Write the checkpoint `source` with coordinate tokens to `target`, which appears complete or not at all.
+
+    Raises:
+        ValueError: not a Qwen3-VL checkpoint in safetensors form, one that has coordinate tokens, or `target` exists.
+        OSError: files cannot be read or written.
+    """
+    config = read_config(source)
+    if target.exists():
+        raise ValueError(f"--output {target}: exists; name another directory or delete it")
+    processor = AutoProcessor.from_pretrained(source)
+    num_old, first = len(processor.tokenizer), add_to_tokenizer(processor.tokenizer, source)
+    digit_ids = processor.tokenizer.convert_tokens_to_ids(list("0123456789"))
+    num_rows = max(text_config(config)["vocab_size"], -(-(first + NUM_BINS) // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+    def extend(weight: Tensor) -> Tensor:
+        return extended(weight, num_rows, first, coord_rows(weight[:num_old], digit_ids, seed))
+
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_weights(source, partial, extend)
+    processor.save_pretrained(partial)
+    for section in (config, text_config(config)):
+        if "vocab_size" in section:
+            section["vocab_size"] = num_rows
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if (source / "generation_config.json").is_file():
+        shutil.copy2(source / "generation_config.json", partial)
+    os.replace(partial, target)
+    return target
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint this tool can extend; raises ValueError for any other."""
+    try:
+        config = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {source}: config.json cannot be read: {error}") from None
+    if config.get("model_type") != "qwen3_vl":
+        raise ValueError(f"--model {source}: a {config.get('model_type')} model; only qwen3_vl is supported")
+    if "quantization_config" in config:
+        raise ValueError(f"--model {source}: quantized weights; use the release in bfloat16")
+    if not list(source.glob("*.safetensors")):
+        raise ValueError(f"--model {source}: holds no *.safetensors; save the checkpoint in that form")
+    return config
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("text_config", config)
+
+
+def add_to_tokenizer(tokenizer: Any, source: Path) -> int:
+    """Add the tokens in place; returns the id of the first. They are not "special": decoding must keep them."""
+    known = tokenizer.get_vocab()
+    if there := sum(token in known for token in TOKENS):
+        raise ValueError(f"--model {source}: has {there} of {NUM_BINS} coordinate tokens already; use it as it is")
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOKENS])
+    ids = tokenizer.convert_tokens_to_ids(TOKENS)
+    assert ids == list(range(ids[0], ids[0] + NUM_BINS)), "the tokenizer numbered the new tokens with gaps"
+    return ids[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# new rows
+
+
+def coord_rows(old: Tensor, digit_ids: list[int], seed: int) -> Tensor:
+    """Rows for the coordinate tokens, float32 `[1000, dim]`, given those of the old tokens `[num_old, dim]`.
+
+    Each row by itself is what Hewitt proposes for a new word, a draw from a normal distribution with the old rows'
+    spread in each dimension; but around the mean of the ten digits, since these are numbers. Together they are a smooth
+    curve, so that what is learnt for a bin is at once known a little for its neighbours, as the Gaussian target has it.
+    All rows have the old rows' median norm.
+
+    Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models".
+    """
+    seen = old[:: -(-len(old) // MAX_ROWS_SEEN)].float()
+    rows = old[digit_ids].float().mean(dim=0) + seen.std(dim=0) * smooth_curve(old.shape[1], seed)
+    return rows * (seen.norm(dim=1).median() / rows.norm(dim=1, keepdim=True))
+
+
+def smooth_curve(dim: int, seed: int) -> Tensor:
+    """Random smooth functions of the bin, float32 `[1000, dim]`, mean 0 and variance 1 over the seeds.
+
+    Every dimension is a draw from a Gaussian process of its own length: the correlation of two bins is
+    exp(-distance^2 / (2 length^2)), averaged over the dimensions' lengths (log-uniform in `LENGTHS`), so it only falls
+    with the distance.
+
+    Source: Rahimi and Recht 2007, random Fourier features (one per dimension).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shortest, longest = LENGTHS
+    length = shortest * (longest / shortest) ** torch.rand(dim, generator=generator)
+    frequency = torch.randn(dim, generator=generator) / length
+    phase = 2 * math.pi * torch.rand(dim, generator=generator)
+    return math.sqrt(2) * torch.cos(torch.arange(NUM_BINS)[:, None] * frequency + phase)
+
+
+def extended(weight: Tensor, num_rows: int, first: int, rows: Tensor) -> Tensor:
+    """`weight` `[n, dim]` grown to `num_rows`, `rows` from row `first` on, in its dtype.
+
+    Further rows, which no token has, are the mean of the old ones: as a head's row its logit is the mean of all old
+    logits, so it can never be the largest.
+    """
+    grown = weight.new_empty(num_rows, weight.shape[1])
+    grown[: len(weight)] = weight
+    grown[len(weight) :] = weight[:: -(-len(weight) // MAX_ROWS_SEEN)].float().mean(dim=0).to(weight.dtype)
+    grown[first : first + len(rows)] = rows.to(weight.dtype)
+    return grown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def write_weights(source: Path, target: Path, extend: Callable[[Tensor], Tensor]) -> None:
+    """All weight files of `source` in `target`, embeddings and head (each where it is stored) run through `extend`.
+
+    Tied ends that are both stored stay equal, as `extend` depends on the tensor alone.
+    """
+    grown = total = 0
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            names = tensors.keys()
+            if not any(map(is_vocabulary, names)):
+                link_or_copy(file, target / file.name)
+                continue
+            content = {}
+            for name in names:
+                content[name] = tensors.get_tensor(name)
+                if is_vocabulary(name):
+                    before = content[name]
+                    content[name] = extend(before)
+                    grown += content[name].nbytes - before.nbytes
+                    total += content[name].numel() - before.numel()
+            save_file(content, target / file.name, metadata=tensors.metadata())
+    if (source / INDEX).is_file():
+        index = json.loads((source / INDEX).read_text())
+        for key, more in (("total_size", grown), ("total_parameters", total)):
+            if key in index.get("metadata", {}):
+                index["metadata"][key] += more
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def is_vocabulary(name: str) -> bool:
+    return name.endswith("embed_tokens.weight") or name == "lm_head.weight"
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="a released Qwen3-VL checkpoint")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="new directory")
+    parser.add_argument("--seed", type=int, default=0, help="of the new rows (0)")
+    args = parser.parse_args()
+    try:
+        add_coord_tokens(args.model, args.output, args.seed)
+    except (ValueError, OSError) as error:
+        exit_with(str(error))
+    print(f"{args.output}: {NUM_BINS} coordinate tokens added; train it on the answer format before stage 2")
+
+
+if __name__ == "__main__":
+    main()
