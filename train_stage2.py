@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -72,7 +73,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file; everything is set there")
     parser.add_argument("--dry-run", action="store_true", help="check the config, print the plan, touch no device")
-    parser.add_argument("--world-size", type=int, default=1, help="learner ranks to plan for (--dry-run only)")
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    parser.add_argument("--world-size", type=int, default=launched, help="learner ranks to plan for (--dry-run only)")
     parser.add_argument(
         "--resume", nargs="?", const="auto", metavar="CHECKPOINT", help="instead of training.resume_from_checkpoint"
     )

@@ -5,6 +5,7 @@ and the ZeRO stage; it leaves out the vision tower's activations, CUDA's own sha
 """
 
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator
@@ -15,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from utils.config import ConfigError, check_world_size, dump_yaml, engine_json, exit_with, problem
+from utils.known_models import known_config, known_model, parameter_shapes
+from utils.layout import Layout, plan_layout
 from utils.request_plan import check_capacity, chunk_size
 from utils.rules import engine_problems, is_colocate
 from utils.schema import RM, Config, Tuner
 
 GIB = 1 << 30
+DEVICE_GIB = 80  # memory of the GPU that cache estimates assume
+LOGIT_ROWS = 1024  # labels scored at once, see utils.losses.num_chunks_for
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -31,14 +36,28 @@ class ServerPlan:
     group_port: int
     device: str
     world_size: int | None
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters: all, and those that learn (with adapters)."""
+    """Numbers of parameters: all, and those that learn (with adapters). `dora_values`: how many numbers DoRA's largest
+    temporaries hold; `source`: where the shapes come from if not from the weights' own files."""
 
     total: int
     trainable: int
+    dora_values: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What an engine's devices have left for keys and values if each has `DEVICE_GIB`: bytes per device, and how many
+    tokens the engine can hold with that."""
+
+    num_bytes: int
+    num_tokens: int
+    max_model_len: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,8 @@ class Plan:
     model_size: ModelSize | None
     learner_memory: dict[str, int] | None
     rollout_memory: dict[str, int] | None
+    layout: Layout | None = None
+    cache: CachePlan | None = None
 
 
 def make_plan(cfg: Config, world_size: int) -> Plan:
@@ -94,11 +115,15 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         model_size=size,
         learner_memory=size and learner_memory(cfg, engine, size, world_size),
         rollout_memory=size and _rollout_memory(cfg, size),
+        layout=plan_layout(cfg, world_size, cfg._origin.file),
+        cache=size and _cache_plan(cfg, size),
     )
 
 
 def print_dry_run(cfg: Config, world_size: int) -> None:
     """What `--dry-run` shows: the resolved YAML and the plan; exit status 2 where the plan cannot work."""
+    if int(os.environ.get("RANK", 0)):
+        return  # under a launcher, one is enough
     try:
         print(dump_yaml(cfg) + format_plan(make_plan(cfg, world_size)), end="")
     except ConfigError as error:
@@ -122,7 +147,13 @@ def _own_rollouts(cfg: Config, world_size: int) -> str | None:
 def _server_plans(cfg: Config) -> list[ServerPlan]:
     settings = [cfg.server_settings(index) if cfg.rs else None for index in range(len(cfg.servers()))]
     return [
-        ServerPlan(address.base_url, address.group_port, own.device if own else "auto", own.world_size if own else None)
+        ServerPlan(
+            address.base_url,
+            address.group_port,
+            own.device if own else "auto",
+            own.world_size if own else None,
+            own.vllm_tensor_parallel_size if own else 1,
+        )
         for address, own in zip(cfg.servers(), settings, strict=True)
     ]
 
@@ -160,14 +191,31 @@ def _samples_per_epoch(cfg: Config) -> int | None:
 
 
 def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
-    """Count parameters from the headers of the checkpoint's safetensors files; None where there are none to read."""
+    """Count parameters from the headers of the checkpoint's safetensors files; where there are none, from its
+    `config.json`, or from the name of a released model. None where neither says anything."""
     try:
-        shapes = dict(_tensor_shapes(path))
+        shapes, source = dict(_tensor_shapes(path)), ""
+        if not shapes:
+            config, source = _architecture(path)
+            shapes = parameter_shapes(config) if config.get("model_type") == "qwen3_vl" else {}
     except (OSError, ValueError, struct.error):
         return None
     if not shapes:
         return None
-    return ModelSize(sum(map(prod, shapes.values())), sum(_trainable(name, s, tuner) for name, s in shapes.items()))
+    trainable = sum(_trainable(name, shape, tuner) for name, shape in shapes.items())
+    adapted = [shape for name, shape in shapes.items() if tuner.use_dora and _is_adapted(name, shape, tuner)]
+    # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
+    dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
+    return ModelSize(sum(map(prod, shapes.values())), trainable, dora_values, source)
+
+
+def _architecture(path: Path) -> tuple[dict[str, Any], str]:
+    """`config.json`, or that of the released model the path names; and in words where it is from. Empty for neither."""
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8")), "config.json"
+    except (OSError, ValueError):
+        size = known_model(str(path))
+        return (known_config(size), f"Qwen3-VL-{size} as released") if size else ({}, "")
 
 
 def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
@@ -180,17 +228,29 @@ def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
 
 def _trainable(name: str, shape: list[int], tuner: Tuner) -> int:
     """Parameters that learn for this tensor: itself, its adapter (A, B and DoRA's magnitudes), or none."""
-    in_aligner, in_vision = "merger" in name, "visual" in name
-    frozen = tuner.freeze_aligner if in_aligner else tuner.freeze_vit if in_vision else tuner.freeze_llm
-    module = name.rsplit(".", 1)[0]
-    if tuner.type == "lora" and any(module.endswith(saved) for saved in tuner.modules_to_save):
+    if _is_saved_whole(name, tuner):
         return prod(shape)
-    if frozen or tuner.type == "full":
-        return 0 if frozen else prod(shape)
-    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
-    if not is_linear or not _is_target(module, tuner.target_modules):
+    if tuner.type == "full":
+        return 0 if _is_frozen(name, tuner) else prod(shape)
+    if not _is_adapted(name, shape, tuner):
         return 0
     return tuner.rank * sum(shape) + (shape[0] if tuner.use_dora else 0)
+
+
+def _is_saved_whole(name: str, tuner: Tuner) -> bool:
+    module = name.rsplit(".", 1)[0]
+    return tuner.type == "lora" and any(module.endswith(saved) for saved in tuner.modules_to_save)
+
+
+def _is_frozen(name: str, tuner: Tuner) -> bool:
+    return tuner.freeze_aligner if "merger" in name else tuner.freeze_vit if "visual" in name else tuner.freeze_llm
+
+
+def _is_adapted(name: str, shape: list[int], tuner: Tuner) -> bool:
+    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
+    if tuner.type != "lora" or not is_linear or _is_saved_whole(name, tuner) or _is_frozen(name, tuner):
+        return False
+    return _is_target(name.rsplit(".", 1)[0], tuner.target_modules)
 
 
 def _is_target(module: str, targets: str | list[str]) -> bool:
@@ -206,17 +266,26 @@ def _is_target(module: str, targets: str | list[str]) -> bool:
 def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_size: int) -> dict[str, int]:
     """Bytes per learner device by part. ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3.
 
-    Optimizer: AdamW's two moments in float32, and a float32 copy of what learns (ZeRO 0 in float32 needs none).
-    Source of the activation terms: Korthikanti et al. 2022 (arXiv:2205.05198), table 2 without attention scores.
+    Weights are those of the model and of its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
+    what learns (ZeRO 0 in float32 needs none).
+    Reduce buckets: DeepSpeed holds one from stage 1 on, and a second one with `overlap_comm` below stage 3. Gathered:
+    what ZeRO-3 may hold of other ranks' weights. Logits exist for `LOGIT_ROWS` labels at once (LRN-4): in the model's
+    dtype and in float32, each with its gradient. DoRA's norms are thrown away after each layer.
     """
     bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
+    stage, text = zero.get("stage", 0), _text_config(cfg)
     copies = 8 if cfg.model.dtype == "float32" and stage == 0 else 12
+    num_weights = size.total + (size.trainable if cfg.tuner.type == "lora" else 0)
+    num_buckets = 0 if stage == 0 else 2 if stage < 3 and zero.get("overlap_comm") else 1
     memory = {
-        "weights": size.total * bytes_each // (world_size if stage == 3 else 1),
+        "weights": num_weights * bytes_each // (world_size if stage == 3 else 1),
         "gradients": size.trainable * bytes_each // (world_size if stage >= 2 else 1),
         "optimizer": size.trainable * copies // (world_size if stage >= 1 else 1),
+        "reduce buckets": num_buckets * int(zero.get("reduce_bucket_size", 5e8)) * bytes_each,
+        "gathered": min(int(zero.get("stage3_max_live_parameters", 1e9)), num_weights) * bytes_each * (stage == 3),
         "activations": _activations(cfg, bytes_each),
+        "logits": min(LOGIT_ROWS, _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
+        "DoRA norms": size.dora_values * bytes_each,
         "sync buckets (rank 0)": 2 * cfg.rm.vllm.sync.bucket_mib << 20,
     }
     for part, knob in (("weights", "offload_param"), ("optimizer", "offload_optimizer")):
@@ -225,43 +294,90 @@ def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_s
     return {name: value for name, value in memory.items() if value}
 
 
+def _row_tokens(cfg: Config) -> int:
+    rows = 1 if cfg.training.packing else cfg.training.per_device_train_batch_size
+    return rows * (cfg.global_max_length or 0)
+
+
 def _activations(cfg: Config, bytes_each: int) -> int:
-    """Language model only: 17 values per token, layer and hidden unit; checkpointed, one, and one layer in full."""
+    """Language model only: 17 values per token, layer and hidden unit; checkpointed, one, and one layer in full.
+
+    DoRA keeps two more outputs of each linear layer: what its magnitude multiplies.
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2 without attention scores: 34 bytes at 2 per value.
+    """
     text = _text_config(cfg)
-    tokens = (cfg.global_max_length or 0) * (1 if cfg.training.packing else cfg.training.per_device_train_batch_size)
-    per_layer = tokens * text.get("hidden_size", 0) * bytes_each
-    layers = text.get("num_hidden_layers", 0)
-    return per_layer * (layers + 17) if cfg.training.gradient_checkpointing else per_layer * layers * 17
+    hidden, layers = text.get("hidden_size", 0), text.get("num_hidden_layers", 0)
+    per_layer = 17 * hidden + (2 * _linear_outputs(text) if cfg.tuner.use_dora and not cfg.tuner.freeze_llm else 0)
+    values = hidden * layers + per_layer if cfg.training.gradient_checkpointing else per_layer * layers
+    return _row_tokens(cfg) * values * bytes_each
+
+
+def _linear_outputs(text: dict[str, Any]) -> int:
+    """Outputs per token of the linear layers of one transformer layer: q, k, v, o; gate, up, down."""
+    heads, kv_heads, head_dim = _heads(text)
+    return (heads + 2 * kv_heads) * head_dim + 2 * text.get("hidden_size", 0) + 2 * text.get("intermediate_size", 0)
+
+
+def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
+    """Attention heads, key-value heads, and the size of one."""
+    heads = text.get("num_attention_heads", 0)
+    return (
+        heads,
+        text.get("num_key_value_heads") or heads,
+        text.get("head_dim") or text.get("hidden_size", 0) // max(heads, 1),
+    )
 
 
 def _rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
     """Bytes per rollout device (of the first server, or a learner's own): its share of an engine's weights, and the
     cache of `decode_batch_size` answers. With hf the weights are the learner's."""
-    if is_colocate(cfg):
-        max_model_len, parts = cfg.global_max_length or 0, cfg.rm.vllm.tensor_parallel_size
-    elif cfg.rm.rollout_backend == "hf":
-        max_model_len, parts = cfg.global_max_length or 0, None
-    elif cfg.rs is not None:
-        settings = cfg.server_settings()
-        max_model_len, parts = settings.vllm_max_model_len, settings.vllm_tensor_parallel_size
-    else:
+    if (engine := _rollout_engine(cfg)) is None:
         return None
-    text, bytes_each = _text_config(cfg), _DTYPE_BYTES[cfg.model.dtype]
-    heads = text.get("num_key_value_heads") or text.get("num_attention_heads", 0)
-    head_dim = text.get("head_dim") or text.get("hidden_size", 0) // max(text.get("num_attention_heads", 0), 1)
-    per_token = 2 * text.get("num_hidden_layers", 0) * heads * head_dim * bytes_each
+    max_model_len, parts, _ = engine
     return {
-        "weights": size.total * bytes_each // parts if parts else 0,
+        "weights": size.total * _DTYPE_BYTES[cfg.model.dtype] // parts if parts else 0,
         # an engine over t devices holds t times the answers (CFG-11), so the share per device does not depend on t
-        "keys and values": per_token * max_model_len * cfg.rm.decode_batch_size,
+        "keys and values": _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size,
     }
 
 
+def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
+    """Longest prompt and answer, devices of one engine (None: the learner's model itself), its share of their memory
+    (0 on CPU)."""
+    vllm = cfg.rm.vllm
+    if is_colocate(cfg):
+        return cfg.global_max_length or 0, vllm.tensor_parallel_size, vllm.gpu_memory_utilization
+    if cfg.rm.rollout_backend == "hf":
+        return cfg.global_max_length or 0, None, 0.0
+    if cfg.rs is None:
+        return None
+    own = cfg.server_settings()
+    share = 0.0 if own.device == "cpu" else own.vllm_gpu_memory_utilization
+    return own.vllm_max_model_len, own.vllm_tensor_parallel_size, share
+
+
+def _cache_bytes_per_token(cfg: Config) -> int:
+    """Keys and values of all layers, on all devices of an engine together."""
+    text = _text_config(cfg)
+    _, kv_heads, head_dim = _heads(text)
+    return 2 * text.get("num_hidden_layers", 0) * kv_heads * head_dim * _DTYPE_BYTES[cfg.model.dtype]
+
+
+def _cache_plan(cfg: Config, size: ModelSize) -> CachePlan | None:
+    """What is left for the cache beside the weights; vLLM's own buffers are not counted. None on CPU, where
+    `cpu_kv_cache_gib` says it."""
+    max_model_len, parts, share = _rollout_engine(cfg) or (0, None, 0.0)
+    per_token = _cache_bytes_per_token(cfg)
+    if not (parts and share and per_token):
+        return None
+    left = int(share * DEVICE_GIB * GIB) - size.total * _DTYPE_BYTES[cfg.model.dtype] // parts
+    # With more devices than key-value heads each head is held more than once.
+    copies = max(1, parts // max(_heads(_text_config(cfg))[1], 1))
+    return CachePlan(left, max(0, left) * parts // (per_token * copies), max_model_len)
+
+
 def _text_config(cfg: Config) -> dict[str, Any]:
-    try:
-        config = json.loads((Path(cfg.model.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    config, _ = _architecture(Path(cfg.model.path))
     return config.get("text_config", config)
 
 
@@ -274,11 +390,14 @@ def format_plan(plan: Plan) -> str:
     unknown = "not known yet"
     lines = [("learners", f"{plan.world_size}, ZeRO-{plan.zero_stage}")]
     for index, server in enumerate(plan.servers):
-        size = "all its visible" if server.world_size is None else server.world_size
+        tensor, world = server.tensor_parallel_size, server.world_size
+        size = "all its visible" if world is None else f"TP {tensor} x DP {world // tensor} = {world}"
         place = f"{server.base_url}, group port {server.group_port}"
         lines.append((f"server {index}", f"{place}, {size} device(s) ({server.device})"))
     if plan.own_rollouts:
         lines.append(("rollouts", plan.own_rollouts))
+    if plan.layout:
+        lines += plan.layout.places + [("start", command) for command in plan.layout.commands]
     lines += [
         ("sync mode", plan.sync_mode),
         ("requests per round and learner", unknown if plan.chunk is None else str(plan.chunk)),
@@ -290,12 +409,25 @@ def format_plan(plan: Plan) -> str:
     ]
     if plan.model_size:
         total, trainable = plan.model_size.total, plan.model_size.trainable
-        lines.append(("parameters", f"{total:,}, of which {trainable:,} learn ({trainable / total:.2%})"))
+        source = f" (counted from {plan.model_size.source})" if plan.model_size.source else ""
+        lines.append(("parameters", f"{total:,}, of which {trainable:,} learn ({trainable / total:.2%}){source}"))
     for name, memory in (("learner memory", plan.learner_memory), ("rollout memory", plan.rollout_memory)):
         lines.append((f"{name} per device", _format_memory(memory) if memory else f"{unknown} (model.path)"))
+    if plan.cache:
+        lines.append(("rollout cache per device", _format_cache(plan.cache)))
     return "\n".join(["# plan", *(f"# {name + ':':<34}{text}" for name, text in lines)]) + "\n"
 
 
 def _format_memory(memory: dict[str, int]) -> str:
     parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in memory.items())
     return f"about {sum(memory.values()) / GIB:.2f} GiB ({parts})"
+
+
+def _format_cache(cache: CachePlan) -> str:
+    if cache.num_bytes <= 0:
+        return f"none: a device of {DEVICE_GIB} GiB cannot even hold the weights; use more devices per engine"
+    answers = f"{cache.num_tokens // cache.max_model_len} of {cache.max_model_len}" if cache.max_model_len else "any"
+    return (
+        f"at most {cache.num_bytes / GIB:.2f} GiB are left on one of {DEVICE_GIB} GiB; "
+        f"an engine holds {cache.num_tokens:,} tokens ({answers})"
+    )
