@@ -95,7 +95,7 @@ def test_tgt_2_missing_coordinate_tokens_are_named() -> None:
     """TGT-2."""
     tokenizer = make_tokenizer("qwen")
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str().replace("<|coord_5|>", "<|other_5|>"))
-    with pytest.raises(ValueError, match=r"lacks 1 of 1000 .*<\|coord_5\|>.*add_tokens"):
+    with pytest.raises(ValueError, match=r"lacks 1 of 1000 .*<\|coord_5\|>.*add_coord_tokens"):
         TokenTable.from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>"))
 
 

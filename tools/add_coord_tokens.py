@@ -2,8 +2,9 @@
 
 Run as `python -m tools.add_coord_tokens --model DIR --output DIR`. The tokens `<|coord_0|>` to `<|coord_999|>` get the
 next free ids, which may lie among the rows that a released checkpoint has in reserve; embeddings and head grow as far
-as needed. Only the files that hold these two are written anew, one at a time; the other weights are hard-linked where
-the file system allows it, else copied. All rows of old tokens stay as they are, bit for bit.
+as needed. Only the files that hold these two are written anew, one at a time, which takes about as much memory as the
+larger one is long; the other weights are hard-linked where the file system allows it, else copied. All rows of old
+tokens stay as they are, bit for bit.
 
 New rows are a start, no more: without supervised training (`python -m tools.warmup_sft` for small models) the model
 does not know when to write them.
@@ -93,7 +94,8 @@ def add_to_tokenizer(tokenizer: Any, source: Path) -> int:
     """Add the tokens in place; returns the id of the first. They are not "special": decoding must keep them."""
     known = tokenizer.get_vocab()
     if there := sum(token in known for token in TOKENS):
-        raise ValueError(f"--model {source}: has {there} of {NUM_BINS} coordinate tokens already; use it as it is")
+        way_out = "use it as it is" if there == NUM_BINS else "start from the release, which has none"
+        raise ValueError(f"--model {source}: has {there} of {NUM_BINS} coordinate tokens already; {way_out}")
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOKENS])
     ids = tokenizer.convert_tokens_to_ids(TOKENS)
     assert ids == list(range(ids[0], ids[0] + NUM_BINS)), "the tokenizer numbered the new tokens with gaps"

@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +35,8 @@ from utils.parsing import TokenTable, parse_answer
 from utils.rollout import Decoding, RolloutRequest, RolloutResult
 from utils.schema import Data, Model, RolloutMatching
 
-Answer = Callable[[Sequence[Sample]], list[RolloutResult]]
 COCO_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR1", "AR10", "AR100")
-VLLM_BATCHES = 16  # batches whose decoded images are in memory at once, so that vLLM always has a next request
+VLLM_BATCHES = 16  # batches that vLLM is given at once, so that it always has a next request
 
 
 def main() -> None:
@@ -52,18 +50,9 @@ def main() -> None:
     except (DataError, ValueError, OSError) as error:
         exit_with(str(error))
     backend = args.backend or ("vllm" if find_spec("vllm") else "hf")
-    decoding = Decoding(max_new_tokens=rm.max_new_tokens)
-    opened, at_once = (
-        (open_vllm(model, processor, samples, decoding, args.batch_size), VLLM_BATCHES * args.batch_size)
-        if backend == "vllm"
-        else (open_hf(model, processor, decoding, args.batch_size), args.batch_size)
-    )
-    answers: list[RolloutResult] = []
-    with opened as answer, tqdm(total=len(samples), unit="image", disable=None) as progress:
-        for start in range(0, len(samples), at_once):
-            part = samples[start : start + at_once]
-            answers += answer(part)
-            progress.update(len(part))
+    generate = vllm_answers if backend == "vllm" else hf_answers
+    found = generate(model, processor, samples, Decoding(max_new_tokens=rm.max_new_tokens), args.batch_size)
+    answers = list(tqdm(found, total=len(samples), unit="image", disable=None))
     result, predictions = score(samples, answers, table, rm.eval.iou_threshold)
     about = {"checkpoint": args.checkpoint, "data": args.data, "config": args.config, "backend": backend}
     output = Path(args.output or Path(args.checkpoint) / "evaluation" / f"{Path(args.data).stem}.json")
@@ -119,11 +108,10 @@ def check_checkpoint(folder: Path) -> None:
 # answers
 
 
-@contextmanager
-def open_vllm(
+def vllm_answers(
     model: Model, processor: Any, samples: Sequence[Sample], decoding: Decoding, batch_size: int
-) -> Iterator[Answer]:
-    """Answers from a vLLM engine in this process, just long enough for the longest of `samples` and its answer."""
+) -> Iterator[RolloutResult]:
+    """Answers in order from a vLLM engine in this process, just long enough for the longest of `samples`."""
     from utils.rollout_colocate import EngineOptions, read_output, sampling_params, start_engine, vllm_prompt
 
     ranks = Ranks()
@@ -139,14 +127,11 @@ def open_vllm(
         image_max_pixels=model.image_max_pixels,
     )
     llm = start_engine(options, ranks.device, sleeps=False)
-
-    def answer(part: Sequence[Sample]) -> list[RolloutResult]:
-        prompts = [vllm_prompt(processor, prompt_chat(sample), sample.images) for sample in part]
-        outputs = llm.generate(prompts, sampling_params(decoding, seed=0), use_tqdm=False)
-        return [read_output(output, None) for output in outputs]
-
     try:
-        yield answer
+        for part in _parts(samples, VLLM_BATCHES * batch_size):
+            prompts = [vllm_prompt(processor, prompt_chat(sample), sample.images) for sample in part]
+            for output in llm.generate(prompts, sampling_params(decoding, seed=0), use_tqdm=False):
+                yield read_output(output, None)
     finally:
         llm.llm_engine.engine_core.shutdown()
         ranks.close()
@@ -164,28 +149,30 @@ class PlainEngine(nn.Module):
         return self.module(*args, **kwargs)
 
 
-@contextmanager
-def open_hf(model: Model, processor: Any, decoding: Decoding, batch_size: int) -> Iterator[Answer]:
-    """Answers by transformers' `generate`, through the backend that training has for it."""
+def hf_answers(
+    model: Model, processor: Any, samples: Sequence[Sample], decoding: Decoding, batch_size: int
+) -> Iterator[RolloutResult]:
+    """Answers in order by transformers' `generate`, through the backend that training has for it."""
     from utils.model import load_model
     from utils.rollout_hf import HfBackend
 
     ranks = Ranks()
     loaded = load_model(model.path, model.dtype, model.attn_implementation).to(ranks.device)
-    backend = HfBackend(
-        SimpleNamespace(model=loaded, engine=PlainEngine(loaded)), ranks, processor.tokenizer, batch_size
-    )
-    place = {"global_step": 0, "micro_step_idx": 0, "run_seed": 0, "expect_version": None}
-
-    def answer(part: Sequence[Sample]) -> list[RolloutResult]:
+    learner = SimpleNamespace(model=loaded, engine=PlainEngine(loaded))
+    backend = HfBackend(learner, ranks, processor.tokenizer, batch_size)
+    place = {"global_step": 0, "micro_step_idx": 0, "run_seed": 0, "expect_version": None}  # seeds: greedy needs none
+    for part in _parts(samples, batch_size):
         prompts = [encode_prompt(sample, processor) for sample in part]
         requests = [
             RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
             for sample, prompt in zip(part, prompts, strict=True)
         ]
-        return backend.generate(requests, decoding, **place)
+        yield from backend.generate(requests, decoding, **place)
 
-    yield answer
+
+def _parts(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
+    """Consecutive parts: their images are in memory together."""
+    return (samples[start : start + size] for start in range(0, len(samples), size))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

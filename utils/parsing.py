@@ -152,7 +152,7 @@ class TokenTable:
             names = ", ".join(missing[:3]) + (f", ... {missing[-1]}" if len(missing) > 3 else "")
             raise ValueError(
                 f"the tokenizer lacks {len(missing)} of {NUM_BINS} coordinate tokens ({names}): each must be one token "
-                "of its own; add them (tokenizer.add_tokens, model.resize_token_embeddings) and warm the model up"
+                "of its own; add them (python -m tools.add_coord_tokens) and train the model on answers that use them"
             )
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end token (eos_token): an answer could not be closed")
