@@ -89,7 +89,8 @@ def run_learner(
 ) -> subprocess.CompletedProcess:
     """`deepspeed --num_gpus N SCRIPT --config FILE` to its end; output of all ranks in `stdout`."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks)]
-    command = [*launcher, "--master_port", str(free_port()), str(ROOT / script), "--config", str(config), *arguments]
+    port = free_port()
+    command = [*launcher, "--master_port", str(port), str(ROOT / script), "--config", str(config), *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=ENVIRONMENT,
         start_new_session=True,
@@ -100,6 +101,7 @@ def run_learner(
         os.killpg(process.pid, signal.SIGKILL)  # the launcher and the ranks it started
         output, _ = process.communicate()
         raise AssertionError(f"{script} did not end in {timeout_s} s:\n{output[-6000:]}") from None
+    assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*")), "a run leaves shared memory behind"
     return subprocess.CompletedProcess(command, process.returncode, stdout=output)
 
 
