@@ -4,7 +4,11 @@ import base64
 import http.server
 import io
 import os
+import struct
 import threading
+import tracemalloc
+import zlib
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -92,6 +96,54 @@ def test_base64_and_data_uris(root):
     for bad in ("data:image/png,xyz", "data:image/png;base64,!!!", "data:image/png;base64,aGVsbG8="):
         with pytest.raises(ValueError):
             store.open(bad)
+
+
+def declared(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it is so large."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [header, b"IDAT" + zlib.compress(b"\0" * 1000)]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks
+    )
+
+
+@pytest.mark.parametrize("size", [(8192, 8193), (12_000, 12_000), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
+def test_decompression_bombs_are_refused_by_their_header(size):
+    """SRV-5: 12,000 x 12,000 is what Pillow only warns about; nothing is unpacked."""
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="not a readable image: .*pixels") as error:
+        ImageStore([]).open("data:image/png;base64," + base64.b64encode(declared(*size)).decode())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not isinstance(error.value, ImageRefused) and peak < 4 << 20
+
+
+def test_formats_whose_decoder_runs_a_program_are_no_images(monkeypatch):
+    """SRV-5: Pillow hands EPS to Ghostscript."""
+    eps = io.BytesIO()
+    Image.new("RGB", (8, 6)).save(eps, "EPS")
+    monkeypatch.setattr("subprocess.check_call", lambda *_, **__: pytest.fail("a program was run"))
+    with pytest.raises(ValueError, match="not a readable image"):
+        ImageStore([]).open("data:image/eps;base64," + base64.b64encode(eps.getvalue()).decode())
+
+
+def test_a_directory_that_becomes_a_link_after_the_check_is_not_followed(root, monkeypatch):
+    """SRV-5: what counts is the file that was opened in the end."""
+    (root / "inside").mkdir()
+    (root / "inside" / "secret.png").write_bytes(png())
+    resolve = Path.resolve
+
+    def resolve_then_swap(path):
+        real = resolve(path)
+        if path.name == "secret.png":
+            os.rename(root / "inside", root / "before")
+            (root / "inside").symlink_to(root.parent)
+        return real
+
+    store = ImageStore([root])
+    monkeypatch.setattr(Path, "resolve", resolve_then_swap)
+    with pytest.raises(ImageRefused):
+        store.open(str(root / "inside" / "secret.png"))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.png", "https://example.com/a.png", "ftp://x/a.png", "s3://b/a"])

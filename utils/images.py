@@ -13,6 +13,8 @@ from pathlib import Path
 from PIL import Image, ImageOps
 
 MAX_IMAGE_BYTES = 64 << 20
+MAX_IMAGE_PIXELS = 64 << 20  # told by an image's first bytes; a few kilobytes can unpack to any number of pixels
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS, which runs a program
 URL_TIMEOUT_S = 20.0
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*\Z")
@@ -42,8 +44,11 @@ class ImageStore:
         """
         data = self._read(source)
         try:
-            return to_rgb(Image.open(io.BytesIO(data)))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            if image.width * image.height > MAX_IMAGE_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_IMAGE_PIXELS >> 20} Mi")
+            return to_rgb(image)
+        except Exception as error:  # Pillow's decoders raise whatever they like for broken bytes
             raise ValueError(f"not a readable image: {_short(source)}: {error}") from error
 
     def _read(self, source: str) -> bytes:
@@ -65,21 +70,27 @@ class ImageStore:
             real = Path(path).resolve()
         except (OSError, RuntimeError) as error:
             raise ValueError(f"cannot read image {_short(path)}: {error}") from error
-        if not any(real.is_relative_to(root) for root in self.roots):
-            roots = ", ".join(map(str, self.roots)) or "(none)"
-            raise ImageRefused(
-                f"image {_short(path)} lies outside the directories this server may read: {roots}; "
-                "add its directory to rollout_server.allowed_image_roots or send the image as base64"
-            )
+        self._check_inside(real, path)
         try:
             # O_NONBLOCK: a named pipe must not hang the server; O_NOFOLLOW: the resolved path holds no links any more.
             with os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise ValueError(f"image {_short(path)} is not a regular file")
+                # What was opened in the end: a directory may have been swapped for a link after the check above.
+                self._check_inside(Path(os.readlink(f"/proc/self/fd/{file.fileno()}")), path)
                 return _bounded(file.read(MAX_IMAGE_BYTES + 1), path)
         except OSError as error:
             raise ValueError(f"cannot read image {_short(path)}: {error.strerror}") from error
+
+    def _check_inside(self, real: Path, path: str) -> None:
+        """Raises ImageRefused unless `real`, which holds no links, lies below a root."""
+        if not any(real.is_relative_to(root) for root in self.roots):
+            roots = ", ".join(map(str, self.roots)) or "(none)"
+            raise ImageRefused(
+                f"image {_short(path)} lies outside the directories this server may read: {roots}; "
+                "add its directory to rollout_server.allowed_image_roots or send the image as base64"
+            )
 
     def _fetch(self, url: str) -> bytes:
         if not self.allow_urls or not re.match(r"(?i)https?://", url):
