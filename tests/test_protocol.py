@@ -1,8 +1,11 @@
 """SRV-4: the wire types take ms-swift's forms, and refuse by name what would be ignored."""
 
+from dataclasses import asdict, fields
+
 import pytest
 from pydantic import ValidationError
 
+from tests import ms_swift
 from utils.protocol import (
     InferCall,
     InitCommunicator,
@@ -13,44 +16,51 @@ from utils.protocol import (
     collect_images,
 )
 
-# Every field of ms-swift's RolloutInferRequest and RequestConfig at its neutral value, as its client posts them.
-SWIFT_REQUEST = {
-    "messages": [{"role": "user", "content": "<image>hello"}],
-    "images": ["a.png"],
-    "audios": [],
-    "videos": [],
-    "tools": None,
-    "objects": {},
-    "data_dict": {"solution": 3},
-    "uuid": "x",
-}
-SWIFT_CONFIG = {
-    "max_tokens": 8,
-    "temperature": 1.0,
-    "top_k": -1,
-    "top_p": 1.0,
-    "repetition_penalty": 1.0,
-    "num_beams": 1,
-    "stop": [],
-    "seed": 1,
-    "stream": False,
-    "logprobs": False,
-    "top_logprobs": None,
-    "n": 1,
-    "best_of": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "length_penalty": 1.0,
-    "return_details": True,
-    "structured_outputs_regex": None,
-}
+# As ms-swift's client posts them: every field, most at its neutral value.
+SWIFT_REQUEST = asdict(
+    ms_swift.RolloutInferRequest(
+        [{"role": "user", "content": "<image>hello"}], images=["a.png"], data_dict={"solution": 3}, uuid="x"
+    )
+)
+SWIFT_CONFIG = asdict(ms_swift.RequestConfig(max_tokens=8, temperature=1.0, top_k=-1, top_p=1.0, seed=1))
 
 
-def test_ms_swift_forms_are_accepted_as_they_are():
+def test_every_field_of_ms_swifts_requests_arrives_as_it_was_sent():
+    """SRV-4: no field of theirs is unknown here, none changes on the way."""
+    body = {"infer_requests": [SWIFT_REQUEST], "request_config": SWIFT_CONFIG}
+    call = InferCall(**body, metrics=None, use_tqdm=False, adapter_request=None)
+    assert call.infer_requests[0].model_dump() == SWIFT_REQUEST
+    assert call.request_config.model_dump() == SWIFT_CONFIG
+    assert InferCall(**body | {"request_config": asdict(ms_swift.RequestConfig(stop=None))}).request_config.stop == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["}"]}]
+    + [{"logprobs": True, "top_logprobs": 5}, {"return_details": True}],
+)
+def test_settings_that_can_be_honoured_are_taken(config):
     """SRV-4"""
-    call = InferCall(infer_requests=[SWIFT_REQUEST], request_config=SWIFT_CONFIG, use_tqdm=False)
-    assert call.infer_requests[0].images == ["a.png"]
-    assert call.request_config.max_tokens == 8
+    sent = asdict(ms_swift.RequestConfig(**config))
+    assert InferCall(infer_requests=[], request_config=sent).request_config.model_dump() == sent
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(ms_swift.RequestConfig)])
+def test_no_setting_is_taken_and_ignored(field):
+    """SRV-4: each one is either honoured (utils.server_engine reads it) or refused at any but its neutral value."""
+    honoured = {"max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"}
+    honoured |= {"frequency_penalty", "stop", "seed", "logprobs", "top_logprobs", "return_details"}
+    other = {"num_beams": 2, "stream": True, "prompt_logprobs": 1, "n": 2, "best_of": 2, "length_penalty": 0.5}
+    if field not in honoured:
+        with pytest.raises(ValidationError):
+            RequestConfig(**{field: other.get(field, "x")})
+
+
+def test_an_answer_has_ms_swifts_form_and_no_other_field():
+    """SRV-4: a real answer is checked in tests/e2e/test_server.py."""
+    for output in (RolloutOutput.failed("model", None, "broken"), RolloutOutput.failed("m", "r:1", "no", refused=True)):
+        read = ms_swift.RolloutOutput.model_validate_json(output.model_dump_json())
+        assert read.response.choices[0].finish_reason is None and read.rollout_infos == output.rollout_infos
 
 
 def test_a_missing_or_null_request_config_means_defaults():
@@ -62,13 +72,14 @@ def test_a_missing_or_null_request_config_means_defaults():
 @pytest.mark.parametrize(
     ("field", "value"),
     [("n", 2), ("stream", True), ("num_beams", 4), ("length_penalty", 0.5), ("temprature", 1.0), ("top_p", 0.0)]
+    + [("stop", [""]), ("min_p", 1.5), ("max_tokens", 2**63), ("top_k", 2**63), ("temperature", float("inf"))]
     + [("temperature", "hot"), ("temperature", -1.0), ("max_tokens", 0), ("max_tokens", 1.5), ("seed", -1)],
 )
 def test_settings_that_cannot_be_honoured_are_errors_that_name_the_field(field, value):
     """SRV-4, SRV-5: nothing is ignored silently."""
     with pytest.raises(ValidationError) as error:
         RequestConfig(**{field: value})
-    assert error.value.errors()[0]["loc"] == (field,)
+    assert error.value.errors()[0]["loc"][0] == field
 
 
 @pytest.mark.parametrize(

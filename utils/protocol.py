@@ -1,8 +1,8 @@
 """What crosses the wire between the rollout server and its clients: request and answer types of every endpoint. Pure.
 
-`/infer/` speaks ms-swift's forms (`RolloutInferRequest`, `RequestConfig`, `RolloutOutput`), so its clients work as they
-are. Fields of theirs that this server cannot honour are accepted only at their neutral value: a setting that would be
-ignored is an error that names the field.
+`/infer/` speaks ms-swift's forms (`RolloutInferRequest`, `RequestConfig`, `RolloutOutput`), as its client posts and
+reads them. Fields of theirs that this server cannot honour are accepted only at their neutral value: a setting that
+would be ignored is an error that names the field.
 """
 
 import time
@@ -12,13 +12,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MAX_SEED = 2**31
+MAX_INT = 2**31 - 1  # of counts and ids: the engine's own messages know no larger ones
 Message = dict[str, Any]  # {"role": ..., "content": str with <image> markers | list of parts}
 
 
 class WireModel(BaseModel):
     """Unknown fields and values of another type are errors, never guesses."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RolloutInferRequest(WireModel):
@@ -58,17 +59,19 @@ class RolloutInferRequest(WireModel):
 class RequestConfig(WireModel):
     """How to sample. `None` takes the model's own default (generation_config.json); greedy at temperature 0."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None  # None: up to the engine's max model length
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None  # None: up to the engine's max model length
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     seed: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: None = None
     return_details: bool = True  # token ids are always returned
     n: Literal[1] = 1
     num_beams: Literal[1] = 1
@@ -171,8 +174,8 @@ class InitCommunicator(OwnedCall):
     master_port: Annotated[int, Field(ge=1, le=65535)]
     world_size: Annotated[int, Field(ge=2)]
     rank_offset: Annotated[int, Field(ge=1)] = 1
-    bucket_bytes: Annotated[int, Field(ge=1)]
-    timeout_s: Annotated[float, Field(gt=0)]
+    bucket_bytes: Annotated[int, Field(ge=1, le=2**50)]
+    timeout_s: Annotated[float, Field(gt=0, le=86400)]
 
 
 class StartWeightUpdate(OwnedCall):
@@ -206,7 +209,7 @@ class ProbeCall(WireModel):
     """Log-probabilities of a fixed prompt, with `token_ids` put behind the rendered messages, from every replica."""
 
     infer_request: RolloutInferRequest
-    token_ids: list[Annotated[int, Field(ge=0)]] = []
+    token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = []
 
 
 def collect_images(messages: list[Message], images: list[str]) -> list[str]:
