@@ -376,6 +376,7 @@ def main() -> None:
         print("\n".join(f"{args.config}: {problem}" for problem in problems), file=sys.stderr)
         sys.exit(EXIT_USAGE)
     set_environment(launch)
+    os.environ.pop("ROLLOUT_SERVER_TOKEN", None)  # the engines' processes need none
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(launch, server_socket, token))
 

@@ -351,6 +351,23 @@ def test_srv_3_the_token_goes_with_every_request(monkeypatch):
         assert all(path.startswith("/box7/") and path.endswith("/") for path in server.paths)
 
 
+def test_srv_3_the_run_token_goes_with_posts_to_its_server_and_no_token_is_ever_logged(monkeypatch, caplog):
+    """SRV-3: not even at level DEBUG or by a call that fails."""
+    monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "access-secret")
+    with caplog.at_level(0), setting(1, 1) as (client, servers):
+        client.run_tokens[1] = "run-secret"
+        infer(client, 4)
+        for index in (0, 1):
+            client.post(index, "/start_weight_update/", {}, 5.0)
+        heads = [[h.get("Run-Token") for h in server.headers] for server in servers]
+        assert set(heads[0]) == {None} and heads[1][-1] == "run-secret" and set(heads[1][:-1]) == {None}
+        servers[1].close()
+        with pytest.raises(CallFailed) as raised:
+            client.post(1, "/finish_weight_update/", {}, 1.0)
+        seen = caplog.text + str(raised.value) + repr(raised.value.__cause__) + str(client.take_calls())
+        assert "start_weight_update" in caplog.text and "secret" not in seen
+
+
 def test_connections_are_kept_alive():
     """One connection serves many calls, and an idle one is not trusted for ever."""
     with setting(1) as (client, (server,)):

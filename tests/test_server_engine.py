@@ -39,6 +39,7 @@ class FakeLLM:
         self.missing: list[str] = []
         self.seeds: list[int | None] = []
         self.slots: list[int | None] = []  # LoRA slot per request
+        self.learner_is_alive = False
 
     async def generate(self, prompt, params, request_id, data_parallel_rank, lora_request=None):
         self.seeds.append(params.seed)
@@ -72,7 +73,7 @@ class FakeLLM:
         self.log.append(f"{step}@{engine}")
         failed = step == self.failing_step and engine == 1
         report = {"digests": {"w": f"digest{engine}"}, "parameters": {"w": ["model.w"]}}
-        result = {"update": report, "finish": self.missing}.get(step)
+        result = {"update": report, "finish": self.missing, "hears_learner": self.learner_is_alive}.get(step)
         return [{"result": result, "error": f"engine worker {engine}: boom" if failed else None}]
 
     async def pause_generation(self, mode):
@@ -165,7 +166,8 @@ def test_an_update_in_order_then_answers_carry_the_version():
 
     async def run():
         llm, engine, updates = make()
-        assert await updates.init(INIT) == {"boot_id": engine.boot_id, "transport": "gloo"}
+        answer = await updates.init(INIT)
+        assert answer.pop("run_token") and answer == {"boot_id": engine.boot_id, "transport": "gloo"}
         await updates.start(START)
         late = asyncio.create_task(engine.infer(ask("late"), RequestConfig()))
         await asyncio.sleep(0.01)
@@ -186,10 +188,11 @@ def test_running_requests_finish_first_or_are_made_again(pause):
     """SYN-9: either way an answer is made by one set of weights."""
 
     async def run():
-        llm, engine, updates = make(seconds=0.05)
+        llm, engine, updates = make(seconds=0.2)
         await updates.init(INIT)
         early = asyncio.create_task(engine.infer(ask("a", "b"), RequestConfig(seed=3)))
-        await asyncio.sleep(0.01)
+        while sum(llm.running) < 2:
+            await asyncio.sleep(0.001)
         await updates.start(START.model_copy(update={"pause": pause}))
         assert sum(llm.running) == (0 if pause == "wait" else 2)
         await updates.update(UPDATE)
@@ -363,7 +366,7 @@ def test_malformed_calls_get_a_4xx_with_the_field():
     answer = client.post("/infer/", json={"infer_requests": [], "request_config": {"top_p": "high"}})
     assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", "request_config", "top_p"]
     assert client.post("/infer/", json=[]).status_code == 422
-    assert client.post("/update_weights/", json=UPDATE.model_dump()).status_code == 409
+    assert client.post("/update_weights/", json=UPDATE.model_dump()).status_code == 403
     assert client.post("/infer/", json={"infer_requests": []}).json() == []
 
 
@@ -387,3 +390,94 @@ def test_requests_use_the_lora_slot_until_a_full_update_has_the_adapter_merged_i
         assert engine.gate.state == "dirty"
 
     asyncio.run(run())
+
+
+HELD = ("close_communicator", "start_weight_update", "update_weights", "finish_weight_update", "abort_weight_update")
+
+
+def test_weight_and_cache_calls_need_the_token_of_the_run_that_opened_the_communicator():
+    """SRV-3: whoever knows the run's name from /health/ cannot write into the server; the right token goes through."""
+    llm, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+    body = UPDATE.model_dump() | FINISH.model_dump() | {"pause": "wait"}
+    tokens = ["", "wrong", "wröng".encode("latin-1"), "None"]
+    for path in (*HELD, "reset_prefix_cache"):  # nobody holds it: there is no right token
+        assert {client.post(f"/{path}/", json=body, headers={"Run-Token": t}).status_code for t in tokens} == {403}
+    token = client.post("/init_communicator/", json=INIT.model_dump()).json()["run_token"]
+    assert client.get("/health/").json()["owner"] == "a" and token not in client.get("/health/").text
+    steps = list(llm.log)
+    for path in (*HELD, "reset_prefix_cache"):
+        answers = [client.post(f"/{path}/", json=body, headers={"Run-Token": t}) for t in (*tokens, token[:-1])]
+        assert {answer.status_code for answer in answers} == {403}, path
+        assert "belongs to run a" in answers[0].json()["detail"] and token not in answers[0].text
+        assert client.post(f"/{path}/", json=body).status_code == 403
+    assert llm.log == steps
+    holder = {"Run-Token": token}
+    assert client.post("/reset_prefix_cache/", headers=holder).json() == {"reset": True}
+    for path, call in (("start_weight_update", START), ("update_weights", UPDATE), ("finish_weight_update", FINISH)):
+        assert client.post(f"/{path}/", json=call.model_dump(), headers=holder).status_code == 200, path
+    assert client.post("/close_communicator/", json={"run_id": "a"}, headers=holder).status_code == 200
+    assert client.post("/reset_prefix_cache/", headers=holder).status_code == 403
+
+
+def test_a_server_is_taken_over_only_from_a_learner_that_is_gone():
+    """SRV-3, GRP-4: not even under the same name, unless the token proves that it is the same run."""
+    llm, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+
+    def init(run_id: str, token: str = "") -> tuple[int, dict]:
+        body = INIT.model_dump() | {"run_id": run_id}
+        answer = client.post("/init_communicator/", json=body, headers={"Run-Token": token})
+        return answer.status_code, answer.json()
+
+    first = init("a")[1]["run_token"]
+    llm.learner_is_alive = True
+    for run_id in ("a", "b"):
+        for token in ("", "wrong"):
+            status, answer = init(run_id, token)
+            assert status == 409 and "run a holds this server" in answer["detail"] and first not in str(answer)
+    assert updates.owner == "a"
+    status, answer = init("a", first)  # the same learner opens it anew
+    second = answer["run_token"]
+    assert status == 200 and second != first and len(second) >= 40
+    llm.learner_is_alive = False
+    assert init("b")[0] == 200 and updates.owner == "b"
+    assert client.post("/reset_prefix_cache/", headers={"Run-Token": second}).status_code == 403
+
+
+def test_bodies_that_are_too_large_are_refused_announced_or_not(monkeypatch):
+    """SRV-5: 413 after as many bytes as are allowed; the rest is never read."""
+    monkeypatch.setattr("utils.server_app.MAX_BODY_BYTES", 1 << 20)
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+    headers = {"content-type": "application/json"}
+    assert client.post("/infer/", content=b" " * ((1 << 20) + 1), headers=headers).status_code == 413
+    answer = client.post("/infer/", content=iter([b" " * (1 << 16)] * 17), headers=headers)  # chunked
+    assert answer.status_code == 413 and "1 MiB" in answer.json()["detail"]
+    fits = b'{"infer_requests": []}'.ljust(1 << 20)
+    assert client.post("/infer/", content=fits, headers=headers).json() == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"infer_requests": [], "request_config": {"temperature": NaN}}', b"[" * 100_000, b'{"infer_requests": "\xff"}']
+    + [b'{"infer_requests": [{"messages": [{"role": "user", "content": "\\ud800"}]}]}', b"1" * 10_000, b""]
+    + [
+        b'{"infer_requests": [], "request_config": {"temperature": 1e999}}',
+        b'{"infer_requests": [3], "x": "' + b"y" * 9999,
+    ],
+)
+def test_what_is_not_quite_json_gets_a_short_4xx(body):
+    """SRV-5: not-a-number and half characters cannot even be repeated in an error."""
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None), raise_server_exceptions=False)
+    for path in ("/infer/", "/probe/", "/init_communicator/"):
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 422 and len(answer.content) < 2000, answer.text
+
+
+def test_a_422_lists_the_first_mistakes_only():
+    """SRV-5"""
+    _, engine, updates = make()
+    answer = TestClient(make_app(engine, updates, None)).post("/infer/", json={"infer_requests": [3] * 10_000})
+    assert answer.status_code == 422 and len(answer.json()["detail"]) == 20

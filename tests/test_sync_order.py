@@ -41,6 +41,7 @@ class StandIn:
         self.sent = threading.Event()
         self.names: list[str] = []  # of the last update
         self._lock = threading.Lock()
+        self.run_tokens: dict[int, str] = {}
 
     def url(self, index: int) -> str:
         return f"http://server{index}"
@@ -58,6 +59,8 @@ class StandIn:
                 digests[self.wrong] = "bad"
             digests = [digests] * self.world_sizes[index] if body["digest"] else []
             return {"digests": digests, "parameters": {name: [f"model.{name}"] for name in self.names}}
+        if path == "/init_communicator/":
+            return {"run_token": f"token {index}"}
         if path == "/probe/":
             return {"logprobs": [[None, -1.0, -2.0]] * 2}
         if path == "/finish_weight_update/":

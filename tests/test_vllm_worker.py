@@ -1,7 +1,9 @@
 """SYN-1, SYN-5, SYN-7, SYN-3: the receiving end of weight transfer, over real Gloo, with models of a few numbers."""
 
+import gc
 import socket
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -264,6 +266,46 @@ def test_after_a_lost_sender_the_engine_takes_a_new_communicator_and_a_full_upda
     engine.finish_weight_update()
     assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in tensors.items())
     engine.shutdown()
+
+
+def test_a_worker_hears_whether_its_learner_is_alive(monkeypatch):
+    """SRV-3: on the connection of the rendezvous, so that another store on the same port does not count."""
+    engine = make_engine(TinyModel())
+    assert not engine.hears_learner()
+    group = meet(engine, 64)
+    assert engine.hears_learner()
+    port = engine._learners_store.port
+    del group  # closes its connections, as the end of the process would
+    gc.collect()
+    another = torch.distributed.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
+    assert not engine.hears_learner()
+    del another
+    engine.shutdown()
+    assert not engine.hears_learner()
+
+    monkeypatch.setattr(vllm_worker, "HEARING_S", 0.1)
+    engine._learners_store = SimpleNamespace(check=lambda _: threading.Event().wait(5))
+    assert not engine.hears_learner()  # a machine that vanished
+
+
+def test_a_learner_in_the_middle_of_a_broadcast_hears_that_the_worker_left():
+    """SYN-3: at once, not at its time-out, and leaving the group does not hang either."""
+
+    class Worker(vllm_worker.WorkerExtension):
+        vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0))
+        weight_transfer_engine = make_engine(TinyModel())
+
+    group = meet(Worker.weight_transfer_engine, 64, timeout_s=60)
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.asyncOp = 0, True
+    work = group.broadcast([torch.zeros(1 << 24, dtype=torch.uint8)], options)
+    assert not work.is_completed()
+    start = time.monotonic()
+    assert Worker().weight_rpc("abort", {}) == {"result": None, "error": None}
+    with pytest.raises(RuntimeError):
+        work.wait()
+    group.shutdown()
+    assert time.monotonic() - start < 10
 
 
 def test_workers_on_cpu_do_not_spin_when_idle():

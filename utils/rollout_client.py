@@ -83,6 +83,7 @@ class RolloutClient:
         world_sizes: devices per server, known after `wait_ready`.
         boot_ids: the server processes that answers are accepted from.
         owner: the run that opened the communicators, to be set when it did; another owner stops the run (CON-4).
+        run_tokens: what each server's `/init_communicator/` answered, by number; goes with every `post` to it (SRV-3).
         stats: counts of `calls`, `retries`, `timeouts`, `splits` and `given_up` (requests that became empty rollouts).
     """
 
@@ -112,6 +113,7 @@ class RolloutClient:
         self.boot_ids: list[str] = []
         self.models: list[str] = []
         self.owner: str | None = None
+        self.run_tokens: dict[int, str] = {}
         self.stats: Counter[str] = Counter(calls=0, retries=0, timeouts=0, splits=0, given_up=0)
         self._token = token or os.environ.get("ROLLOUT_SERVER_TOKEN") or None
         self._calls: deque[dict[str, Any]] = deque(maxlen=10_000)
@@ -139,7 +141,7 @@ class RolloutClient:
     def post(self, index: int, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
         """Decoded JSON of one POST, sent once. Raises: CallFailed, with the url and what the server said."""
         with self._link(index) as link:
-            return link.request("POST", path, body, timeout_s)
+            return link.request("POST", path, body, timeout_s, self.run_tokens.get(index))
 
     def health(self, index: int, timeout_s: float = CONNECT_TIMEOUT_S) -> dict[str, Any]:
         """What `/health/` says, with its `latency_s` (LOG-6). Raises: CallFailed."""
@@ -576,19 +578,24 @@ class Link:
     def close(self) -> None:
         self._session.close()
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Any:
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None, run_token: str | None = None
+    ) -> Any:
         """Decoded JSON of a 200 answer; see `request_text`. Raises: CallFailed, also for what is not JSON."""
-        text = self.request_text(method, path, body, timeout_s)
+        text = self.request_text(method, path, body, timeout_s, run_token)
         try:
             return json.loads(text)
         except ValueError as error:
             raise CallFailed(self.base_url + path, "answer", f"not JSON: {_short(text)}") from error
 
-    def request_text(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> str:
+    def request_text(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None, run_token: str | None = None
+    ) -> str:
         """Text of a 200 answer.
 
         Args:
             timeout_s: bound on the whole call, None for no bound.
+            run_token: proves that the call comes from the run that holds the server.
 
         Raises:
             CallFailed: everything that can go wrong with one call.
@@ -597,7 +604,7 @@ class Link:
         url = self.base_url + path
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            status, text = self._exchange(method, url, body, timeout_s, deadline)
+            status, text = self._exchange(method, url, body, timeout_s, deadline, run_token)
         except requests.Timeout as error:
             raise self.error or CallFailed(
                 url, "timeout", f"no answer within {timeout_s or CONNECT_TIMEOUT_S:g} s"
@@ -612,13 +619,20 @@ class Link:
         return text
 
     def _exchange(
-        self, method: str, url: str, body: dict[str, Any] | None, timeout_s: float | None, deadline: float | None
+        self,
+        method: str,
+        url: str,
+        body: dict[str, Any] | None,
+        timeout_s: float | None,
+        deadline: float | None,
+        run_token: str | None,
     ) -> tuple[int, str]:
         """(status, text). `requests` bounds each read; a server that answers in drops is bounded here."""
         if self.error is not None:
             raise self.error
         connect_s = CONNECT_TIMEOUT_S if timeout_s is None else min(CONNECT_TIMEOUT_S, timeout_s)
         options = {"json": body, "timeout": (connect_s, timeout_s), "stream": True, "allow_redirects": False}
+        options["headers"] = {"Run-Token": run_token} if run_token else None
         with self._session.request(method, url, **options) as response:
             parts = []
             # Not iter_content, which returns only when a piece is full.

@@ -1,19 +1,24 @@
-"""HTTP front of the rollout server: routes, access token, errors as status codes. The work is in server_engine.py.
+"""HTTP front of the rollout server: routes, tokens, limits, errors as status codes. The work is in server_engine.py.
 
-4xx: the caller's mistake, with the field (422), the wrong run or state (409), or the token (401).
-503: cannot generate now. 502: a weight update did not go through.
+4xx: the caller's mistake, with the field (422), the wrong state or a server that a living run holds (409), a body that
+is too large (413), no or a wrong access token (401) or run token (403). 503: cannot generate now. 502: a weight update
+did not go through. What is promised against whom: docs/security.md.
 """
 
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import prometheus_client
-from fastapi import APIRouter, FastAPI, Request, Response
+import pydantic_core
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 
 from utils.protocol import (
     FinishWeightUpdate,
@@ -24,9 +29,22 @@ from utils.protocol import (
     StartWeightUpdate,
     UpdateWeights,
 )
-from utils.server_engine import BadCall, Conflict, RolloutEngine, Unavailable, UpdateFailed, WeightUpdates
+from utils.server_engine import (
+    BadCall,
+    Conflict,
+    NotHolder,
+    RolloutEngine,
+    Unavailable,
+    UpdateFailed,
+    WeightUpdates,
+)
 
 logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 256 << 20  # of one request; an image sent as base64 may have 64 MiB
+MAX_ERRORS = 20  # that a 422 lists
+
+RunToken = Annotated[str, Header()]  # `Run-Token`, as /init_communicator/ answered it
 
 RUNNING = prometheus_client.Gauge("rollout_server_running_requests", "requests a replica is running", ["replica"])
 WAITING = prometheus_client.Gauge("rollout_server_waiting_requests", "requests waiting for a weight update")
@@ -45,8 +63,10 @@ def make_app(engine: RolloutEngine, updates: WeightUpdates, token: str | None, p
     app = FastAPI(title="rollout server", lifespan=watched, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_generation_routes(engine, updates), prefix=prefix)
     app.include_router(_weight_routes(updates), prefix=prefix)
-    for error, status in ((BadCall, 422), (Conflict, 409), (Unavailable, 503), (UpdateFailed, 502)):
+    for error, status in ((BadCall, 422), (NotHolder, 403), (Conflict, 409), (Unavailable, 503), (UpdateFailed, 502)):
         app.add_exception_handler(error, _answer_with(status))
+    app.add_exception_handler(RequestValidationError, _name_the_fields)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     if token:
         app.add_middleware(TokenCheck, token=token)
     return app
@@ -65,12 +85,56 @@ class TokenCheck:
         given = dict(scope.get("headers", [])).get(b"authorization", b"")
         if scope["type"] == "http" and hmac.compare_digest(given, self.expected):
             return await self.app(scope, receive, send)
-        answer = JSONResponse({"detail": "missing or wrong token (ROLLOUT_SERVER_TOKEN)"}, 401)
+        detail = {"detail": "missing or wrong token (ROLLOUT_SERVER_TOKEN)"}
+        answer = JSONResponse(detail, 401, headers={"WWW-Authenticate": "Bearer"})
         return await answer(scope, receive, send)
 
 
+class BodyLimit:
+    """Refuses request bodies of more than `max_bytes`, announced or not, without keeping them."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        length = dict(scope.get("headers", [])).get(b"content-length", b"")
+        announced, received = int(length) if length.isdigit() else 0, 0
+
+        async def bounded() -> dict:
+            nonlocal received
+            message = await receive() if announced <= self.max_bytes else {}
+            received += len(message.get("body", b""))
+            if max(announced, received) > self.max_bytes:
+                raise HTTPException(413, f"a request body has at most {self.max_bytes >> 20} MiB; send fewer at once")
+            return message
+
+        await self.app(scope, bounded, send)
+
+
+class StrictJson(APIRoute):
+    """Parses bodies as JSON proper: Python's own parser lets through not-a-number and half characters (lone
+    surrogates), which no answer could repeat and no tokenizer take."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
 def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=StrictJson)
     gate = engine.gate
 
     @router.get("/health/")
@@ -113,10 +177,6 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
     async def probe(call: ProbeCall) -> dict[str, Any]:
         return await engine.probe(call.infer_request, call.token_ids)
 
-    @router.post("/reset_prefix_cache/")
-    async def reset_prefix_cache() -> dict[str, bool]:
-        return {"reset": await updates.reset_prefix_cache()}
-
     @router.get("/metrics/")
     async def metrics() -> Response:
         WAITING.set(gate.num_waiting)
@@ -133,11 +193,17 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
 
 
 def _weight_routes(updates: WeightUpdates) -> APIRouter:
-    router = APIRouter()
+    """Calls of the run that holds the server: all but the one that opens the communicator need its token (SRV-3)."""
 
-    @router.post("/init_communicator/")
-    async def init_communicator(call: InitCommunicator) -> dict[str, Any]:
-        return await updates.init(call)
+    async def check_holder(run_token: RunToken = "") -> None:
+        updates.check_holder(run_token)
+
+    opening = APIRouter(route_class=StrictJson)
+    router = APIRouter(route_class=StrictJson, dependencies=[Depends(check_holder)])
+
+    @opening.post("/init_communicator/")
+    async def init_communicator(call: InitCommunicator, run_token: RunToken = "") -> dict[str, Any]:
+        return await updates.init(call, run_token)
 
     @router.post("/close_communicator/")
     async def close_communicator(call: OwnedCall) -> dict[str, Any]:
@@ -162,7 +228,12 @@ def _weight_routes(updates: WeightUpdates) -> APIRouter:
         await updates.abort(call.run_id)
         return {"state": updates.gate.state}
 
-    return router
+    @router.post("/reset_prefix_cache/")
+    async def reset_prefix_cache() -> dict[str, bool]:
+        return {"reset": await updates.reset_prefix_cache()}
+
+    opening.include_router(router)
+    return opening
 
 
 async def _unless_hung_up(request: Request, work: Awaitable[Any]) -> Any:
@@ -176,6 +247,12 @@ async def _unless_hung_up(request: Request, work: Awaitable[Any]) -> Any:
         return task.result()
     finally:
         task.cancel()
+
+
+async def _name_the_fields(_: Request, error: RequestValidationError) -> Response:
+    """422 with place and rule of each mistake, but without the input, which may be huge or no JSON."""
+    mistakes = [{key: mistake[key] for key in ("type", "loc", "msg")} for mistake in error.errors()[:MAX_ERRORS]]
+    return JSONResponse({"detail": mistakes}, 422)
 
 
 def _answer_with(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -6,9 +6,11 @@
 
 import asyncio
 import base64
+import hmac
 import io
 import itertools
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Awaitable
@@ -60,6 +62,10 @@ class Unavailable(RuntimeError):
 
 class Conflict(RuntimeError):
     """The call does not fit the server's state, or comes from a run that does not own the server."""
+
+
+class NotHolder(RuntimeError):
+    """The call does not carry the token of the run that opened the communicator."""
 
 
 class UpdateFailed(RuntimeError):
@@ -149,7 +155,7 @@ class RolloutEngine:
         try:
             prompt = await asyncio.to_thread(self._prepare, request, token_ids)
             outputs = await self._on_every_replica(prompt, params)
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             raise BadCall(str(error)) from error
         return {
             "logprobs": [_prompt_logprobs(output) for output in outputs],
@@ -230,7 +236,7 @@ class RolloutEngine:
             output = await self._generate(prompt, _sampling_params(config, seed, self._defaults))
         except ImageRefused as error:
             return RolloutOutput.failed(self.model_path, self.gate.version, str(error), refused=True)
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             return RolloutOutput.failed(self.model_path, self.gate.version, str(error))
         sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
         return self._rollout_output(output, sizes)
@@ -333,8 +339,9 @@ class RolloutEngine:
 class WeightUpdates:
     """Brings new weights into all replicas: idle -> updating -> idle, or dirty when anything goes wrong in between.
 
-    Calls come one at a time. The server belongs to the run that opened its communicator last; a run that lost it gets
-    `Conflict` for everything else it asks.
+    Calls come one at a time. The server belongs to the run that opened its communicator last, until that is closed or
+    broken or its learner is gone; a run that lost it gets `Conflict` for everything else it asks. The run proves itself
+    by a token that only the answer to its `init` tells.
 
     Args:
         transport: gloo or nccl.
@@ -345,18 +352,30 @@ class WeightUpdates:
         self.gate = engine.gate
         self.transport = transport
         self.owner: str | None = None
+        self._token: str | None = None  # of the run that opened the communicator
         self._lock = asyncio.Lock()
         self._must_be_full = False
         self._carries_adapter = False  # the update in progress fills the LoRA slot (SYN-10)
         self._as_loaded = True  # no update has touched the engine's own weights since its start
         self._held = False  # requests are held over the update ("keep")
 
-    async def init(self, call: InitCommunicator) -> dict[str, Any]:
+    def check_holder(self, token: str) -> None:
+        """Raises `NotHolder` unless `token` is that of the run that opened the communicator."""
+        if not self._is_holders(token):
+            raise NotHolder(
+                f"wrong or no Run-Token: this server belongs to {f'run {self.owner}' if self.owner else 'no run yet'}; "
+                "open the communicator first"
+            )
+
+    async def init(self, call: InitCommunicator, token: str = "") -> dict[str, Any]:
         """Open the communicator; returns when the learner (rank 0) and all workers have met. Replaces an older one.
+
+        Returns:
+            `run_token`: what all other calls of this run have to carry; boot id and transport.
 
         Raises:
             BadCall: `world_size` does not fit this server.
-            Conflict: another run's update is still moving.
+            Conflict: another run's update is still moving, or its learner is alive and `token` is not its token.
             UpdateFailed: no rendezvous within `timeout_s`.
         """
         expected = call.rank_offset + self.engine.world_size
@@ -368,13 +387,17 @@ class WeightUpdates:
         except TimeoutError:
             raise Conflict(f"run {self.owner} is in the middle of a weight update") from None
         try:
+            if self.owner and not self._is_holders(token) and any(await self.engine.on_all_workers("hears_learner")):
+                raise Conflict(
+                    f"run {self.owner} holds this server and its learner is alive; end that run or use another server"
+                )
             if self.gate.state == "updating":  # its learner died
                 await self._fail(f"run {call.run_id} took over during an update of run {self.owner}")
-            self.owner = call.run_id
+            self.owner, self._token = call.run_id, secrets.token_urlsafe(32)
             await self.engine.on_all_workers("init", self._init_info(call))
+            return {"boot_id": self.engine.boot_id, "transport": self.transport, "run_token": self._token}
         finally:
             self._lock.release()
-        return {"boot_id": self.engine.boot_id, "transport": self.transport}
 
     async def close(self, run_id: str) -> None:
         async with self._lock:
@@ -382,7 +405,7 @@ class WeightUpdates:
             if self.gate.state == "updating":
                 await self._fail("the communicator was closed during an update")
             await self.engine.on_all_workers("close")
-            self.owner = None
+            self.owner = self._token = None
 
     async def start(self, call: StartWeightUpdate) -> None:
         """Pause generation as `call.pause` says and prepare the workers for new weights."""
@@ -480,7 +503,8 @@ class WeightUpdates:
             raise UpdateFailed("vLLM did not drop its prefix cache")
 
     async def _fail(self, reason: str) -> None:
-        """Leave an update: workers out of it, requests ended, gate open but dirty."""
+        """Leave an update: workers out of it and of the communicator, so that a learner that is still sending hears of
+        it at once; requests ended, gate open but dirty."""
         logger.error("weight update given up: %s", reason)
         self.gate.move("dirty", None, reason)
         if self.engine.llm.errored:
@@ -491,6 +515,9 @@ class WeightUpdates:
             await self.engine.llm.resume_generation()
         except Exception:  # the first error is the one to report; the next update starts by resetting the workers
             logger.exception("cleaning up after the failed weight update failed, too")
+
+    def _is_holders(self, token: str) -> bool:
+        return self._token is not None and hmac.compare_digest(token.encode(), self._token.encode())
 
     def _check_owner(self, run_id: str) -> None:
         if run_id != self.owner:
@@ -503,7 +530,7 @@ class WeightUpdates:
 
 def _sampling_params(config: RequestConfig, seed: int | None, defaults: dict[str, Any]) -> SamplingParams:
     """vLLM's parameters; settings that are not given come from the model's generation_config."""
-    named = ("temperature", "top_p", "top_k", "repetition_penalty")
+    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     given = {name: getattr(config, name) for name in named if getattr(config, name) is not None}
     return SamplingParams(
         **{name: defaults[name] for name in named if name in defaults} | given,

@@ -48,6 +48,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from utils.rendezvous import open_nccl
 from utils.wire import (
     ADAPTER_ID,
     BucketLayout,
@@ -60,6 +61,7 @@ from utils.wire import (
 logger = logging.getLogger(__name__)
 
 NamedTensor = tuple[str, torch.Tensor]
+HEARING_S = 5.0  # a learner whose store has not answered for so long counts as gone
 
 
 class UpdateSession:
@@ -235,6 +237,26 @@ class _StreamedUpdates:
         if self.session.error:
             raise RuntimeError(self.session.error)
 
+    def hears_learner(self) -> bool:
+        """Whether the learner that opened the communicator is alive: its store answers on the connection made then."""
+        store = self._store()
+        answers: list[bool] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the connection is gone
+                store.check(["anything"])
+                answers.append(True)
+
+        if store is not None:
+            asking = threading.Thread(target=ask, daemon=True)  # a machine that vanished never answers
+            asking.start()
+            asking.join(HEARING_S)
+        return bool(answers)
+
+    def _store(self) -> torch.distributed.Store | None:
+        """The learner's store, seen from here; None without a communicator."""
+        raise NotImplementedError
+
     def report(self) -> dict[str, Any]:
         """What the sender must know of the update in progress.
 
@@ -274,19 +296,21 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
     update_info_cls = GlooUpdateInfo
 
     _group: torch.distributed.ProcessGroup | None = None
+    _learners_store: torch.distributed.Store | None = None
     _bucket_bytes = 0
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()  # left over from a learner that died
         self._bucket_bytes = init_info.bucket_bytes
         with loopback_if_local(init_info.master_address):
-            self._group = stateless_init_torch_distributed_process_group(
+            self._group, self._learners_store = stateless_init_torch_distributed_process_group(
                 init_info.master_address,
                 init_info.master_port,
                 rank=_global_worker_rank(self.parallel_config) + init_info.rank_offset,
                 world_size=init_info.world_size,
                 backend="gloo",
                 timeout=timedelta(seconds=init_info.timeout_s),
+                return_store=True,
             )
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
@@ -324,7 +348,10 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
         if self._group is not None:
             with contextlib.suppress(RuntimeError, KeyError):
                 stateless_destroy_torch_distributed_process_group(self._group)
-            self._group = None
+            self._group = self._learners_store = None
+
+    def _store(self) -> torch.distributed.Store | None:
+        return self._learners_store
 
 
 @dataclass(kw_only=True)
@@ -338,7 +365,7 @@ class NcclUpdateInfo(NCCLWeightTransferUpdateInfo):
 
 
 class StreamNcclEngine(_StreamedUpdates, NCCLWeightTransferEngine):
-    """vLLM's packed NCCL broadcast as it is, with our loading checks and digests, and a limit on its waiting.
+    """vLLM's packed NCCL broadcast as it is, with our meeting, loading checks and digests, and a limit on its waiting.
 
     `ncclBroadcast` cannot time out: after `timeout_s` without the end of an update the communicator is aborted.
     """
@@ -350,7 +377,15 @@ class StreamNcclEngine(_StreamedUpdates, NCCLWeightTransferEngine):
     def init_transfer_engine(self, init_info: NcclInitInfo) -> None:
         self.shutdown()  # left over from a learner that died
         self._timeout_s = init_info.timeout_s
-        super().init_transfer_engine(init_info)
+        self.packed = init_info.packed
+        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
+        self.packed_num_buffers = init_info.packed_num_buffers
+        self.model_update_group = open_nccl(
+            init_info.master_address,
+            init_info.master_port,
+            _global_worker_rank(self.parallel_config) + init_info.rank_offset,
+            init_info.world_size,
+        )
 
     def receive_weights(self, update_info: NcclUpdateInfo) -> None:
         model, group = self.model, self.model_update_group
@@ -369,6 +404,9 @@ class StreamNcclEngine(_StreamedUpdates, NCCLWeightTransferEngine):
             self.model_update_group = None
             raise RuntimeError(f"weight broadcast not finished after {self._timeout_s:g} s; communicator aborted")
 
+    def _store(self) -> torch.distributed.Store | None:
+        return None if self.model_update_group is None else self.model_update_group.group.store
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class. One entry point that answers instead of raising.
@@ -378,7 +416,7 @@ class WorkerExtension:
     """
 
     def weight_rpc(self, step: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run one step of a weight update: init, start, update, finish, abort or close."""
+        """Run one step of a weight update: init, hears_learner, start, update, finish, abort or close."""
         try:
             return {"result": getattr(self, f"_weight_{step}")(**payload), "error": None}
         except Exception as error:
@@ -389,6 +427,9 @@ class WorkerExtension:
     def _weight_init(self, **init_info: Any) -> None:
         self._weight_abort()
         self.init_weight_transfer_engine(init_info)
+
+    def _weight_hears_learner(self) -> bool:
+        return self.weight_transfer_engine.hears_learner()
 
     def _weight_start(self) -> None:
         self.start_weight_update()
@@ -413,6 +454,7 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.reset_update()
         self._weight_update_active = False
+        self._weight_close()  # a learner in the middle of a broadcast would else wait for its time-out
 
     def _weight_close(self) -> None:
         self.weight_transfer_engine.shutdown()

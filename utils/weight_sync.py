@@ -348,12 +348,10 @@ class NcclTransport:
         self._groups: list[Any] = []
 
     def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from utils.rendezvous import open_nccl
 
         for (host, port), world_size in zip(addresses, world_sizes, strict=True):
-            self._groups.append(
-                trainer_init({"master_address": host, "master_port": port, "world_size": world_size + 1})
-            )
+            self._groups.append(open_nccl(host, port, 0, world_size + 1))
 
     def send(
         self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
@@ -444,7 +442,7 @@ class WeightSync:
     Args:
         weights: what to send.
         ranks: the learner's ranks; rank 0 alone talks to servers.
-        client: `post(server index, path, body, timeout_s)` and `world_sizes`; used on rank 0 only.
+        client: `post(server index, path, body, timeout_s)`, `run_tokens` and `world_sizes`; used on rank 0 only.
         addresses: `(host of this learner as the server reaches it, group port)` per server.
         verify: `off`, `first` or `always` (SYN-7).
         probe: what the second step of verification compares; None leaves it out.
@@ -511,7 +509,8 @@ class WeightSync:
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
         }
-        self.client.post(index, "/init_communicator/", body, self.open_timeout_s)
+        answer = self.client.post(index, "/init_communicator/", body, self.open_timeout_s)
+        self.client.run_tokens[index] = answer["run_token"]
 
     def sync(self, version: str) -> SyncReport:
         """Bring every server to the learner's current merged weights under the name `version`.
