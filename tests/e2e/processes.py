@@ -60,8 +60,8 @@ class Server:
     def get(self, path: str) -> requests.Response:
         return self.session.get(self.url + path, timeout=30)
 
-    def post(self, path: str, body: dict, timeout: float = 120) -> requests.Response:
-        return self.session.post(self.url + path, json=body, timeout=timeout)
+    def post(self, path: str, body: dict, timeout: float = 120, run_token: str | None = None) -> requests.Response:
+        return self.session.post(self.url + path, json=body, timeout=timeout, headers={"Run-Token": run_token})
 
     def infer(self, asked: list[dict], **config: Any) -> list[dict]:
         answer = self.post("/infer/", {"infer_requests": asked, "request_config": config})

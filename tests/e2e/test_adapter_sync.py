@@ -1,6 +1,7 @@
 """Adapter sync into a real server with LoRA slots, against PEFT's own merge (SYN-10)."""
 
 import logging
+import time
 
 import pytest
 import torch
@@ -112,8 +113,12 @@ def test_a_full_sync_into_an_engine_with_slots_empties_the_slot_SYN_10(server, s
 
 
 def test_without_fallback_the_run_stops_with_the_reason_SYN_10(server, start_model):
-    """SYN-10, SYN-3: here because the run before this one left its merged weights in the engine."""
+    """SYN-10, SYN-3: here because the run before this one left its merged weights in the engine. At once, not when the
+    transport's 60 s are over."""
     sync = open_sync(server, tuned(start_model, LANGUAGE), "run-d", False)
+    start = time.monotonic()
     with pytest.raises(RuntimeError, match="restart the server, or sync in full"):
         sync.sync("run-d:0")
     sync.close()
+    assert time.monotonic() - start < 20
+    assert sync.client.run_tokens[0] not in server.log.read_text()

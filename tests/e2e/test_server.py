@@ -1,12 +1,22 @@
 """The rollout server as a real process: two CPU engines, real HTTP, real weight updates over Gloo, real signals."""
 
 import base64
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import select
 import signal
 import socket
+import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -15,6 +25,8 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
+from tests import ms_swift
+from tests.e2e import traffic
 from tests.e2e.processes import START_S, Server, alive, launch
 from utils.wire import plan_buckets, tensor_digest
 
@@ -91,9 +103,10 @@ class Learner:
         opening.join()
         assert answers[0].status_code == 200, answers[0].text
         assert answers[0].json()["transport"] == "gloo"
+        self.token = answers[0].json()["run_token"]
 
     def call(self, path: str, **body) -> requests.Response:
-        return self.server.post(path, {"run_id": self.run_id, **body})
+        return self.server.post(path, {"run_id": self.run_id, **body}, run_token=self.token)
 
     def update(
         self, weights: dict, version: str, pause: str = "wait", stop_before: int | None = None
@@ -393,7 +406,7 @@ def test_a_learner_that_dies_in_the_middle_leaves_a_server_that_recovers(server,
     assert learner.call("/abort_weight_update/").status_code == 200
 
     following = Learner(server, "run-f", bucket_bytes=300_000)
-    assert learner.call("/start_weight_update/", version="run-e:2").status_code == 409
+    assert learner.call("/start_weight_update/", version="run-e:2").status_code == 403
     assert following.update(weights, "run-f:1").status_code == 200
     assert server.get("/health/").status_code == 200
     assert_serves(server, other_model, asked[:2])
@@ -412,7 +425,147 @@ def test_a_learner_that_dies_before_sending_leaves_a_server_that_recovers(server
 
 def test_prefix_cache_can_be_reset(server):
     """SRV-1"""
-    assert server.post("/reset_prefix_cache/", {}).json() == {"reset": True}
+    assert Learner(server, "run-i").call("/reset_prefix_cache/").json() == {"reset": True}
+
+
+def test_another_run_cannot_take_or_write_into_a_server_whose_learner_is_alive(server, other_model, asked):
+    """SRV-3, CON-4, GRP-4: not by the name that /health/ tells, not by opening the communicator; when the learner is
+    gone, the next one has the server at once."""
+    holder = Learner(server, "run-j")
+    assert server.get("/health/").json()["owner"] == "run-j"
+    body = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 3, "bucket_bytes": 1, "timeout_s": 60}
+    start = time.monotonic()
+    for run_id, token in itertools.product(("run-j", "thief"), (None, "guess")):
+        answer = server.post("/init_communicator/", body | {"run_id": run_id}, run_token=token)
+        assert answer.status_code == 409 and "run run-j holds this server" in answer.json()["detail"]
+        label = {"run_id": run_id, "version": "x:1"}
+        assert server.post("/start_weight_update/", label, run_token=token).status_code == 403
+        assert server.post("/close_communicator/", {"run_id": run_id}, run_token=token).status_code == 403
+        assert server.post("/reset_prefix_cache/", {}, run_token=token).status_code == 403
+    assert time.monotonic() - start < 10
+    weights = load_file(other_model / "model.safetensors")
+    assert holder.update(weights, "run-j:1").status_code == 200  # it noticed nothing
+    assert_serves(server, other_model, asked[:1])
+    holder.group = None  # as the end of its process
+    assert Learner(server, "run-k").update(weights, "run-k:1").status_code == 200
+
+
+def test_ms_swifts_forms_are_met_field_by_field(server, asked):
+    """SRV-4: requests as its dataclasses serialize, answers read by its models: nothing unknown, nothing converted."""
+    requests_of_theirs = [
+        ms_swift.RolloutInferRequest(asked[0]["messages"], images=asked[0]["images"], uuid="a", data_dict={"k": [1]}),
+        ms_swift.RolloutInferRequest([{"role": "user", "content": "no image"}]),
+        ms_swift.RolloutInferRequest(asked[1]["messages"], images=["/nowhere.png"]),
+    ]
+    settings = {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "repetition_penalty": 1.0, "stop": None, "seed": 5}
+    details = {"logprobs": True, "top_logprobs": 3, "return_details": True}
+    config = ms_swift.RequestConfig(max_tokens=6, min_p=0.0, **settings, **details)
+    body = {"infer_requests": [asdict(request) for request in requests_of_theirs], "request_config": asdict(config)}
+    answer = server.post("/infer/", body | {"metrics": None, "use_tqdm": False, "adapter_request": None})
+    assert answer.status_code == 200, answer.text
+    first, second, failed = [ms_swift.RolloutOutput.model_validate_json(json.dumps(item)) for item in answer.json()]
+    for output, num_images in ((first, 1), (second, 0)):
+        response, [choice] = output.response, output.response.choices
+        ids = output.response_token_ids[0]
+        assert (choice.index, choice.message.role, choice.token_ids) == (0, "assistant", ids)
+        assert choice.finish_reason in ("stop", "length") and isinstance(choice.message.content, str)
+        positions = choice.logprobs["content"]
+        assert [position["logprob"] for position in positions] == output.rollout_logprobs[0] and len(positions) == len(
+            ids
+        )
+        assert all(len(position["top_logprobs"]) >= 3 for position in positions)
+        usage = response.usage
+        assert usage.prompt_tokens == len(response.prompt_token_ids) and 0 <= usage.completion_tokens - len(ids) <= 1
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        assert response.model and response.id.startswith("chatcmpl-") and abs(response.created - time.time()) < 600
+        assert len(response.images_size or []) == num_images and set(output.rollout_infos) == {"weight_version"}
+        assert output.messages is None and output.response_loss_mask == [] and output.prompt_logprobs is None
+    assert failed.rollout_infos["refused"] and failed.response_token_ids == [] and failed.rollout_logprobs == []
+    assert failed.response.choices[0].finish_reason is None
+    defaults = {"infer_requests": [asdict(requests_of_theirs[1])], "request_config": asdict(ms_swift.RequestConfig())}
+    assert server.post("/infer/", defaults).status_code == 200
+    assert server.post("/infer/", defaults | {"request_config": None}).status_code == 200
+
+
+class Opened:
+    """Names of the files in some folders that any process opens meanwhile (Linux's inotify)."""
+
+    IN_OPEN = 0x20
+
+    def __init__(self, *folders: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.file = open(libc.inotify_init1(os.O_NONBLOCK), "rb", buffering=0)  # noqa: SIM115
+        for folder in folders:
+            assert libc.inotify_add_watch(self.file.fileno(), bytes(folder), self.IN_OPEN) >= 0
+
+    def names(self) -> set[str]:
+        names, data = set(), self.file.read(1 << 20) or b""
+        while data:
+            length = struct.unpack_from("iIII", data)[3]
+            names.add(data[16 : 16 + length].rstrip(b"\0").decode())
+            data = data[16 + length :]
+        return names
+
+
+def test_two_thousand_bad_requests_do_no_harm(server, folder, asked):
+    """SRV-5, SRV-3: no answer above 499, no request for a file outside the roots succeeds and none of these files is
+    ever opened, no stranger's weight call gets through, nothing hangs, nothing is logged as a crash; afterwards the
+    server answers as before."""
+    holder = Learner(server, "holder")
+    before = server.get("/health/").json()
+    good = server.infer(asked, **GREEDY)
+    secrets, inside = folder / "secrets", folder / "data" / "traps"
+    inside.mkdir()
+    traps = traffic.set_traps(inside, secrets)
+    (inside / "good.png").write_bytes((folder / "data" / "0.png").read_bytes())
+    opened = {"inside": Opened(inside), "outside": Opened(secrets)}
+    logged = len(server.log.read_text())
+
+    def send(seed: int) -> str | None:
+        bad = traffic.bad_request(Random(seed), traps, str(inside / "good.png"))
+        with requests.Session() as session:  # of its own: after some mistakes the server closes the connection
+            session.trust_env = False
+            answer = session.request(bad.method, server.url + bad.path, data=bad.body, headers=bad.headers, timeout=60)
+        story = (
+            f"seed {seed}: {bad.method} {bad.path[:40]} {bad.body[:200]!r} -> {answer.status_code} {answer.text[:300]}"
+        )
+        allowed = answer.status_code < 500 and "CANARY" not in answer.text and len(answer.content) < 1 << 20
+        if bad.path.strip("/") in traffic.WEIGHT_CALLS:
+            allowed &= answer.status_code in (403, 409, 422)
+        for number in bad.outside:
+            infos = answer.json()[number]["rollout_infos"] if answer.status_code == 200 else {}
+            allowed &= infos.get("refused", False)
+        return None if allowed else story
+
+    with ThreadPoolExecutor(4) as pool:
+        wrong = [story for story in pool.map(send, range(2000)) if story]
+    assert not wrong, f"{len(wrong)} wrong, first:\n" + "\n".join(wrong[:5])
+    assert {"good.png", "cut.png"} <= opened["inside"].names() and not opened["outside"].names()
+    assert "Traceback" not in server.log.read_text()[logged:]
+    after = server.get("/health/").json()
+    assert after == before and alive(server.children) == server.children
+    strip = [{**output, "response": {**output["response"], "id": 0, "created": 0}} for output in good]
+    again = server.infer(asked, **GREEDY)
+    assert [{**output, "response": {**output["response"], "id": 0, "created": 0}} for output in again] == strip
+    assert holder.call("/close_communicator/").status_code == 200
+
+
+def test_bodies_beyond_the_limit_get_a_413_and_are_not_kept(server):
+    """SRV-5: announced or chunked."""
+    piece = b" " * (1 << 20)
+    memory = psutil.Process(server.process.pid).memory_info().rss
+    for headers in ({"Content-Length": str(1 << 40)}, {"Transfer-Encoding": "chunked"}):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as wire:
+            head = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+            wire.sendall(f"POST /infer/ HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}\r\n".encode())
+            pieces = 300 if "chunked" in head else 0
+            with contextlib.suppress(ConnectionError):  # it hangs up in the middle of a piece
+                while pieces and not select.select([wire], [], [], 0)[0]:
+                    wire.sendall(b"100000\r\n" + piece + b"\r\n")
+                    pieces -= 1
+            assert b" 413 " in wire.recv(1 << 16).splitlines()[0]
+    assert wait_until(lambda: server.get("/health/").status_code == 200, 10)
+    assert psutil.Process(server.process.pid).memory_info().rss - memory < 700 << 20
 
 
 def test_a_busy_port_is_an_error_that_names_its_holder(server, folder):
@@ -429,7 +582,8 @@ def test_tensor_parallel_behind_a_prefix_and_a_token(folder, start_model, other_
     server = Server(folder, start_model, prefix="/rollout", token="s3cret", vllm_tensor_parallel_size=2)
     try:
         server.wait_ready()
-        assert requests.get(f"{server.url}/health/", timeout=10).status_code == 401
+        refused = requests.get(f"{server.url}/health/", timeout=10)
+        assert refused.status_code == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
         assert server.get("/get_world_size/").json() == {"world_size": 2}
         weights = load_file(other_model / "model.safetensors")
         learner = Learner(server, "run-t")
@@ -440,6 +594,9 @@ def test_tensor_parallel_behind_a_prefix_and_a_token(folder, start_model, other_
         assert Learner(server, "run-u").update(weights, "run-u:1").status_code == 200
         assert_serves(server, other_model, asked[:1])
 
+        for token in ("s3cret", learner.token):
+            assert token not in server.log.read_text()
+            assert not any(token in str(child.environ()) for child in alive(server.children))
         assert len(alive(server.children)) >= 3
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
