@@ -362,6 +362,7 @@ def test_srv_3_the_run_token_goes_with_posts_to_its_server_and_no_token_is_ever_
         heads = [[h.get("Run-Token") for h in server.headers] for server in servers]
         assert set(heads[0]) == {None} and heads[1][-1] == "run-secret" and set(heads[1][:-1]) == {None}
         servers[1].close()
+        client.close()  # its kept connections
         with pytest.raises(CallFailed) as raised:
             client.post(1, "/finish_weight_update/", {}, 1.0)
         seen = caplog.text + str(raised.value) + repr(raised.value.__cause__) + str(client.take_calls())
