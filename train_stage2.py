@@ -331,7 +331,7 @@ def evaluate(run: Run, step: int) -> None:
                 parsed = parse_answer(answer.response_token_ids, run.table)
                 threshold = run.cfg.rm.eval.iou_threshold
                 counts.update(count_sample(parsed, sample.objects, threshold, answer.finish_reason == "length"))
-                records.append(prediction_record(sample, parsed))
+                records.append(prediction_record(sample, parsed, run.table.format.max_bin))
             return counts, records
 
     counts, predictions = run.on_current_weights(step, answer_all, f"evaluation at step {step}")
@@ -453,6 +453,7 @@ def target_options(cfg: Config) -> TargetOptions:
         trim_trailing_unmatched=options.trim_trailing_unmatched,
         supervise_structure=options.supervise_structure,
         desc_weight=cfg.rm.losses.desc,
+        coord_weight=cfg.rm.losses.coord,
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.make_config_docs import TARGET, render
+from utils.answer_format import COORD_TOKENS, QWEN3VL
 from utils.config import (
     ConfigError,
     build_config,
@@ -820,6 +821,26 @@ def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, 
             check_world_size(cfg, 2)
 
 
+def test_CFG_17_the_answer_format_brings_its_own_prompt() -> None:
+    """CFG-17: as a default that is printed with the rest; one that is given stays."""
+    assert build_config(edited()).data.prompt == COORD_TOKENS.prompt
+    assert build_config(edited(RM__answer_format="qwen3vl")).data.prompt == QWEN3VL.prompt
+    assert (
+        build_config(edited(RM__answer_format="qwen3vl", data={"object_order": "sorted"})).data.prompt == QWEN3VL.prompt
+    )
+    assert build_config(edited(RM__answer_format="qwen3vl", data={"prompt": "Where?"})).data.prompt == "Where?"
+    assert "answer_format" in only_problem(edited(RM__answer_format="qwen2"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("w1", 3.0), ("gate", 0.5), ("sigma", 4.0)])
+def test_CFG_17_numbers_have_no_coordinate_loss(key: str, value: float) -> None:
+    """CFG-17: what would have no effect is refused; the default, and 0 for a weight, say nothing wrong."""
+    data = edited(RM__answer_format="qwen3vl", RM__losses={key: value})
+    assert f"losses.{key}={value}: means coordinate tokens" in only_problem(data)
+    build_config(edited(RM__losses={key: value}))
+    build_config(edited(RM__answer_format="qwen3vl", RM__losses={"coord": 3.0, "w1": 1.0, "gate": 0.0, "sigma": 12.0}))
+
+
 def test_CFG_14_packing_needs_drop_last() -> None:
     """CFG-14."""
     assert "no flush steps" in only_problem(edited(training__packing=True, training__packing_drop_last=False))
@@ -923,7 +944,6 @@ def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: st
 
 
 UNBUILT_SETTINGS = [
-    {"RM__answer_format": "qwen3vl"},
     {"training__fused_kernels": True},
 ]
 

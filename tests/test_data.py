@@ -16,6 +16,7 @@ from PIL import Image
 
 from tools.make_demo import build_start_model
 from utils import data
+from utils.answer_format import QWEN3VL
 from utils.data import DataError, Sample, SampleStream, encode_prompt, epoch_size, load_samples, open_image
 from utils.geometry import Object
 
@@ -185,6 +186,22 @@ def test_dat_2_polygon_points_just_outside_are_clamped_and_others_refused(tmp_pa
     for x, y in [(-0.6, 0), (0, -0.6), (100.6, 0), (0, 50.6)]:
         far = [{"desc": "kite", "poly": [10, 10, 90, 10, x, y]}]
         assert "lies outside the image" in problems_of(write(tmp_path, line(objects=far)))[0]
+
+
+def test_dat_2_grid_of_the_answer_format(tmp_path, caplog):
+    """DAT-2: Qwen3-VL's numbers are 0..1000, and a polygon becomes its box, with one warning for all files."""
+    poly = {"desc": "dog", "poly": [10, 5, 100, 5, 50, 50]}
+    files = [
+        write(tmp_path, line(objects=[poly, {"desc": "cat", "bbox_2d": [0, 0, 50, 25]}]), line(), name="a.jsonl"),
+        write(tmp_path, line(objects=[poly]), name="b.jsonl"),
+    ]
+    first, second = load_samples(files, "List.", form=QWEN3VL)
+    dog, cat = Object("dog", "bbox_2d", (100, 100, 1000, 1000)), Object("cat", "bbox_2d", (0, 0, 500, 500))
+    assert [sample.objects for sample in first + second] == [[dog, cat], [cat], [dog]]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 of 4 objects are polygons, which answer_format: qwen3vl cannot say")
+    assert load_samples(files, "List.")[1][0].objects == [Object("dog", "poly", (100, 100, 999, 100, 500, 999))]
+    assert len(caplog.records) == 1
 
 
 def test_dat_2_order(tmp_path):

@@ -30,7 +30,7 @@ from utils.config import exit_with, load_config_or_exit
 from utils.data import DataError, Sample, encode_prompt, load_processor, load_samples, num_prompt_tokens, prompt_chat
 from utils.dist import Ranks
 from utils.evaluation import count_sample, label_of, prediction_record, scores
-from utils.geometry import Object, bins_to_pixels, bounding_box
+from utils.geometry import MAX_BIN, Object, bins_to_pixels, bounding_box, to_norm1000
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout import Decoding, RolloutRequest, RolloutResult
 from utils.schema import Data, Model, RolloutMatching
@@ -44,9 +44,9 @@ def main() -> None:
     model, data, rm = settings(args.config, args.checkpoint)
     try:
         check_checkpoint(Path(args.checkpoint))
-        samples = load_samples([args.data], data.prompt, data.object_order)[0][: args.limit]
+        samples = load_samples([args.data], data.prompt, data.object_order, form=rm.format)[0][: args.limit]
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
-        table = TokenTable.from_tokenizer(processor.tokenizer)
+        table = TokenTable.from_tokenizer(processor.tokenizer, rm.format)
     except (DataError, ValueError, OSError) as error:
         exit_with(str(error))
     backend = args.backend or ("vllm" if find_spec("vllm") else "hf")
@@ -188,17 +188,20 @@ def score(
     for sample, answer in zip(samples, answers, strict=True):
         parsed = parse_answer(answer.response_token_ids, table)
         counts.update(count_sample(parsed, sample.objects, iou_threshold, answer.finish_reason == "length"))
-        predictions.append(prediction_record(sample, parsed))
-        objects.append([pred.object for pred in parsed.objects])
-    return {**scores(counts), "coco": coco_scores(samples, objects)}, predictions
+        predictions.append(prediction_record(sample, parsed, table.format.max_bin))
+        objects.append(parsed.pred_objects)
+    return {**scores(counts), "coco": coco_scores(samples, objects, table.format.max_bin)}, predictions
 
 
-def coco_scores(samples: Sequence[Sample], predictions: Sequence[Sequence[Object]]) -> dict[str, float | None]:
+def coco_scores(
+    samples: Sequence[Sample], predictions: Sequence[Sequence[Object]], max_bin: int = MAX_BIN
+) -> dict[str, float | None]:
     """COCO's box precisions and recalls (`COCO_NAMES`); None where there is no such object to find.
 
     Boxes are in pixels of the sample, those of polygons their bounding boxes; area is that of the box. Categories are
     the ground truth's labels, compared as everywhere here; a prediction with another label belongs to no category and
-    costs nothing, as in COCO itself. At most 100 predictions of a category count per image.
+    costs nothing, as in COCO itself. At most 100 predictions of a category count per image. `max_bin` is the end of
+    the objects' grid.
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
@@ -209,7 +212,11 @@ def coco_scores(samples: Sequence[Sample], predictions: Sequence[Sequence[Object
 
     def entries(sides: Sequence[Sequence[Object]]) -> list[dict[str, Any]]:
         found = [
-            {"image_id": image_id, "category_id": category_of[label_of(o)], **_pixel_box(o, sample)}
+            {
+                "image_id": image_id,
+                "category_id": category_of[label_of(o)],
+                **_pixel_box(to_norm1000(o, max_bin), sample),
+            }
             for image_id, (sample, side) in enumerate(zip(samples, sides, strict=True), start=1)
             for o in side
             if label_of(o) in category_of

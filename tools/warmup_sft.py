@@ -22,6 +22,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import nn
 
+from utils.answer_format import FORMATS
 from utils.bad_lines import BadLine, report_skipped
 from utils.config import ConfigError, Origin, exit_with, resolve_yaml
 from utils.data import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples
@@ -41,6 +42,7 @@ class WarmupConfig(Section):
     output_dir: str = Field(description="where the trained checkpoint goes, in Hugging Face form with its processor")
     data: Data = Field(default_factory=Data)
     losses: Losses = Field(default_factory=Losses)
+    answer_format: Literal["coord_tokens", "qwen3vl"] = Field("coord_tokens", description="as in stage 2")
     seed: int = Field(0, ge=0)
     steps: PositiveInt = Field(description="optimizer steps")
     samples_per_step: PositiveInt = 16
@@ -83,13 +85,16 @@ def load_parts(cfg: WarmupConfig) -> Parts:
         DataError, ValueError, OSError: the files, the tokenizer or the checkpoint cannot be used.
     """
     skipped: list[BadLine] | None = [] if cfg.data.on_bad_sample == "skip" else None
+    form = FORMATS[cfg.answer_format]
+    prompt = cfg.data.prompt if "prompt" in cfg.data.model_fields_set else form.prompt
     paths = [file.path for file in cfg.train_jsonl]
-    datasets = load_samples(paths, cfg.data.prompt, cfg.data.object_order, skipped)
+    datasets = load_samples(paths, prompt, cfg.data.object_order, skipped, form)
     if skipped is not None:
         print(report_skipped(skipped, cfg.output_dir), end="", flush=True)
     stream = SampleStream(datasets, [file.weight for file in cfg.train_jsonl], cfg.seed)
     processor = load_processor(cfg.model)
-    return Parts(load_model(cfg.model, "float32"), processor, TokenTable.from_tokenizer(processor.tokenizer), stream)
+    table = TokenTable.from_tokenizer(processor.tokenizer, form)
+    return Parts(load_model(cfg.model, "float32"), processor, table, stream)
 
 
 def train(cfg: WarmupConfig, parts: Parts) -> None:
@@ -99,7 +104,7 @@ def train(cfg: WarmupConfig, parts: Parts) -> None:
     optimizers = make_optimizers(model, cfg)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(cfg)) for optimizer in optimizers]
     weights = LossWeights(**cfg.losses.model_dump(exclude={"desc"}))
-    options = TargetOptions(desc_weight=cfg.losses.desc)
+    options = TargetOptions(desc_weight=cfg.losses.desc, coord_weight=cfg.losses.coord)
     started = time.monotonic()
     for step in range(cfg.steps):
         samples = parts.stream.next(cfg.samples_per_step)
@@ -134,7 +139,7 @@ def packed_rows(segments: list[Segment], row_tokens: int, model: nn.Module, tabl
     buffer.extend(segments)
     positions, dummy = position_ids_for(model), dummy_segment(model)
     while len(buffer):
-        yield collate_packed(buffer.pop_row(), positions, table.coord_ids, dummy)
+        yield collate_packed(buffer.pop_row(), positions, table.coord_ids, dummy, table.digit_ids)
 
 
 def make_optimizers(model: nn.Module, cfg: WarmupConfig) -> list[torch.optim.Optimizer]:

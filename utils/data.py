@@ -11,13 +11,14 @@ import binascii
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import re
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,10 +27,13 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
+from utils.answer_format import COORD_TOKENS, AnswerFormat
 from utils.bad_lines import BadLine
 from utils.geometry import Object, bounding_box, pixels_to_bins
 from utils.images import to_rgb
 from utils.prompts import IMAGE_MARKER, render_prompt, to_chat_messages
+
+logger = logging.getLogger(__name__)
 
 # Annotation tools round outwards; what lies at most this far outside the image is clamped, the rest is a mistake.
 EDGE_TOLERANCE_PX = 0.5
@@ -59,8 +63,9 @@ class Sample:
     """One image (or several) with its prompt and its ground truth.
 
     `images` are absolute paths or `data:` URIs, `image_sizes` their (height, width) as opened, `objects` are in bins of
-    `width` x `height`, `messages` are the prompt only, as strings with `<image>` markers, `source` is "file:line".
-    `extra` holds all other keys of the line as they are, for rewards: `domain` and `summary` and a user's own.
+    `width` x `height` on the answer format's grid, `messages` are the prompt only, as strings with `<image>` markers,
+    `source` is "file:line". `extra` holds all other keys of the line as they are, for rewards: `domain` and `summary`
+    and a user's own.
     """
 
     id: str
@@ -82,12 +87,15 @@ def load_samples(
     prompt: str | None = None,
     object_order: str = "file",
     skipped: list[BadLine] | None = None,
+    form: AnswerFormat = COORD_TOKENS,
 ) -> list[list[Sample]]:
     """Samples of each file, in file order. `prompt` is used where a line brings neither `prompt` nor `messages`.
 
     Args:
         object_order: "file" or "sorted": top to bottom, then left to right, by the upper left corner.
         skipped: where lines that cannot be used are added; None: any such line is an error.
+        form: coordinates are read onto its grid; where it has no polygons, each becomes the tightest box around it, and
+            one warning says how many did.
 
     Raises:
         DataError: with every problem of every file; with `skipped`, of files that cannot be read or leave no sample.
@@ -97,7 +105,7 @@ def load_samples(
     datasets, problems = [], []
     for path in paths:
         samples, bad = [], []
-        for item in read_samples(path, prompt, object_order):
+        for item in read_samples(path, prompt, object_order, max_bin=form.max_bin):
             (samples if isinstance(item, Sample) else bad).append(item)
         datasets.append(samples)
         if skipped is None or not samples or any(line.line == 0 for line in bad):
@@ -106,7 +114,26 @@ def load_samples(
             skipped.extend(bad)
     if problems:
         raise DataError(problems)
-    return datasets
+    return datasets if "poly" in form.kinds else _as_boxes(datasets, form)
+
+
+def _as_boxes(datasets: list[list[Sample]], form: AnswerFormat) -> list[list[Sample]]:
+    """The same samples with a box for every polygon."""
+    objects = [obj for samples in datasets for sample in samples for obj in sample.objects]
+    num_polygons = sum(obj.kind == "poly" for obj in objects)
+    if not num_polygons:
+        return datasets
+    logger.warning(
+        "%d of %d objects are polygons, which answer_format: %s cannot say; each is used as the box around it",
+        num_polygons,
+        len(objects),
+        form.name,
+    )
+
+    def boxed(sample: Sample) -> Sample:
+        return replace(sample, objects=[replace(o, kind="bbox_2d", coords=bounding_box(o)) for o in sample.objects])
+
+    return [[boxed(sample) for sample in samples] for samples in datasets]
 
 
 def read_samples(
@@ -114,6 +141,7 @@ def read_samples(
     prompt: str | None = None,
     object_order: str = "file",
     only: Container[int] | None = None,
+    max_bin: int = COORD_TOKENS.max_bin,
 ) -> Iterator[Sample | BadLine]:
     """What each line of a file gives, in file order; blank lines give nothing. Few lines are in memory at a time.
 
@@ -123,7 +151,7 @@ def read_samples(
 
     def read(item: tuple[int, bytes]) -> Sample | BadLine:
         try:
-            return _read_sample(_parse_line(item[1]), base, f"{path}:{item[0]}", prompt, object_order)
+            return _read_sample(_parse_line(item[1]), base, f"{path}:{item[0]}", prompt, object_order, max_bin)
         except _Bad as bad:
             return BadLine(str(path), item[0], bad.problems)
 
@@ -205,7 +233,9 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _read_sample(row: dict[str, Any], base: Path, source: str, prompt: str | None, object_order: str) -> Sample:
+def _read_sample(
+    row: dict[str, Any], base: Path, source: str, prompt: str | None, object_order: str, max_bin: int
+) -> Sample:
     """Read every part even if another is wrong, so that one run shows all that is wrong with a line."""
     problems: list[tuple[str, str]] = []
 
@@ -220,7 +250,7 @@ def _read_sample(row: dict[str, Any], base: Path, source: str, prompt: str | Non
     images = attempt(_read_images, row, inside, base)
     sizes = None if images is None else attempt(_image_sizes, images)
     size = attempt(_read_size, row, sizes)
-    objects = attempt(_read_objects, row, sizes, size)
+    objects = attempt(_read_objects, row, sizes, size, max_bin)
     sample_id = attempt(_read_id, row, source)
     if messages is not None and images is not None:
         attempt(_check_markers, messages, len(images))
@@ -369,7 +399,7 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tupl
     return given["width"], given["height"]
 
 
-def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None) -> list[Object]:
+def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None, max_bin: int) -> list[Object]:
     """All objects; `sizes` and `size` are None where what they come from is wrong and has been reported."""
     given = row.get("objects", [] if "summary" in row else None)  # a summary needs no objects
     if given is None:
@@ -383,7 +413,7 @@ def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int]
     objects, problems = [], []
     for i, (item, extent) in enumerate(items):
         try:
-            objects.append(_read_object(item, extent))
+            objects.append(_read_object(item, extent, max_bin))
         except _Bad as bad:
             problems.extend((kind, f"objects[{i}]{reason}") for kind, reason in bad.problems)
     if problems:
@@ -426,7 +456,7 @@ def _swift_objects(
     return objects
 
 
-def _read_object(item: Any, size: tuple[int, int] | None) -> Object:
+def _read_object(item: Any, size: tuple[int, int] | None, max_bin: int) -> Object:
     if not isinstance(item, dict):
         raise _Bad("objects", f": must be an object, not {_kind(item)}")
     desc = item.get("desc")
@@ -458,7 +488,7 @@ def _read_object(item: Any, size: tuple[int, int] | None) -> Object:
     )
     if outside:
         raise _Bad("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")
-    return Object(desc, kind, pixels_to_bins(numbers, width, height))
+    return Object(desc, kind, pixels_to_bins(numbers, width, height, max_bin))
 
 
 def _is_number(value: Any) -> bool:

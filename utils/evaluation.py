@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utils.geometry import Object, iou_matrix
+from utils.geometry import Object, iou_matrix, to_norm1000
 from utils.matching import match
 from utils.parsing import ParsedAnswer
 
@@ -69,11 +69,16 @@ def scores(counts: Mapping[str, float]) -> dict[str, float]:
     return result
 
 
-def prediction_record(sample: "Sample", parsed: ParsedAnswer) -> dict[str, Any]:
-    """A validation answer as it is kept on disk; coordinates norm1000."""
-    as_dict = {"gt": sample.objects, "pred": [pred.object for pred in parsed.objects]}
-    objects = {side: [{"desc": o.desc, o.kind: list(o.coords)} for o in objects] for side, objects in as_dict.items()}
+def prediction_record(sample: "Sample", parsed: ParsedAnswer, max_bin: int) -> dict[str, Any]:
+    """A validation answer as it is kept on disk; coordinates norm1000 (0..999), whatever the answer's own grid is."""
+    sides = {"gt": sample.objects, "pred": parsed.pred_objects}
+    objects = {side: [object_record(obj, max_bin) for obj in objects] for side, objects in sides.items()}
     return {"id": sample.id, "images": sample.images, **objects}
+
+
+def object_record(obj: Object, max_bin: int) -> dict[str, Any]:
+    """An object on the grid `0..max_bin` as JSON values, norm1000."""
+    return {"desc": obj.desc, obj.kind: list(to_norm1000(obj, max_bin).coords)}
 
 
 def label_of(object_: Object) -> str:

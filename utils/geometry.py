@@ -1,12 +1,13 @@
 """Boxes and polygons on the norm1000 grid: pixels to bins and back, overlap, and where a matched shape should move to.
 
-Every coordinate is a bin `0..999` of the image's width (x, even positions) or height (y, odd positions). Who is paired
-with whom is `matching`'s business; how shapes are written as tokens is `parsing`'s and `targets`'.
+Every coordinate is a bin `0..999` of the image's width (x, even positions) or height (y, odd positions); with
+Qwen3-VL's own numbers (`utils.answer_format`) `0..1000`, for all shapes of a run alike. Who is paired with whom is
+`matching`'s business; how shapes are written as tokens is `parsing`'s and `targets`'.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -30,12 +31,12 @@ class Object:
     coords: tuple[int, ...]
 
 
-def pixel_to_bin(value: float, size: float) -> int:
+def pixel_to_bin(value: float, size: float, max_bin: int = MAX_BIN) -> int:
     """Bin of a pixel coordinate on an axis of `size` pixels: `round(999 * value / size)`, clamped to 0..999 (DAT-2).
 
-    Halves go to the even bin, as Python's `round` has it.
+    Halves go to the even bin, as Python's `round` has it. With another `max_bin` the same on its grid.
     """
-    return min(max(round(MAX_BIN * value / size), 0), MAX_BIN)
+    return min(max(round(max_bin * value / size), 0), max_bin)
 
 
 def bin_to_pixel(index: float, size: float) -> float:
@@ -43,9 +44,16 @@ def bin_to_pixel(index: float, size: float) -> float:
     return index / MAX_BIN * size
 
 
-def pixels_to_bins(coords: Sequence[float], width: float, height: float) -> tuple[int, ...]:
+def pixels_to_bins(coords: Sequence[float], width: float, height: float, max_bin: int = MAX_BIN) -> tuple[int, ...]:
     """`pixel_to_bin` for `x, y, x, y, ...`."""
-    return tuple(pixel_to_bin(value, height if i % 2 else width) for i, value in enumerate(coords))
+    return tuple(pixel_to_bin(value, height if i % 2 else width, max_bin) for i, value in enumerate(coords))
+
+
+def to_norm1000(obj: Object, max_bin: int) -> Object:
+    """The same shape in bins 0..999, fractional, from a grid `0..max_bin`: what is written down has one unit."""
+    if max_bin == MAX_BIN:
+        return obj
+    return replace(obj, coords=tuple(round(value * MAX_BIN / max_bin, 3) for value in obj.coords))
 
 
 def bins_to_pixels(coords: Sequence[float], width: float, height: float) -> tuple[float, ...]:

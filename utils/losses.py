@@ -39,7 +39,7 @@ class Labels:
     text_pos: Tensor  # int64[Nt]
     text_label: Tensor  # int64[Nt]
     text_weight: Tensor  # float32[Nt]
-    coord_ids: Tensor  # int64[1000], vocabulary id of each bin's token
+    coord_ids: Tensor  # int64[1000], vocabulary id of each bin's token; [0] where coordinates are text, and Nc 0
 
 
 def gaussian_target(target: Tensor, sigma: float) -> Tensor:
@@ -108,9 +108,11 @@ def loss_sums(
 
     def score(states: Tensor, target: Tensor, label: Tensor, weight: Tensor) -> Tensor:
         logits = lm_head(states)
+        text = (text_losses(logits[len(target) :], label) * weight).sum()
+        if not len(target):  # there may be no coordinate tokens at all (answer_format: qwen3vl)
+            return torch.stack([text, *text.new_zeros(len(PARTS) - 1)])
         coord = coordinate_losses(logits[: len(target)], target, labels.coord_ids, sigma)
-        text = text_losses(logits[len(target) :], label) * weight
-        return torch.stack([text.sum(), *(coord[part].sum() for part in PARTS[1:])])
+        return torch.stack([text, *(coord[part].sum() for part in PARTS[1:])])
 
     total = torch.zeros(len(PARTS), device=hidden.device)
     chunks = [_chunk(labels, chunk, num_chunks) for chunk in range(num_chunks)]

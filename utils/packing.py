@@ -28,6 +28,7 @@ WAYS_OUT = (
 # Enough segments for a mean that is worth a warning, and few enough to follow answers that grow during training.
 MEAN_WINDOW = 256
 MEAN_MINIMUM = 32
+NO_IDS = np.zeros(0, dtype=np.int64)
 
 # (input_ids [L], image_grid_thw [n, 3] or None) -> int64[4, L]: the text row, then the three multimodal rows.
 PositionIds = Callable[[Tensor, Tensor | None], Tensor]
@@ -199,7 +200,7 @@ class Batch:
     text_pos: Tensor  # int64[Nt]
     text_label: Tensor  # int64[Nt]
     text_weight: Tensor  # float32[Nt]
-    coord_ids: Tensor  # int64[1000], vocabulary id of each bin's token
+    coord_ids: Tensor  # int64[1000], vocabulary id of each bin's token; [0] where coordinates are text, and Nc 0
     cu_seqlens: Tensor  # int32[num_segments + 1]: borders of the segments if they lie end to end, tokens
     sample_ids: list[str]  # the dummy is not named
     num_tokens: int  # without dummy and padding
@@ -216,7 +217,11 @@ class Batch:
 
 
 def collate_packed(
-    segments: Sequence[Segment], position_ids_fn: PositionIds, coord_ids: np.ndarray, dummy: Segment
+    segments: Sequence[Segment],
+    position_ids_fn: PositionIds,
+    coord_ids: np.ndarray,
+    dummy: Segment,
+    digit_ids: np.ndarray = NO_IDS,
 ) -> Batch:
     """Lay the segments end to end in one row [1, T] in which they cannot see each other (PCK-4).
 
@@ -226,10 +231,11 @@ def collate_packed(
         coord_ids: int64[1000], vocabulary id of each bin's token (`TokenTable.coord_ids`).
         dummy: an image without supervision (`utils.model.dummy_segment(model)`), appended when no segment has an image,
             so that every rank's row runs through every module (PCK-8). It is a few tokens long.
+        digit_ids: int64, ids of tokens that hold a digit (`TokenTable.digit_ids`).
 
     Raises:
-        ValueError: a supervised coordinate lies outside its segment's answer or is no coordinate token (TGT-8), or a
-            segment's images do not fit its tokens; the message names the sample.
+        ValueError: a supervised coordinate lies outside its segment's answer or is no coordinate token, or a supervised
+            digit no digit (TGT-8), or a segment's images do not fit its tokens; the message names the sample.
     """
     parts = _with_dummy(segments, dummy)
     starts = _starts(parts)
@@ -242,12 +248,16 @@ def collate_packed(
         position_ids=torch.cat([_positions(part, position_ids_fn) for part in parts], dim=1)[:, None],
         attention_mask=None,
     )
-    check_row(batch, segments, starts)
+    check_row(batch, segments, starts, digit_ids)
     return batch
 
 
 def collate_padded(
-    segments: Sequence[Segment], position_ids_fn: PositionIds, coord_ids: np.ndarray, dummy: Segment
+    segments: Sequence[Segment],
+    position_ids_fn: PositionIds,
+    coord_ids: np.ndarray,
+    dummy: Segment,
+    digit_ids: np.ndarray = NO_IDS,
 ) -> Batch:
     """The same segments as a right-padded batch [B, T], one per line (PCK-6). Arguments as for `collate_packed`."""
     parts = _with_dummy(segments, dummy)
@@ -266,12 +276,13 @@ def collate_padded(
         position_ids=torch.stack([pad(_positions(part, position_ids_fn)) for part in parts], dim=1),
         attention_mask=torch.stack([pad(torch.ones_like(part.input_ids)) for part in parts]),
     )
-    check_row(batch, segments, starts)
+    check_row(batch, segments, starts, digit_ids)
     return batch
 
 
-def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int]) -> None:
-    """TGT-8 on the finished row: every supervised coordinate lies in its segment's answer and is a coordinate token.
+def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int], digit_ids: np.ndarray = NO_IDS) -> None:
+    """TGT-8 on the finished row: every supervised coordinate lies in its segment's answer and is a coordinate token;
+    where coordinates are numbers, a supervised token that holds a digit.
 
     Args:
         starts: where each segment begins in the flattened batch, tokens.
@@ -281,18 +292,29 @@ def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int]) 
     """
     flat, supervised = batch.input_ids.flatten(), batch.coord_pos + 1
     is_coord = torch.isin(flat[supervised], batch.coord_ids)
+    has_digit = torch.isin(flat, torch.from_numpy(digit_ids))
+    is_text = torch.zeros_like(has_digit)
+    is_text[batch.text_pos + 1] = True
     first = 0
     for segment, start in zip(segments, starts, strict=False):  # a dummy at the end has no coordinates
         mine = slice(first, first + len(segment.coord_index))
         first = mine.stop
         index = supervised[mine] - start
-        inside = (index >= max(1, segment.answer_start)) & (index < len(segment.input_ids))
-        wrong = (~(inside & is_coord[mine])).nonzero()
-        if len(wrong):
-            at = int(index[wrong[0, 0]])
-            span = f"answer [{segment.answer_start}, {len(segment.input_ids)})"
-            raise ValueError(f"sample {segment.sample_id}: no coordinate token of its {span} at supervised index {at}")
+        _check_indices(segment, index, is_coord[mine], "coordinate token")
+        digit = torch.as_tensor(segment.digit_index)
+        place = (digit + start).clamp(max=len(flat) - 1)
+        _check_indices(segment, digit, has_digit[place] & is_text[place], "supervised digit")
     assert first == len(supervised)
+
+
+def _check_indices(segment: Segment, index: Tensor, is_right: Tensor, what: str) -> None:
+    """Every index lies in the segment's answer and is right."""
+    inside = (index >= max(1, segment.answer_start)) & (index < len(segment.input_ids))
+    wrong = (~(inside & is_right)).nonzero()
+    if len(wrong):
+        span = f"answer [{segment.answer_start}, {len(segment.input_ids)})"
+        at = int(index[wrong[0, 0]])
+        raise ValueError(f"sample {segment.sample_id}: no {what} of its {span} at supervised index {at}")
 
 
 def denominators(batches: Iterable[Batch]) -> dict[str, float]:

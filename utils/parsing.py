@@ -5,14 +5,15 @@ UTF-8 never holds; a 0xFF that ordinary tokens spell becomes 0xFE, which is just
 reads a whole object, and byte offsets become token indices by binary search over the tokens' ends, so the cost is
 linear and there is no Python loop over tokens or characters.
 
-What is accepted: `{"objects": [...]}` as strict JSON, any JSON whitespace, the keys of an object in either order.
+What is accepted: `{"objects": [...]}` as strict JSON, any JSON whitespace, the keys of an object in either order; in
+Qwen3-VL's own form a list, in a Markdown fence or not. What differs between the two is in `utils.answer_format`.
 
 Where a malformed object ends. Brackets are matched outside of strings; a quote opens a string only if the next one is
 followed by `,`, `:`, `]` or `}`, so that a forgotten quote does not turn the rest inside out. `}` closes the innermost
 `{` with any `[` still open inside; a `]` that opens nothing is skipped. The object is closed where its own `{` is; it
 then stays in the prefix. Otherwise it is unclosed, and does not count as complete, but ends all the same before a `, {`
 that cannot stand inside it (directly in an object, or behind a coordinate), so that objects behind it survive. If
-neither comes, or the answer ends in `]}` with the object still open, it is the unfinished tail.
+neither comes, or the answer closes with the object still open, it is the unfinished tail.
 
 The prefix ends at the end of the last complete object: a valid one or a closed malformed one. An unclosed object or
 stray text between complete objects therefore stays in the prefix, behind the last one it goes. A closed object does not
@@ -30,14 +31,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from utils.answer_format import COORD_BYTE, COORD_TOKENS, QUOTED, AnswerFormat
 from utils.geometry import NUM_BINS, Object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-HEADER = '{"objects": ['
-CLOSING = "]}"
 DROP_REASONS = {
     "no_header": "the answer does not begin with an object that holds the list `objects`",
     "unfinished": "the tail: an object that never ends",
@@ -45,52 +45,24 @@ DROP_REASONS = {
     "stray_text": "something between objects that is neither an object nor a single comma",
     "bad_json": "brackets, commas, quotes or escapes are wrong",
     "duplicate_key": "a key occurs twice",
-    "extra_key": "a key besides desc, bbox_2d and poly",
-    "missing_desc": "no desc",
+    "extra_key": "a key besides desc, bbox_2d and poly (qwen3vl: label and bbox_2d)",
+    "missing_desc": "no desc (qwen3vl: no label; and so on)",
     "empty_desc": "desc is empty or blank",
     "bad_desc": "desc is not a string of valid Unicode, or holds a coordinate token",
     "missing_geometry": "neither bbox_2d nor poly",
     "two_geometries": "both bbox_2d and poly",
     "coord_not_token": "the geometry is not a flat list of coordinate tokens",
+    "coord_not_number": "the geometry is not a flat list of whole numbers of up to four digits (qwen3vl)",
+    "out_of_range": "a number above 1000 (qwen3vl)",
     "wrong_count": "not 4 coordinates for bbox_2d, or odd or fewer than 6 for poly",
     "reversed_box": "x1 > x2 or y1 > y2",
 }
 
-COORD_BYTE = b"\xff"
 _COORD_TEXT = re.compile(r"<\|coord_(0|[1-9]\d{0,2})\|>")
 _NO_TEXT = b""  # ids that the tokenizer does not know
-
-# Possessive quantifiers throughout: nothing is ever tried twice.
-_WS = rb"[ \t\n\r]*+"
-_STRING = rb'"((?:[^"\\\x00-\x1f\xff]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+)"'
-_DESC = rb'"desc"' + _WS + rb":" + _WS + _STRING
-_COORDS = rb"\[" + _WS + rb"((?:\xff(?:" + _WS + rb"," + _WS + rb"\xff)*+)?+)" + _WS + rb"\]"
-_GEOMETRY = rb'"(bbox_2d|poly)"' + _WS + rb":" + _WS + _COORDS
-_COMMA = _WS + rb"," + _WS
-# Groups: 1 object; 2 desc, 3 kind, 4 coordinates; or, geometry first, 5 kind, 6 coordinates, 7 desc.
-_OBJECT_TEXT = (
-    rb"(\{" + _WS + rb"(?:" + _DESC + _COMMA + _GEOMETRY + rb"|" + _GEOMETRY + _COMMA + _DESC + rb")" + _WS + rb"\})"
-)
-_OBJECT = re.compile(_OBJECT_TEXT)
-_FIRST = re.compile(_WS + _OBJECT_TEXT)
-_NEXT = re.compile(_COMMA + _OBJECT_TEXT)
-_HEADER = re.compile(_WS + rb"\{" + _WS + rb'"objects"' + _WS + rb":" + _WS + rb"\[")
-_SEPARATOR = re.compile(_WS + rb"(,?+)" + _WS)
-_END_OF_ANSWER = re.compile(rb"\]" + _WS + rb"\}" + _WS + rb"\Z")
-# What matters inside malformed text: a string, one cut off by the end of the answer, a quote that opens none, an escape
-# (an escaped quote opens none either), a `{` behind a comma (and behind a coordinate), single brackets.
-_QUOTED = rb'"(?:[^"\\]++|\\.)*+"'
-_STRUCTURE = re.compile(
-    _QUOTED + rb"(?=" + _WS + rb"(?:[,:}\]]|\Z))"
-    rb'|(?P<cut>"(?:[^"\\]++|\\.)*+\\?+\Z)'
-    rb'|(?P<quote>")'
-    rb"|\\."
-    rb"|(?P<coord>\xff)?+" + _COMMA + rb"(?P<next>\{)"
-    rb"|[ \t\n\r]++"
-    rb"|(?P<mark>[\[\]{},])",
-    re.DOTALL,
-)
-_LOOKAHEAD = re.compile(_QUOTED + _WS, re.DOTALL)
+_DIGIT = re.compile(rb"[0-9]")
+_SEPARATOR = re.compile(rb"[ \t\n\r]*+(,?+)[ \t\n\r]*+")
+_LOOKAHEAD = re.compile(QUOTED + rb"[ \t\n\r]*+", re.DOTALL)
 _BRACE = ord("{")
 
 
@@ -98,8 +70,10 @@ class TokenTable:
     """What parsing and targets need to know about a byte-level tokenizer, computed once.
 
     Attributes:
+        format: the form of answers; one without coordinate tokens needs none, and takes any there are for plain text.
         bytes_of: the text of each id as bytes, `b""` for ids without text. Special and added tokens are literal text.
-        coord_ids: int64 `[1000]`, the id of each coordinate token.
+        coord_ids: int64 `[1000]`, the id of each coordinate token; `[0]` where the form has none.
+        digit_ids: int64, ids whose text holds a digit; `[0]` where coordinates are tokens.
         coord_bin: int32 `[vocab]`, the bin of each id, -1 where it is not a coordinate token.
         stop_ids: ids that end an answer: every special token besides the coordinate tokens.
         eos_id: the end token that targets are closed with.
@@ -113,11 +87,15 @@ class TokenTable:
         added_ids: set[int],
         eos_id: int,
         backend: "Tokenizer",
+        format: AnswerFormat = COORD_TOKENS,
     ) -> None:
+        self.format = format
         self.bytes_of = bytes_of
+        with_digit = [] if coord_ids else [i for i, text in enumerate(bytes_of) if _DIGIT.search(text)]
+        self.digit_ids = np.array(with_digit, dtype=np.int64)
         self.coord_ids = np.array(coord_ids, dtype=np.int64)
         self.coord_bin = np.full(len(bytes_of), -1, dtype=np.int32)
-        self.coord_bin[self.coord_ids] = np.arange(NUM_BINS)
+        self.coord_bin[self.coord_ids] = np.arange(len(coord_ids))
         self.eos_id = int(eos_id)
         self.stop_ids = frozenset(special_ids | {self.eos_id}) - frozenset(coord_ids)
         self.is_stop = np.array([not text for text in bytes_of])
@@ -137,31 +115,35 @@ class TokenTable:
             raise ValueError(f"the tokenizer has a token for only {num_bytes} of 256 bytes: it is not byte-level BPE")
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: "PreTrainedTokenizerBase") -> "TokenTable":
+    def from_tokenizer(cls, tokenizer: "PreTrainedTokenizerBase", format: AnswerFormat = COORD_TOKENS) -> "TokenTable":
         """Read the table off a fast byte-level BPE tokenizer (151,936 ids: about 0.3 s).
 
         Raises:
-            ValueError: coordinate tokens are missing (names them), there is no end token, or the vocabulary is not
-                byte-level.
+            ValueError: coordinate tokens that the format needs are missing (names them), there is no end token, or the
+                vocabulary is not byte-level.
         """
         backend = tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
-        coord_ids = [backend.token_to_id(f"<|coord_{k}|>") for k in range(NUM_BINS)]
+        num_coords = NUM_BINS if format.has_coord_tokens else 0
+        coord_ids = [backend.token_to_id(f"<|coord_{k}|>") for k in range(num_coords)]
         missing = [f"<|coord_{k}|>" for k, token in enumerate(coord_ids) if token is None]
         if missing:
             names = ", ".join(missing[:3]) + (f", ... {missing[-1]}" if len(missing) > 3 else "")
             raise ValueError(
                 f"the tokenizer lacks {len(missing)} of {NUM_BINS} coordinate tokens ({names}): each must be one token "
-                "of its own; add them (python -m tools.add_coord_tokens) and train the model on answers that use them"
+                "of its own; add them (python -m tools.add_coord_tokens) and train the model on answers that use them, "
+                "or use answer_format: qwen3vl, which needs none"
             )
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end token (eos_token): an answer could not be closed")
         bytes_of = _vocabulary_bytes(backend.get_vocab(with_added_tokens=False), added)
         special = {token for token, entry in added.items() if entry.special} | set(tokenizer.all_special_ids)
-        return cls(bytes_of, coord_ids, special, set(added), tokenizer.eos_token_id, backend)
+        return cls(bytes_of, coord_ids, special, set(added), tokenizer.eos_token_id, backend, format)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as the tokenizer splits it; coordinate tokens in it are single ids; nothing is added."""
+        if not self.format.has_coord_tokens:
+            return self._backend.encode(text, add_special_tokens=False).ids  # never the same twice: not remembered
         parts = _COORD_TEXT.split(text)  # plain, bin, plain, bin, ..., plain
         ids = list(self._encode_plain(parts[0]))
         for index, plain in zip(parts[1::2], parts[2::2], strict=True):
@@ -251,6 +233,8 @@ class PredObject:
         byte_span: `[start, end)` of the object there.
         lead: where the format text that belongs to the object begins there: at the end of the object before it if only
             a comma lies between, at 0 for the first object, otherwise at its own brace.
+        coord_spans, coord_bytes: `[start, end)` of each coordinate's tokens, and of its digits in `prefix_bytes`, where
+            coordinates are numbers in ordinary text; `coord_index` then holds the first token of each. Else empty.
     """
 
     object: Object
@@ -260,6 +244,8 @@ class PredObject:
     desc_bytes: tuple[int, int]
     byte_span: tuple[int, int]
     lead: int
+    coord_spans: Sequence[Sequence[int]] = ()
+    coord_bytes: Sequence[Sequence[int]] = ()
 
 
 @dataclass(slots=True)
@@ -268,14 +254,15 @@ class ParsedAnswer:
 
     Attributes:
         prefix_ids: the usable prefix: generated ids, but for the respelled token at the cut. Without any complete
-            object the encoding of `{"objects": [`.
+            object the encoding of `{"objects": [` (qwen3vl: of the model's own opening, or `[`).
         objects: the valid objects in order of appearance.
         dropped: how many objects were dropped, by reason (`DROP_REASONS`).
-        closed: the answer ended in `]}` as it should.
+        closed: the answer ended as it should, in `]}` (qwen3vl: in `]` and the fence, if one was opened).
         respelled: the cut fell inside a token.
         num_exact: leading ids of the prefix that are the generated ones; those behind spell the token at the cut.
         prefix_bytes: the prefix as scanned, one 0xFF per coordinate token; empty without any complete object.
         prefix_ends: end of each prefix token in `prefix_bytes`, int64.
+        opening: how the model opened its list, up to the first object; empty where the format's own opening counts.
     """
 
     prefix_ids: list[int] = field(default_factory=list)
@@ -286,6 +273,7 @@ class ParsedAnswer:
     num_exact: int = 0
     prefix_bytes: bytes = b""
     prefix_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    opening: str = ""
 
     @property
     def pred_objects(self) -> list[Object]:
@@ -297,20 +285,29 @@ def parse_answer(token_ids: Sequence[int], table: TokenTable) -> ParsedAnswer:
     """Read a generated answer. Accepts any ids and never raises on what was generated."""
     ids = table.until_stop(token_ids)
     data, ends = table.scan_text(ids)
-    coord_index = np.flatnonzero(table.coord_bin[ids] >= 0)
-    scan = _Scan(data, tuple(table.coord_bin[ids[coord_index]].tolist()))
+    if table.format.has_coord_tokens:
+        coord_index = np.flatnonzero(table.coord_bin[ids] >= 0)
+        scan = _Scan(data, tuple(table.coord_bin[ids[coord_index]].tolist()), table.format)
+    else:
+        scan = _NumberScan(data, (), table.format)
     if not scan.end:
-        return ParsedAnswer(table.encode(HEADER), dropped=dict(scan.dropped), closed=scan.closed)
+        prefix_ids = table.encode(scan.opening or table.format.opening)
+        return ParsedAnswer(prefix_ids, dropped=dict(scan.dropped), closed=scan.closed, opening=scan.opening)
     prefix_ids, prefix_ends, num_exact = cut_tokens(ids.tolist(), ends, scan.end, table)
+    if table.format.has_coord_tokens:
+        objects = _align(scan, prefix_ends, coord_index.tolist())
+    else:
+        objects = _align_numbers(scan, prefix_ends)
     return ParsedAnswer(
         prefix_ids=prefix_ids,
-        objects=_align(scan, prefix_ends, coord_index.tolist()),
+        objects=objects,
         dropped=dict(scan.dropped),
         closed=scan.closed,
         respelled=num_exact < len(prefix_ids),
         num_exact=num_exact,
         prefix_bytes=data[: scan.end],
         prefix_ends=prefix_ends,
+        opening=scan.opening,
     )
 
 
@@ -340,6 +337,21 @@ def _align(scan: "_Scan", ends: np.ndarray, coord_index: list[int]) -> list[Pred
     ]
 
 
+def _align_numbers(scan: "_NumberScan", ends: np.ndarray) -> list[PredObject]:
+    """The same where coordinates are numbers, which all objects have four of; a number may span several tokens."""
+    codes = np.frombuffer(scan.data, dtype=np.uint8)
+    is_digit = (codes >= 0x30) & (codes <= 0x39)
+    runs = np.flatnonzero(np.diff(is_digit, prepend=False, append=False)).reshape(-1, 2)
+    first = np.searchsorted(runs[:, 0], np.array([start for _, start, _ in scan.found], dtype=np.int64))
+    numbers = runs[first[:, None] + np.arange(4)]  # [num_objects, 4, 2], bytes
+    tokens = np.searchsorted(ends, numbers - [0, 1], side="right") + [0, 1]
+    scan.found = [(obj, 4 * index, lead) for index, (obj, _, lead) in enumerate(scan.found)]
+    objects = _align(scan, ends, tokens[..., 0].reshape(-1).tolist())
+    for pred, spans, own in zip(objects, tokens.tolist(), numbers.tolist(), strict=True):
+        pred.coord_spans, pred.coord_bytes = spans, own
+    return objects
+
+
 class _Scan:
     """One pass over the bytes of an answer.
 
@@ -349,32 +361,38 @@ class _Scan:
         dropped: malformed objects by reason.
         end: where the last complete object ends, 0 if there is none.
         closed: the answer ended as it should.
+        opening: how the answer opens, where that may vary.
     """
 
-    def __init__(self, data: bytes, bins: tuple[int, ...]) -> None:
-        self.data, self.bins = data, bins
+    def __init__(self, data: bytes, bins: tuple[int, ...], form: AnswerFormat) -> None:
+        self.data, self.bins, self.form = data, bins, form
         self.found: list[tuple[Object, int, int]] = []
         self.spans: list[int] = []
         self.dropped: Counter[str] = Counter()
         self.end = 0
         self.closed = False
+        self.opening = ""
         self._rank = 0  # coordinate tokens before `self._pos`
         self._pos = 0  # all before it is dealt with
         self._looked_to = 0  # how far one had to look to tell that a quote opens no string
         self._complete_end = 0  # where the list's element before `self._pos` ended, -1 if not as a complete object
-        header = _HEADER.match(data)
+        header = form.header.match(data)
         if header is None:
             self.dropped["no_header"] += 1
             return
         self._pos = header.end()
-        pattern = _FIRST
+        self._end_of_answer = form.ends[0]
+        if not form.has_coord_tokens:
+            self.opening = header[0].decode()
+            self._end_of_answer = form.ends[header["fence"] is not None]
+        pattern = form.first
         while True:
             found = pattern.match(data, self._pos)
             if found is not None:
                 self._take(found, self._complete_end)
-            elif not self._step_over(is_first=pattern is _FIRST):
+            elif not self._step_over(is_first=pattern is form.first):
                 return
-            pattern = _NEXT
+            pattern = form.next
 
     def _take(self, found: re.Match[bytes], lead: int) -> None:
         """Add an object that has the right form, unless its content is wrong."""
@@ -382,8 +400,7 @@ class _Scan:
         if desc is None:
             desc, kind, coords = desc_last, kind_first, coords_first
         start, end = found.span(1)
-        rank, self._rank = self._rank, self._rank + coords.count(COORD_BYTE)
-        made = _make_object(desc, kind, self.bins[rank : self._rank])
+        made, rank = self._read(found, desc, kind, coords)
         if isinstance(made, Object):
             desc_start, desc_end = found.span(7 if desc_last is not None else 2)
             self.found.append((made, rank, start if lead < 0 else lead))
@@ -391,6 +408,11 @@ class _Scan:
         else:
             self.dropped[made] += 1
         self._pos = self.end = self._complete_end = end
+
+    def _read(self, found: re.Match[bytes], desc: bytes, kind: bytes, coords: bytes) -> tuple[Object | str, int]:
+        """The object, or why it is none, and the rank of its first coordinate."""
+        rank, self._rank = self._rank, self._rank + coords.count(COORD_BYTE)
+        return _make_object(desc, kind, self.bins[rank : self._rank]), rank
 
     def _step_over(self, is_first: bool) -> bool:
         """Deal with anything but a well-formed next object; False when the list or the answer has ended."""
@@ -400,20 +422,20 @@ class _Scan:
         if at == len(data):
             return False
         if data[at] == 0x5D:  # ]
-            self.closed = not separator[1] and _END_OF_ANSWER.match(data, at) is not None
+            self.closed = not separator[1] and self._end_of_answer.match(data, at) is not None
             return False
         if data[at] != _BRACE:
             self.dropped["stray_text"] += 1
             return self._move(at if data[at] == 0x2C else self._skip(at)[0], complete=False)  # a second comma
         if bool(separator[1]) == is_first and self._complete_end >= 0:
             self.dropped["stray_text"] += 1
-        found = _OBJECT.match(data, at)
+        found = self.form.object.match(data, at)
         if found is not None:
             self._rank += data.count(COORD_BYTE, self._pos, at)
             self._take(found, -1)
             return True
         end, reason = self._skip(at)
-        self.dropped[reason or _diagnose(data[at:end])] += 1
+        self.dropped[reason or _diagnose(data[at:end], self.form)] += 1
         return self._move(end, complete=not reason)
 
     def _move(self, end: int, complete: bool) -> bool:
@@ -435,7 +457,7 @@ class _Scan:
         """
         open_marks = bytearray()
         num_braces = 0
-        for found in _STRUCTURE.finditer(self.data, at):
+        for found in self.form.structure.finditer(self.data, at):
             kind = found.lastgroup
             if kind is None:
                 continue
@@ -455,7 +477,7 @@ class _Scan:
             elif mark == 0x5D and open_marks:  # ]
                 if open_marks[-1] != _BRACE:
                     open_marks.pop()
-                elif _END_OF_ANSWER.match(self.data, found.start()):
+                elif self._end_of_answer.match(self.data, found.start()):
                     return -1, "unfinished"
             elif mark == 0x7D and num_braces:  # }
                 while open_marks.pop() != _BRACE:
@@ -464,6 +486,16 @@ class _Scan:
                 if not open_marks:
                     return found.end(), ""
         return -1, "unfinished"
+
+
+class _NumberScan(_Scan):
+    """The same where coordinates are numbers in ordinary text; `found` tells where the first begins, not its rank."""
+
+    def _read(self, found: re.Match[bytes], desc: bytes, kind: bytes, coords: bytes) -> tuple[Object | str, int]:
+        numbers = tuple(map(int, coords.split(b","))) if coords else ()
+        if max(numbers, default=0) > self.form.max_bin:
+            return "out_of_range", -1
+        return _make_object(desc, kind, numbers), found.start(6 if found[4] is None else 4)
 
 
 def _make_object(desc: bytes, kind: bytes, coords: tuple[int, ...]) -> Object | str:
@@ -493,7 +525,7 @@ class _Pairs(tuple):
     """A JSON object as its (key, value) pairs, duplicates included."""
 
 
-def _diagnose(raw: bytes) -> str:
+def _diagnose(raw: bytes, form: AnswerFormat) -> str:
     """Why a closed object is malformed. Coordinate tokens are read as NaN, which JSON itself does not have."""
     try:
         text = raw.replace(COORD_BYTE, b"NaN").decode()
@@ -504,13 +536,15 @@ def _diagnose(raw: bytes) -> str:
     values = dict(pairs)
     if len(values) < len(keys):
         return "duplicate_key"
-    if values.keys() - {"desc", "bbox_2d", "poly"}:
+    if values.keys() - {form.desc_key, *form.kinds}:
         return "extra_key"
-    if "desc" not in values:
+    if form.desc_key not in values:
         return "missing_desc"
     if len(values) == 3:
         return "two_geometries"
     if len(values) == 1:
         return "missing_geometry"
-    desc_is_text = isinstance(values["desc"], str) and "NaN" not in values["desc"]
-    return "coord_not_token" if desc_is_text else "bad_desc"
+    desc = values[form.desc_key]
+    if not isinstance(desc, str) or form.has_coord_tokens and "NaN" in desc:
+        return "bad_desc"
+    return "coord_not_token" if form.has_coord_tokens else "coord_not_number"

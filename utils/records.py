@@ -22,7 +22,8 @@ from PIL import Image
 from utils.data import Sample, open_image
 from utils.dist import Ranks
 from utils.draw import draw_objects, sheet, stack, text_panel
-from utils.geometry import Object, iou_matrix
+from utils.evaluation import object_record
+from utils.geometry import Object, iou_matrix, to_norm1000
 from utils.monitor import Monitor
 from utils.parsing import ParsedAnswer, TokenTable
 from utils.request_plan import EVAL_MICRO_STEP
@@ -260,8 +261,10 @@ def safe_name(sample_id: str) -> str:
 
 
 def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
-    """Everything about one sample as plain JSON values; coordinates are bins, indices count within their own list."""
+    """Everything about one sample as plain JSON values; coordinates are norm1000 (0..999), but for what stands in texts
+    and what tokens learn; indices count within their own list."""
     sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
+    max_bin = table.format.max_bin
     pred_objects = [pred.object for pred in parsed.objects]
     iou = iou_matrix(pred_objects, sample.objects)
     matched_pred, matched_gt = {p for p, _ in example.pairs}, {g for _, g in example.pairs}
@@ -272,8 +275,8 @@ def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
         "width": sample.width,
         "height": sample.height,
         "messages": sample.messages,
-        "gt": [_object_record(obj) for obj in sample.objects],
-        "pred": [_object_record(obj) for obj in pred_objects],
+        "gt": [object_record(obj, max_bin) for obj in sample.objects],
+        "pred": [object_record(obj, max_bin) for obj in pred_objects],
         "pairs": [{"pred": p, "gt": g, "iou": float(iou[p, g])} for p, g in example.pairs],
         "unmatched_pred": [p for p in range(len(pred_objects)) if p not in matched_pred],
         "unmatched_gt": [g for g in range(len(sample.objects)) if g not in matched_gt],
@@ -352,7 +355,7 @@ def example_sheet(example: Example, table: TokenTable) -> Image.Image:
     for index, source in enumerate(sample.images or [""]):
         image = _open_or_blank(source)
         sides = [(sample.objects, number[1]), (pred_objects, number[0])] if index == 0 else [([], {}), ([], {})]
-        rows.append([_drawn(image, objects, numbers) for objects, numbers in sides])
+        rows.append([_drawn(image, objects, numbers, table.format.max_bin) for objects, numbers in sides])
     pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(pred_objects)})"))
     width = max(pictures.width, 2 * SIDE)
     ids, kept = answer.response_token_ids, parsed.num_exact
@@ -377,12 +380,12 @@ def example_sheet(example: Example, table: TokenTable) -> Image.Image:
     )
 
 
-def _drawn(image: Image.Image, objects: Sequence[Object], numbers: Mapping[int, int]) -> Image.Image:
+def _drawn(image: Image.Image, objects: Sequence[Object], numbers: Mapping[int, int], max_bin: int) -> Image.Image:
     """The image with its objects; `numbers` holds the pair number of each matched one by its index."""
     found = [numbers.get(index) for index in range(len(objects))]
     colours = [PAIR_COLOURS[(n - 1) % len(PAIR_COLOURS)] if n else UNMATCHED for n in found]
     labels = [f"{n or 'x'} {obj.desc}" for n, obj in zip(found, objects, strict=True)]
-    return draw_objects(image, objects, colours, SIDE, labels)
+    return draw_objects(image, [to_norm1000(obj, max_bin) for obj in objects], colours, SIDE, labels)
 
 
 def _open_or_blank(source: str) -> Image.Image:
@@ -396,10 +399,6 @@ def _open_or_blank(source: str) -> Image.Image:
     blank = Image.new("RGB", (SIDE, SIDE), "#eeeeee")
     blank.paste(text_panel([(reason[:_SHORT], None)], SIDE), (0, 0))
     return blank
-
-
-def _object_record(obj: Object) -> dict[str, Any]:
-    return {"desc": obj.desc, obj.kind: list(obj.coords)}
 
 
 def _token(token: int, table: TokenTable) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from utils.schema import RM, RS, Config, RolloutMatching, Sampling, ServerAddress, ServerSettings, brief
+from utils.schema import RM, RS, Config, Losses, RolloutMatching, Sampling, ServerAddress, ServerSettings, brief
 
 Found = Iterator[tuple[str, str]]
 RULES: list[tuple[tuple[str, ...], Callable[[Config], Found]]] = []
@@ -265,6 +265,21 @@ def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
         yield f"{RM}.async.on_sync", "requests cannot be held over an adapter sync; use wait, abort or full sync"
 
 
+@_rule(f"{RM}.answer_format", f"{RM}.losses")
+def _numbers_have_no_coordinate_loss(cfg: Config) -> Found:
+    if cfg.rm.format.has_coord_tokens:
+        return
+    default = Losses()
+    for key in ("w1", "gate", "sigma"):
+        value = getattr(cfg.rm.losses, key)
+        if value not in (0, getattr(default, key)):
+            yield (
+                f"{RM}.losses.{key}",
+                f"means coordinate tokens, and {RM}.answer_format: {cfg.rm.answer_format} has none; delete it, "
+                f"or set the default {getattr(default, key):g}",
+            )
+
+
 @_rule("training.eval_steps", "training.eval_at_start", "custom.val_jsonl")
 def _evaluation_has_data(cfg: Config) -> Found:
     for key in ("eval_steps", "eval_at_start"):
@@ -350,7 +365,6 @@ def _rewards_have_weights(cfg: Config) -> Found:
 
 UNBUILT: list[tuple[Callable[[Config], bool], str, str]] = [
     (lambda c: not _is_stage2(c), "custom.trainer_variant", "train_grpo.py is not built yet; use rollout_matching_sft"),
-    (lambda c: c.rm.answer_format == "qwen3vl", f"{RM}.answer_format", "is not built yet; use coord_tokens"),
     (lambda c: c.training.fused_kernels, "training.fused_kernels", "is not built yet; set it to false"),
 ]
 

@@ -12,8 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_serializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+
+from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL, AnswerFormat
 
 RM = "custom.extra.rollout_matching"
 RS = "custom.extra.rollout_server"
@@ -96,7 +107,9 @@ class Data(Section):
     """How samples are read."""
 
     prompt: str = Field(
-        "Find every object in the image.", description="user text for samples that bring no messages of their own"
+        COORD_TOKENS.prompt,
+        description="user text for samples that bring no messages of their own; with answer_format qwen3vl the "
+        "default asks for boxes and labels in JSON",
     )
     object_order: Literal["file", "sorted"] = Field(
         "file", description="objects in file order, or sorted top to bottom then left to right"
@@ -233,10 +246,12 @@ class Losses(Section):
 
     text: float = Field(1.0, ge=0, description="cross-entropy of text tokens")
     desc: float = Field(1.0, ge=0, description="factor on text inside desc values")
-    coord: float = Field(1.0, ge=0, description="soft cross-entropy of coordinate tokens")
-    w1: float = Field(1.0, ge=0, description="1-Wasserstein distance of coordinate tokens")
-    gate: float = Field(1.0, ge=0, description="probability mass outside the coordinate tokens")
-    sigma: PositiveFloat = Field(12.0, description="width of the Gaussian coordinate target, in bins")
+    coord: float = Field(
+        1.0, ge=0, description="soft cross-entropy of coordinate tokens; qwen3vl: factor on text that is a coordinate"
+    )
+    w1: float = Field(1.0, ge=0, description="1-Wasserstein distance of coordinate tokens; not with qwen3vl")
+    gate: float = Field(1.0, ge=0, description="probability mass outside the coordinate tokens; not with qwen3vl")
+    sigma: PositiveFloat = Field(12.0, description="width of the Gaussian coordinate target, in bins; not with qwen3vl")
 
 
 class Async(Section):
@@ -275,7 +290,8 @@ class RolloutMatching(Section):
     teacher_forced_ratio: Share = Field(0.0, description="share of samples that train on the plain ground truth")
     answer_format: Literal["coord_tokens", "qwen3vl"] = Field(
         "coord_tokens",
-        description="one bare token per coordinate, or Qwen3-VL's own number format",
+        description="one bare token per coordinate, or Qwen3-VL's own form (numbers 0..1000, label, boxes only), which "
+        "needs no added tokens",
     )
     matching: Matching = Field(default_factory=Matching)
     targets: Targets = Field(default_factory=Targets)
@@ -283,6 +299,11 @@ class RolloutMatching(Section):
     async_: Async = Field(default_factory=Async, alias="async")
     monitor_dump: MonitorDump = Field(default_factory=MonitorDump)
     eval: Evaluation = Field(default_factory=Evaluation)
+
+    @property
+    def format(self) -> AnswerFormat:
+        """The answer format by its name."""
+        return FORMATS[self.answer_format]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -531,6 +552,18 @@ class Config(Section):
     rlhf: Rlhf | None = Field(None, description="GRPO only")
 
     _origin: Any = PrivateAttr(None)  # utils.config.Origin: which file set what
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prompt_of_the_format(cls, values: Any) -> Any:
+        """Where no prompt is given the answer format's own becomes the value, and is printed with the rest."""
+        name = values if isinstance(values, dict) else {}
+        for key in ("custom", "extra", "rollout_matching", "answer_format"):
+            name = name.get(key) if isinstance(name, dict) else None
+        data = values.get("data", {}) if isinstance(values, dict) else None
+        if name == QWEN3VL.name and isinstance(data, dict):
+            return {**values, "data": {"prompt": QWEN3VL.prompt, **data}}
+        return values
 
     @property
     def is_grpo(self) -> bool:

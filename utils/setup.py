@@ -83,6 +83,7 @@ def open_session(cfg: Config, resume: str | None = None) -> Session:
         collate_packed if training.packing else collate_padded,
         position_ids_fn=position_ids_for(learner.model),
         coord_ids=table.coord_ids,
+        digit_ids=table.digit_ids,
         dummy=dummy_segment(learner.model),
     )
     probe = make_probe(datasets[0][0], processor, table, learner, collate)
@@ -152,10 +153,10 @@ def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[floa
     """Training files with their weights, and validation samples; exit status 2 with every problem listed."""
     skipped: list[BadLine] | None = [] if cfg.data.on_bad_sample == "skip" else None
     try:
-        options = {"prompt": cfg.data.prompt, "object_order": cfg.data.object_order, "skipped": skipped}
         train_specs, val_specs = cfg.custom.train_files(), cfg.custom.val_files()
-        datasets = load_samples([spec.path for spec in train_specs], **options)
-        validation = load_samples([spec.path for spec in val_specs], **options)
+        paths = [spec.path for spec in train_specs + val_specs]
+        loaded = load_samples(paths, cfg.data.prompt, cfg.data.object_order, skipped, cfg.rm.format)
+        datasets, validation = loaded[: len(train_specs)], loaded[len(train_specs) :]
     except DataError as error:
         exit_with(str(error), is_main)
     if skipped is not None and is_main:
@@ -168,7 +169,7 @@ def load_tokenizer(cfg: Config, is_main: bool) -> tuple[Any, TokenTable]:
     """Processor and token table; exit status 2 where the tokenizer lacks the coordinate tokens."""
     try:
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
-        return processor, TokenTable.from_tokenizer(processor.tokenizer)
+        return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
     except (OSError, ValueError) as error:
         exit_with(f"model.path={cfg.model.path}: {error}", is_main)
 

@@ -6,33 +6,38 @@ predicted (from the hidden state one position earlier), every other token is con
 `losses`' business; who matched whom is `matching`'s.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from utils.geometry import MAX_BIN, Object, regression_targets
-from utils.parsing import CLOSING, COORD_BYTE, HEADER, ParsedAnswer, PredObject, TokenTable, cut_tokens
+from utils.answer_format import COORD_BYTE, COORD_TOKENS, AnswerFormat, json_string
+from utils.geometry import MAX_BIN, Object, bounding_box, regression_targets
+from utils.parsing import ParsedAnswer, PredObject, TokenTable, cut_tokens
 
 if TYPE_CHECKING:
     import torch
 
-_OUR_DESC = re.compile(rb'\{"desc": "((?:[^"\\]++|\\.)*+)"', re.DOTALL)
-_BRACKETS = re.compile(rb"[]} \t\r\n]")
-_RIGHT_CONTEXT = re.compile(rb'"[\x20-\x7e]{0,63}')
+_NUMBER = re.compile(rb"[0-9]++")
+_RIGHT_CONTEXT = re.compile(rb"[\t\n\r\x20-\x7e]{0,64}")
+
+
+def _no_index() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """`RM.matching.label`, `RM.targets.*`, `RM.losses.desc`."""
+    """`RM.matching.label`, `RM.targets.*`, `RM.losses.desc`; `RM.losses.coord` where coordinates are text."""
 
     label: Literal["correct", "ignore"] = "correct"
     trim_trailing_unmatched: bool = False
     supervise_structure: bool = False
     desc_weight: float = 1.0
+    coord_weight: float = 1.0
 
 
 @dataclass
@@ -45,7 +50,10 @@ class Target:
         coord_target: float32 `[nc]`, the bin each should be, fractional for polygons moved by transport.
         text_index: int64 `[nt]`, supervised other tokens.
         text_label: int64 `[nt]`, the id each should be.
-        text_weight: float32 `[nt]`, 1 for format text, `desc_weight` for the text of `desc` up to its closing quote.
+        text_weight: float32 `[nt]`, 1 for format text, `desc_weight` for the text of `desc` up to its closing quote,
+            `coord_weight` for numbers that are coordinates, up to the token that ends them.
+        digit_index: int64 `[nd]`, those of `text_index` at which a digit of such a number stands (qwen3vl only; there
+            `coord_index` is empty).
         num_prefix: tokens before the first appended one; the token that a bare header shares with what follows is not
             one of them.
         num_matched, num_appended, num_trimmed: matched predictions, missed objects, false positives cut off.
@@ -63,6 +71,7 @@ class Target:
     num_appended: int
     num_trimmed: int = 0
     respelled: bool = False
+    digit_index: np.ndarray = field(default_factory=_no_index)
 
 
 @dataclass
@@ -75,7 +84,7 @@ class Segment:
         sample_id: names the sample in every message.
         input_ids: int64 `[length]`, prompt (image placeholders expanded) and answer.
         answer_start: index of the answer's first token.
-        coord_index, coord_target, text_index, text_label, text_weight: as in `Target`.
+        coord_index, coord_target, text_index, text_label, text_weight, digit_index: as in `Target`.
         pixel_values: `[num_patches, patch_dim]`, None without images.
         image_grid_thw: int `[num_images, 3]`, None without images.
         policy_version: version of the weights that wrote the prefix, None for a plain ground truth.
@@ -94,38 +103,16 @@ class Segment:
     image_grid_thw: "torch.Tensor | None" = None
     policy_version: str | None = None
     stats: dict[str, Any] = field(default_factory=dict)
+    digit_index: np.ndarray = field(default_factory=_no_index)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The answer's text
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def format_objects(objects: Sequence[Object]) -> str:
-    """The answer text of TGT-1: `{"objects": [{"desc": "red circle", "bbox_2d": [<|coord_120|>, ...]}, ...]}`."""
-    return HEADER + ", ".join(map(_format_object, objects)) + CLOSING
-
-
-def _format_object(obj: Object) -> str:
-    """One object. In its `desc`, `<|` is written `\\u003c|`, so that it can never spell a special or coordinate token.
-
-    Raises:
-        ValueError: the object could not be read back (blank `desc`, wrong number or range of coordinates).
-    """
-    num_coords = len(obj.coords)
-    fits = num_coords == 4 if obj.kind == "bbox_2d" else num_coords >= 6 and num_coords % 2 == 0
-    if not obj.desc.strip() or not fits or min(obj.coords) < 0 or max(obj.coords) > MAX_BIN:
-        raise ValueError(f"{obj}: an object needs a desc and 4 (bbox_2d) or 6, 8, ... (poly) bins in 0..{MAX_BIN}")
-    coords = ", ".join([f"<|coord_{value}|>" for value in obj.coords])
-    return f'{{"desc": {_json_string(obj.desc)}, "{obj.kind}": [{coords}]}}'
-
-
-def _json_string(text: str) -> str:
-    """A JSON string in plain UTF-8 that spells no special token."""
-    return json.dumps(text, ensure_ascii=False).replace("<|", "\\u003c|")
+def format_objects(objects: Sequence[Object], form: AnswerFormat = COORD_TOKENS) -> str:
+    """The answer text of TGT-1: `{"objects": [{"desc": "red circle", "bbox_2d": [<|coord_120|>, ...]}, ...]}`, or that
+    of another form. Raises ValueError for an object that could not be read back."""
+    return form.write(list(objects))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +140,8 @@ def build_target(
         matches: `(index into parsed.objects, index into gt_objects)`, one to one.
 
     What is learnt:
-        - Coordinates of matched prefix objects: the matched shape (`regression_targets`).
+        - Coordinates of matched prefix objects: the matched shape (`regression_targets`); where they are numbers, the
+          matched number, up to the first difference.
         - `desc` of matched prefix objects with `label: correct`: the ground truth's, up to the first difference.
         - With `supervise_structure`, the remaining tokens of matched objects and of the comma (or header) before them.
         - All appended tokens: missed objects in file order, closing, end token.
@@ -164,27 +152,34 @@ def build_target(
     Raises:
         ValueError: a ground-truth object cannot be written down, or its `desc` spells a special token.
     """
+    form = table.format
     prefix, num_trimmed = _trim(parsed, matches, table) if options.trim_trailing_unmatched else (parsed, 0)
     matched_gt = {g for _, g in matches}
     missed = [obj for g, obj in enumerate(gt_objects) if g not in matched_gt]
+    opening = parsed.opening or form.opening
+    context = prefix.prefix_bytes, prefix.prefix_ends
     if prefix.prefix_bytes:
-        prefix, ids = _join(prefix, "".join(", " + _format_object(obj) for obj in missed) + CLOSING, table)
+        between, closing = form.layout(opening)
+        prefix, ids, is_joined = _join(
+            prefix, "".join(between + form.write_object(obj) for obj in missed) + closing, table
+        )
         start = len(prefix.prefix_ids)
+        context = table.scan_text(ids[:-1]) if is_joined else context
     else:
-        ids = np.array([*table.encode(format_objects(missed)), table.eos_id], dtype=np.int64)
+        ids = np.array([*table.encode(form.write(missed, opening)), table.eos_id], dtype=np.int64)
         wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
-        header = len(HEADER) if wrote_header else 0
+        header = len(opening) if wrote_header else 0
         start = int(np.searchsorted(table.scan_text(ids)[1], header, side="right"))
-    labels = _Labels(ids, table, options.desc_weight)
+    labels = _Labels(ids, table, options)
     labels.add_appended(start)
     pairs = [(prefix.objects[p], gt_objects[g]) for p, g in matches]
-    for pred, gt in pairs:
-        labels.coord_target[pred.coord_index] = regression_targets(pred.object, gt)
+    if form.has_coord_tokens:
+        for pred, gt in pairs:
+            labels.coord_target[pred.coord_index] = regression_targets(pred.object, gt)
     if options.supervise_structure:
         labels.add_structure(prefix, [pred for pred, _ in pairs])
-    if options.label == "correct":
-        for pred, gt in pairs:
-            labels.add_desc(prefix, pred, gt.desc)
+    for pred, gt in pairs:
+        labels.add_values(*context, pred, gt)
     return labels.finish(
         num_prefix=start,
         num_matched=len(matches),
@@ -194,8 +189,9 @@ def build_target(
     )
 
 
-def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[ParsedAnswer, np.ndarray]:
-    """Prefix + appended text + end token as ids, and the part of the prefix that has tokens of its own there.
+def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[ParsedAnswer, np.ndarray, bool]:
+    """The part of the prefix that has tokens of its own in front of the appended text, all ids with the end token, and
+    whether the two were tokenized together.
 
     Where the token at the cut was respelled anyway, what was kept of it (brackets) and the appended text are tokenized
     together: `]}` + `]}` becomes the one token `]}]}` that the model wrote and will write again. Learning to spell the
@@ -203,17 +199,21 @@ def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[Parse
     appended text counts as appended.
     """
     kept = prefix.prefix_bytes[int(prefix.prefix_ends[prefix.num_exact - 1]) if prefix.num_exact else 0 :]
-    if not prefix.respelled or _BRACKETS.sub(b"", kept):
-        return prefix, np.array([*prefix.prefix_ids, *table.encode(appended), table.eos_id], dtype=np.int64)
+    if not prefix.respelled or table.format.tail.sub(b"", kept):
+        return prefix, np.array([*prefix.prefix_ids, *table.encode(appended), table.eos_id], dtype=np.int64), False
     joined = table.encode(kept.decode() + appended)
     inside = int(np.searchsorted(table.scan_text(np.array(joined))[1], len(kept), side="right"))
     exact = prefix.prefix_ids[: prefix.num_exact]
     ids = np.array([*exact, *joined, table.eos_id], dtype=np.int64)
-    return replace(
-        prefix,
-        prefix_ids=[*exact, *joined[:inside]],
-        prefix_ends=table.scan_text(ids[: prefix.num_exact + inside])[1],
-    ), ids
+    return (
+        replace(
+            prefix,
+            prefix_ids=[*exact, *joined[:inside]],
+            prefix_ends=table.scan_text(ids[: prefix.num_exact + inside])[1],
+        ),
+        ids,
+        True,
+    )
 
 
 def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: TokenTable) -> tuple[ParsedAnswer, int]:
@@ -221,11 +221,12 @@ def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: Token
     num_kept = max((p for p, _ in matches), default=-1) + 1
     num_trimmed = len(parsed.objects) - num_kept
     if not num_kept:
-        return ParsedAnswer(table.encode(HEADER) if parsed.prefix_ids else []), num_trimmed
+        opening = parsed.opening or table.format.opening
+        return ParsedAnswer(table.encode(opening) if parsed.prefix_ids else []), num_trimmed
     end = parsed.objects[num_kept - 1].byte_span[1]
     ids, ends, num_exact = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
     num_exact = min(num_exact, parsed.num_exact)
-    if num_exact == len(ids) and not _BRACKETS.sub(b"", table.bytes_of[ids[-1]]):
+    if num_exact == len(ids) and not table.format.tail.sub(b"", table.bytes_of[ids[-1]]):
         num_exact -= 1  # where the model began to invent it learns to close, in the one token that does both
     trimmed = replace(
         parsed,
@@ -246,14 +247,16 @@ class _Labels:
         coord_target: float64 `[n]`, nan where nothing is learnt.
         text_label: int64 `[n]`, -1 where nothing is learnt.
         text_weight: float64 `[n]`.
+        in_number: bool `[n]`, the label belongs to a coordinate that is a number.
     """
 
-    def __init__(self, ids: np.ndarray, table: TokenTable, desc_weight: float) -> None:
-        self.ids, self.table, self.desc_weight = ids, table, desc_weight
+    def __init__(self, ids: np.ndarray, table: TokenTable, options: TargetOptions) -> None:
+        self.ids, self.table, self.options = ids, table, options
         self.is_coord = table.coord_bin[ids] >= 0
         self.coord_target = np.full(len(ids), np.nan)
         self.text_label = np.full(len(ids), -1, dtype=np.int64)
         self.text_weight = np.ones(len(ids))
+        self.in_number = np.zeros(len(ids), dtype=bool)
 
     def add_appended(self, start: int) -> None:
         """Everything from token `start` on learns itself."""
@@ -261,12 +264,16 @@ class _Labels:
         if self.table.is_stop[ids[:-1]].any():
             raise ValueError(f"a desc of the ground truth spells a special token: {self._text(ids[:-1])}")
         data, ends = self.table.scan_text(ids)
-        spans = np.array([found.span(1) for found in _OUR_DESC.finditer(data)], dtype=np.int64).reshape(-1, 2)
-        in_desc = _touched(ends, spans)
+        found = list(self.table.format.written.finditer(data))
         coords = self.is_coord[start:]
         self.coord_target[start:][coords] = self.table.coord_bin[ids[coords]]
         self.text_label[start:] = np.where(coords, -1, ids)
-        self.text_weight[start:][in_desc] = self.desc_weight
+        if not self.table.format.has_coord_tokens:
+            spans = [number.span() for obj in found for number in _NUMBER.finditer(data, *obj.span("coords"))]
+            self.in_number[start:] = _touched(ends, spans)
+            self.text_weight[start:][self.in_number[start:]] = self.options.coord_weight
+        in_desc = _touched(ends, [obj.span("text") for obj in found])
+        self.text_weight[start:][in_desc] = self.options.desc_weight
 
     def add_structure(self, prefix: ParsedAnswer, matched: Sequence[PredObject]) -> None:
         """Tokens of matched objects, and of the comma before them, that touch no coordinate and no `desc` at all."""
@@ -274,27 +281,62 @@ class _Labels:
         if not len(ends):
             return
         last = int(ends[-1]) - 1  # the brackets of the last object may belong to an appended token
-        own = np.array([(p.lead, min(p.byte_span[1] - 1, last)) for p in matched], dtype=np.int64).reshape(-1, 2)
-        descs = np.array([pred.desc_bytes for pred in prefix.objects], dtype=np.int64).reshape(-1, 2)
-        chosen = np.flatnonzero(_touched(ends, own) & ~_touched(ends, descs) & ~self.is_coord[: len(ends)])
+        own = [(p.lead, min(p.byte_span[1] - 1, last)) for p in matched]
+        values = [span for pred in prefix.objects for span in (pred.desc_bytes, *pred.coord_bytes)]
+        chosen = np.flatnonzero(_touched(ends, own) & ~_touched(ends, values) & ~self.is_coord[: len(ends)])
         self.text_label[chosen] = self.ids[chosen]
 
-    def add_desc(self, prefix: ParsedAnswer, pred: PredObject, desc: str) -> None:
-        """The ground truth's `desc`, tokenized in place, up to and including the first token that differs (TGT-9).
+    def add_values(self, data: bytes, ends: np.ndarray, pred: PredObject, gt: Object) -> None:
+        """What a matched object should have said, value by value: `desc` (TGT-9), and coordinates that are numbers.
 
-        The comparison begins at the token of the opening quote, which is context unless it differs or holds text of the
-        desc as well, and ends with the token of the closing quote.
+        A value learns the ground truth's tokens, tokenized in place, up to and including the first that differs, or the
+        one that ends the value (a closing quote, a comma). Each value starts afresh, but one whose first token is taken
+        by the one before, or holds digits or letters of a wrong one, learns nothing: tokens may span several values.
+
+        Args:
+            data, ends: the answer as scanned and its tokens' ends, as far as `pred` and what is tokenized with it go.
         """
-        first, tokens, touches = _desc_in_place(prefix, pred, desc, self.table)
-        for index, (token, in_desc) in enumerate(zip(tokens, touches, strict=True), start=first):
+        values = self._values(pred, gt)
+        if not values:
+            return
+        behind = [_RIGHT_CONTEXT.match(data, values[-1].end)[0]]  # each value, with the true values to come
+        for value, following in reversed(list(pairwise(values))):
+            behind.append(data[value.end : following.start] + following.text.encode() + behind[-1])
+        object_token = int(np.searchsorted(ends, pred.byte_span[0], side="right"))
+        context = int(ends[object_token - 1]) if object_token else 0
+        wrong_end, taken = 0, -1
+        for value, right in zip(values, reversed(behind), strict=True):
+            first = int(np.searchsorted(ends, value.start - value.is_desc, side="right"))
+            token_start = int(ends[first - 1]) if first else 0
+            if first > taken and token_start >= wrong_end:
+                contexts = (max(context, data.rfind(COORD_BYTE, 0, value.start) + 1), token_start)
+                tokens, touches = _in_place(data, value, right, contexts, token_start, self.table)
+                taken = max(taken, self._learn(first, tokens, touches, value.is_desc))
+            if data[value.start : value.end] != value.text.encode():
+                wrong_end = value.end
+
+    def _values(self, pred: PredObject, gt: Object) -> list["_Value"]:
+        """The values to be learnt of a matched object, in the order in which they were written."""
+        values = []
+        if self.options.label == "correct":
+            values.append(_Value(*pred.desc_bytes, json_string(gt.desc)[1:-1], is_desc=True))
+        for (start, end), number in zip(pred.coord_bytes, bounding_box(gt) if pred.coord_bytes else (), strict=True):
+            values.append(_Value(start, end, str(number), is_desc=False))
+        return sorted(values, key=lambda value: value.start)
+
+    def _learn(self, first: int, tokens: Sequence[int], touches: Sequence[bool], is_desc: bool) -> int:
+        """Labels from token `first` on up to the first difference; where that is, -1 for nowhere."""
+        for index, (token, in_value) in enumerate(zip(tokens, touches, strict=True), start=first):
             differs = token != self.ids[index]
-            if differs or in_desc:
+            if differs or in_value:
                 if self.table.is_stop[token]:
-                    raise ValueError(f"a desc of the ground truth spells a special token: {desc!r}")
+                    raise ValueError(f"a desc of the ground truth spells a special token: {self._text([token])!r}")
                 self.text_label[index] = token
-                self.text_weight[index] = self.desc_weight
+                self.text_weight[index] = self.options.desc_weight if is_desc else self.options.coord_weight
+                self.in_number[index] = not is_desc
             if differs:
-                return
+                return index
+        return -1
 
     def finish(self, **counts: Any) -> Target:
         """The labels as index lists."""
@@ -307,55 +349,67 @@ class _Labels:
             text_index=text_index,
             text_label=self.text_label[text_index],
             text_weight=self.text_weight[text_index].astype(np.float32),
+            digit_index=text_index[self.in_number[text_index] & np.isin(self.ids[text_index], self.table.digit_ids)],
             **counts,
         )
 
-    def _text(self, ids: np.ndarray) -> str:
-        return b"".join(self.table.bytes_of[token] for token in ids.tolist()).decode(errors="replace")
+    def _text(self, ids: Sequence[int]) -> str:
+        return b"".join(self.table.bytes_of[token] for token in ids).decode(errors="replace")
 
 
-def _touched(ends: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """Which tokens hold a byte of the spans `[num_spans, 2]`, here with both borders included; bool `[len(ends)]`."""
+def _touched(ends: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Which tokens hold a byte of the spans, here with both borders included; bool `[len(ends)]`. Spans may go
+    on behind the last token."""
+    spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
     marks = np.zeros(len(ends) + 1, dtype=np.int64)
     np.add.at(marks, np.searchsorted(ends, spans[:, 0], side="right"), 1)
-    np.add.at(marks, np.searchsorted(ends, spans[:, 1], side="right") + 1, -1)
+    np.add.at(marks, np.minimum(np.searchsorted(ends, spans[:, 1], side="right") + 1, len(ends)), -1)
     return np.cumsum(marks)[:-1] > 0
 
 
-def _desc_in_place(
-    prefix: ParsedAnswer, pred: PredObject, desc: str, table: TokenTable
-) -> tuple[int, list[int], list[bool]]:
-    """Tokens of another `desc` where the predicted one stands.
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """`[start, end)` of a generated value in the answer's bytes, without quotes, and the text it should have."""
+
+    start: int
+    end: int
+    text: str
+    is_desc: bool
+
+
+def _in_place(
+    data: bytes, value: _Value, right: bytes, contexts: Sequence[int], token_start: int, table: TokenTable
+) -> tuple[list[int], list[bool]]:
+    """Tokens of what a value should be, where the generated one stands.
 
     How text is tokenized depends on what stands around it (`"red` may be one token), so it is encoded together with
-    the generated text from the beginning of the object, or the coordinate before, to a little behind the closing quote.
-    Where that has no token border in front of the opening quote's generated token, the text is encoded from there on.
+    the generated text from the beginning of the object, or the coordinate before, to a little behind the value. Where
+    that has no token border at `token_start`, the text is encoded from there on.
+
+    Args:
+        right: what stands behind the value.
+        contexts: where to encode from, the best first.
+        token_start: where the generated token begins that holds the value's first byte (or its opening quote).
 
     Returns:
-        Index of the prefix token with the opening quote; the ids from there up to the closing quote's; whether each
-        holds text of the desc or its closing quote. No ids if the text before the desc is not valid Unicode.
+        The ids from `token_start` up to the one that ends the value; whether each holds text of the value or ends it.
+        No ids if the text before the value is not valid Unicode.
     """
-    data, ends = prefix.prefix_bytes, prefix.prefix_ends
-    start, end = pred.desc_bytes
-    first, object_token = np.searchsorted(ends, [start - 1, pred.byte_span[0]], side="right").tolist()
-    quote_token = int(ends[first - 1]) if first else 0
-    context = int(ends[object_token - 1]) if object_token else 0
-    right = _RIGHT_CONTEXT.match(data, end)[0]
-    for begin in (max(context, data.rfind(COORD_BYTE, 0, start) + 1), quote_token):
+    for begin in contexts:
         try:
-            text = data[begin:start].decode() + _json_string(desc)[1:-1] + right.decode()
+            text = data[begin : value.start].decode() + value.text + right.decode()
         except UnicodeDecodeError:
             continue
         ids = table.encode(text)
         scanned, new_ends = table.scan_text(np.array(ids, dtype=np.int64))
         borders = [0, *new_ends.tolist()]
-        skip = quote_token - begin
-        if skip in borders and scanned[:skip] == data[begin:quote_token]:
+        skip = token_start - begin
+        if skip in borders and scanned[:skip] == data[begin:token_start]:
             skipped = borders.index(skip)
             last = int(np.searchsorted(new_ends, len(scanned) - len(right), side="right"))
-            touches = [new_end > start - begin for new_end in new_ends.tolist()]
-            return first, ids[skipped : last + 1], touches[skipped : last + 1]
-    return first, [], []
+            touches = [new_end > value.start - begin for new_end in new_ends.tolist()]
+            return ids[skipped : last + 1], touches[skipped : last + 1]
+    return [], []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -383,6 +437,7 @@ def make_segment(
         text_index=target.text_index + len(prompt),
         text_label=target.text_label,
         text_weight=target.text_weight,
+        digit_index=target.digit_index + len(prompt),
         pixel_values=pixel_values,
         image_grid_thw=image_grid_thw,
         policy_version=policy_version,
@@ -398,7 +453,8 @@ def make_segment(
 
 
 def check_segment(segment: Segment, table: TokenTable) -> None:
-    """TGT-8: every supervised index lies inside the answer, and every supervised coordinate is a coordinate token.
+    """TGT-8: every supervised index lies inside the answer, and every supervised coordinate is a coordinate token (or,
+    where coordinates are numbers, a token that holds a digit).
 
     Raises:
         ValueError: names the sample and the first violation.
@@ -407,7 +463,7 @@ def check_segment(segment: Segment, table: TokenTable) -> None:
     problems = []
     if not 0 < start <= length:
         problems.append(f"the answer begins at {start} of {length} tokens, so its first token has no predecessor")
-    for name in ("coord_index", "text_index"):
+    for name in ("coord_index", "text_index", "digit_index"):
         index = getattr(segment, name)
         outside = index[(index < start) | (index >= length)]
         if len(outside):
@@ -428,6 +484,12 @@ def _label_problems(segment: Segment, table: TokenTable) -> list[str]:
     if len(wrong):
         at = wrong[0]
         problems.append(f"supervised coordinate {segment.coord_index[at]} holds token {supervised[at]}, no coordinate")
+    wrong = np.flatnonzero(~np.isin(segment.input_ids[segment.digit_index], table.digit_ids))
+    if len(wrong):
+        at = segment.digit_index[wrong[0]]
+        problems.append(f"supervised digit {at} holds token {segment.input_ids[at]}, which has no digit")
+    if not np.isin(segment.digit_index, segment.text_index).all():
+        problems.append("digit_index is no part of text_index")
     if not ((segment.coord_target >= 0) & (segment.coord_target <= MAX_BIN)).all():
         problems.append(f"a coordinate target lies outside 0..{MAX_BIN}")
     if ((segment.text_label < 0) | (segment.text_label >= len(table.bytes_of))).any():

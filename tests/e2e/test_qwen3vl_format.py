@@ -1,0 +1,118 @@
+"""Training in Qwen3-VL's own answer form: a start model that memorised a few scenes, the hf backend, two real steps."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.e2e.processes import ROOT, run_learner, write_yaml
+from tools.make_demo import make_dataset
+from utils.answer_format import QWEN3VL
+from utils.data import load_samples
+
+pytestmark = pytest.mark.e2e
+NUM_STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Scenes, among them one whose objects are polygons."""
+    folder = tmp_path_factory.mktemp("qwen3vl")
+    train, _, _ = make_dataset(folder / "data", num_train=6, num_val=1)
+    rows = [json.loads(line) for line in train.read_text().splitlines()]
+    for obj in rows[0]["objects"]:
+        x1, y1, x2, y2 = obj.pop("bbox_2d")
+        obj["poly"] = [x1, y1, x2, y1, x2, y2]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def native_model(folder, start_model) -> Path:
+    """The untrained model after a warm-up in its native form: it answers the training scenes."""
+    config = {
+        "extends": str(ROOT / "configs" / "demo" / "warmup.yaml"),
+        "model": str(start_model),
+        "train_jsonl": str(folder / "data" / "train.jsonl"),
+        "output_dir": str(folder / "model"),
+        "answer_format": "qwen3vl",
+        "steps": 45,
+        "samples_per_step": 6,
+        "losses": {"text": 1.0, "desc": 1.0, "w1": 1.0},
+    }
+    (folder / "warmup.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "tools.warmup_sft", "--config", str(folder / "warmup.yaml")]
+    subprocess.run(command, check=True, timeout=300, cwd=ROOT)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def run(folder, native_model) -> Path:
+    config = {
+        "global_max_length": 2048,
+        "model": {"path": str(native_model), "dtype": "float32"},
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": str(folder / "data" / "train.jsonl"),
+            "val_jsonl": str(folder / "data" / "train.jsonl"),
+            "extra": {
+                "rollout_matching": {
+                    "rollout_backend": "hf",
+                    "answer_format": "qwen3vl",
+                    "decode_batch_size": 6,
+                    "max_new_tokens": 220,
+                    "monitor_dump": {"every_steps": 1, "num_samples": 2},
+                }
+            },
+        },
+        "training": {
+            "output_dir": str(folder / "run"),
+            "max_steps": NUM_STEPS,
+            "per_device_train_batch_size": 6,
+            "learning_rate": 1e-4,
+            "eval_at_start": True,
+            "eval_steps": NUM_STEPS,
+        },
+        "deepspeed": "zero2",
+    }
+    result = run_learner("train_stage2.py", write_yaml(folder / "run.yaml", config), 1)
+    assert result.returncode == 0, result.stdout[-6000:]
+    (folder / "run" / "output.txt").write_text(result.stdout)
+    return folder / "run"
+
+
+def test_a_run_trains_on_numbers_TGT_7(run):
+    """TGT-7, LRN-7: answers parse and match, the text is learnt, and there is no coordinate loss."""
+    events = EventAccumulator(str(run)).Reload()
+    losses = {part: [event.value for event in events.Scalars(f"loss/{part}")] for part in ("total", "text", "coord")}
+    assert len(losses["total"]) == NUM_STEPS and all(value > 0 and math.isfinite(value) for value in losses["total"])
+    assert losses["text"] == pytest.approx(losses["total"]) and losses["coord"] == [0.0] * NUM_STEPS
+    assert events.Scalars("rollout/parse_rate")[0].value > 0.5
+    assert events.Scalars("rollout/matched")[0].value > 0
+    assert (run / f"checkpoint-{NUM_STEPS}" / "merged" / "config.json").exists()
+
+
+def test_records_are_norm1000_and_polygons_boxes_DAT_2(run, folder):
+    """DAT-2, LOG-4: what is written down is in bins 0..999; one warning tells of the polygons."""
+    assert "polygons, which answer_format: qwen3vl cannot say" in (run / "output.txt").read_text()
+    lines = [json.loads(line) for line in (run / "eval" / "step_000000.jsonl").open()]
+    samples = {sample.id: sample for sample in load_samples([folder / "data" / "train.jsonl"], "p", form=QWEN3VL)[0]}
+    assert len(lines) == len(samples) == 6
+    for line in lines:
+        truth = [[coord * 0.999 for coord in obj.coords] for obj in samples[line["id"]].objects]
+        assert [obj["bbox_2d"] for obj in line["gt"]] == [pytest.approx(coords, abs=1e-3) for coords in truth]
+    assert any(line["pred"] for line in lines)
+
+
+def test_sample_sheets_show_what_is_learnt_LOG_4(run):
+    """LOG-4: digits are marked as text that is learnt, in the answer form itself."""
+    dumps = sorted((run / "dumps" / "step_000001").glob("*.json"))
+    assert len(dumps) == 2 and all(path.with_suffix(".png").exists() for path in dumps)
+    for record in map(json.loads, map(Path.read_text, dumps)):
+        assert '"label": "' in record["target"]["text"] and "<|coord_" not in record["target"]["text"]
+        assert {token["kind"] for token in record["target"]["tokens"]} <= {"none", "text"}
