@@ -15,7 +15,7 @@ export DS_ACCELERATOR := $(if $(filter cpu,$(DEVICE)),cpu,)
 # DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
-.PHONY: help setup demo test test-all lint server train docs clean
+.PHONY: help setup demo test test-all test-faults lint server train docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ test: $(READY) ## the tests, real server and learner included
 test-all: $(READY) ## every test, the slow ones too
 	$(BIN)/python -m pytest tests -q $(ARGS)
 
+test-faults: $(READY) ## killed, stopped and resumed learners, the slow tests too
+	$(BIN)/python -m pytest tests/faults -q $(ARGS)
+
 lint: $(READY) ## ruff check and format check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,7 +51,7 @@ server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
 	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)
 
 train: $(READY) ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2)
-	exec $(BIN)/deepspeed $(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)) --master_port $(PORT) \
+	exec $(BIN)/python -m tools.launch $(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)) --master_port $(PORT) \
 	  train_stage2.py --config $(CONFIG) $(ARGS)
 
 docs: $(READY) ## docs/config.md from the schema

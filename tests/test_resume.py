@@ -393,3 +393,22 @@ def test_the_data_go_on_from_any_step_LRN_1_LRN_5(tmp_path_factory, draws, at, w
             drawn = [sample.id for sample in stream.next(n)]
             if index >= at:
                 assert [sample.id for sample in resumed.next(n)] == drawn
+
+
+def test_a_refused_run_directory_ends_the_program_with_status_2_LRN_5(tmp_path, ranks, capsys):
+    """LRN-5: one message, no traceback, on rank 0; and the lock is held while the run lives."""
+    from types import SimpleNamespace
+
+    from utils.setup import claim_run_dir
+
+    cfg = SimpleNamespace(training=SimpleNamespace(output_dir=str(tmp_path)), model_dump=lambda **_: CONFIG)
+    lock, checkpoint = claim_run_dir(cfg, "auto", ranks)
+    assert checkpoint is None
+    with pytest.raises(SystemExit) as ended:
+        claim_run_dir(cfg, "auto", ranks)
+    assert ended.value.code == 2 and "in use by process" in capsys.readouterr().err
+    lock.close()
+    save(tmp_path, 2, ranks)
+    with pytest.raises(SystemExit) as ended:
+        claim_run_dir(cfg, None, ranks)
+    assert ended.value.code == 2 and "holds an earlier run" in capsys.readouterr().err

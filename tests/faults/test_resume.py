@@ -1,9 +1,14 @@
-"""Learners that are killed, stopped and resumed: two DeepSpeed ranks on CPU, against a run that was not."""
+"""Learners that are killed, stopped and resumed: two DeepSpeed ranks on CPU, against a run that was left alone."""
 
+import os
 import random
+import resource
+import signal
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.faults.learners import (
@@ -14,14 +19,19 @@ from tests.faults.learners import (
     dumps,
     newest_step,
 )
+from tools.launch import ranks_below
 from tools.make_demo import make_dataset
+from utils.shutdown import STOPPED_STATUS
 
 pytestmark = pytest.mark.e2e
+NUM_STEPS = 8
+GEOMETRY = {"max_steps": NUM_STEPS, "save_steps": 2, "eval_steps": 1}
+MAKE_TRAIN = (sys.executable, "-m", "tools.launch")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """24 samples: with 6 a step, epochs end within the runs."""
+    """21 samples: with 6 a step, epochs end within the runs and within steps."""
     folder = tmp_path_factory.mktemp("resume")
     make_dataset(folder / "data", num_train=21, num_val=3)
     return folder
@@ -33,57 +43,122 @@ def finish(config: Path, *arguments: str) -> LearnerProcess:
     return learner
 
 
-def kill_until_finished(config: Path, run: Path, num_kills: int, dice: random.Random, longest_s: float) -> int:
-    """Start and kill `num_kills` learners at random moments, the last one may finish; how many kills hit."""
-    hits = 0
-    for _ in range(num_kills):
-        learner = LearnerProcess(config)
-        if dice.random() < 0.8:  # else somewhere in its start
-            learner.wait_for(learner.steps)
-        time.sleep(dice.uniform(0, longest_s))
-        hits += learner.process.poll() is None
-        learner.kill()
-        print(f"killed after steps {learner.steps()}, newest checkpoint {newest_step(run)}")
-    return hits
+def kill_when(config: Path, condition) -> LearnerProcess:
+    learner = LearnerProcess(config)
+    assert learner.wait_for(condition), learner.output[-6000:]
+    learner.kill()
+    return learner
 
 
-def assert_same_runs(killed: Path, whole: Path, num_steps: int) -> None:
-    ours, theirs = curves(killed), curves(whole)
+def assert_same_runs(broken: Path, whole: Path, num_steps: int) -> None:
+    ours, theirs = curves(broken), curves(whole)
     assert [step for step, _ in theirs["loss/total"]] == list(range(1, num_steps + 1))
-    assert ours == theirs
-    assert dumps(killed) == dumps(whole) and len(dumps(whole)) > num_steps
-    assert_same_checkpoint(killed / f"checkpoint-{num_steps}", whole / f"checkpoint-{num_steps}")
-    for path in sorted((whole / "eval").iterdir()):
-        assert path.read_bytes() == (killed / "eval" / path.name).read_bytes(), path.name
+    for tag in theirs.keys() | ours.keys():
+        assert ours[tag] == theirs[tag], tag
+    assert dumps(broken) == dumps(whole) and len(dumps(whole)) == 3 * num_steps
+    assert_same_checkpoint(broken / f"checkpoint-{num_steps}", whole / f"checkpoint-{num_steps}")
+    assert {path.name for path in (broken / "eval").iterdir()} == {path.name for path in (whole / "eval").iterdir()}
+    for path in (whole / "eval").iterdir():
+        assert path.read_bytes() == (broken / "eval" / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("deepspeed", ["zero2", "zero3"])
-def test_a_killed_run_equals_one_that_was_not_LRN_5_LRN_1(folder, start_model, deepspeed):
-    """LRN-5, LRN-1, CFG-1: two kills, one in the middle of everything and one at the first sign of a checkpoint being
-    written; weights, optimizer, losses, data, buffer and curves are those of the run that was left alone."""
-    geometry = {"max_steps": 6, "save_steps": 2, "eval_steps": 3}
-    whole, killed = folder / f"whole_{deepspeed}", folder / f"killed_{deepspeed}"
-    finish(config_of(folder, start_model, whole.name, deepspeed, **geometry))
-    config = config_of(folder, start_model, killed.name, deepspeed, **geometry)
-    for condition in (lambda: newest_step(killed) == 2, lambda: (killed / "checkpoint-4.partial").exists()):
-        learner = LearnerProcess(config)
-        assert learner.wait_for(condition), learner.output[-6000:]
-        learner.kill()
-    assert 2 <= newest_step(killed) <= 4
-    last = finish(config)
-    assert "going on from" in last.output
-    assert_same_runs(killed, whole, 6)
+def test_a_killed_and_a_stopped_run_equals_one_that_was_not_LRN_5_LRN_1_CFG_1(folder, start_model):
+    """LRN-5, LRN-1, CFG-1, LOG-3: SIGKILL to the group somewhere behind the first checkpoint, then SIGTERM to what
+    `make train` runs. Weights, optimizer, losses, data, buffer, random states, evaluations and curves are those of the
+    run that was left alone, bit for bit; the evaluation that the stop came ahead of is made up for."""
+    whole, broken = folder / "whole", folder / "broken"
+    finish(config_of(folder, start_model, whole.name, **GEOMETRY))
+    config = config_of(folder, start_model, broken.name, **GEOMETRY)
+    killed = kill_when(config, lambda: newest_step(broken) == 2)
+    assert "no checkpoint yet, starting from the beginning" in killed.output
+
+    stopped = LearnerProcess(config, launcher=MAKE_TRAIN)
+    assert stopped.wait_for(stopped.steps), stopped.output[-6000:]
+    os.kill(stopped.process.pid, signal.SIGTERM)  # the launcher alone, as make does
+    assert stopped.end() == STOPPED_STATUS, stopped.output[-6000:]
+    step = newest_step(broken)
+    words = f"stopped by SIGTERM after step {step} of {NUM_STEPS}, saved"
+    assert words in stopped.output and stopped.steps() == list(range(3, step + 1))
+    assert f"newest complete checkpoint: {broken / f'checkpoint-{step}'}" in stopped.output
+    assert f"deepspeed --num_gpus 2 train_stage2.py --config {config} --resume auto" in stopped.output
+    assert not (broken / "eval" / f"step_{step:06d}.json").exists()
+
+    last = finish(config, "--resume", str(broken / f"checkpoint-{step}"))
+    assert f"going on from {broken / f'checkpoint-{step}'} (step {step})" in last.output
+    assert_same_runs(broken, whole, NUM_STEPS)
 
 
 @pytest.mark.slow
-def test_ten_random_kills_change_nothing_LRN_5(folder, warm_model):
-    """LRN-5: SIGKILL to the whole group at ten random moments, as the dice of a fixed seed say."""
-    geometry = {"max_steps": 30, "save_steps": 2, "eval_steps": 5, "save_total_limit": 2}
-    whole, killed = folder / "whole", folder / "ten_kills"
-    finish(config_of(folder, warm_model, whole.name, **geometry))
-    config = config_of(folder, warm_model, killed.name, **geometry)
-    hits = kill_until_finished(config, killed, 10, random.Random(5), longest_s=8.0)
-    assert hits == 10, "the run finished too early to be killed ten times"
+@pytest.mark.parametrize("deepspeed", ["zero0", "zero1", "zero3"])
+def test_every_zero_stage_goes_on_exactly_LRN_5_LRN_2(folder, start_model, deepspeed):
+    """LRN-5, LRN-2: one kill at a checkpoint, one while a checkpoint is being written."""
+    whole, broken = folder / f"whole_{deepspeed}", folder / f"broken_{deepspeed}"
+    finish(config_of(folder, start_model, whole.name, deepspeed, **GEOMETRY))
+    config = config_of(folder, start_model, broken.name, deepspeed, **GEOMETRY)
+    kill_when(config, lambda: newest_step(broken) == 2)
+    kill_when(config, lambda: (broken / "checkpoint-6.partial").exists())
+    assert 4 <= newest_step(broken) <= 6
     finish(config)
-    assert_same_runs(killed, whole, 30)
-    assert sorted(path.name for path in killed.glob("checkpoint-*")) == ["checkpoint-28", "checkpoint-30"]
+    assert_same_runs(broken, whole, NUM_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_ten_random_kills_change_nothing_LRN_5(folder, warm_model):
+    """LRN-5: SIGKILL to the whole group at ten random moments, as the dice of a fixed seed say: also while a learner
+    starts or resumes, rolls out, trains, evaluates or saves."""
+    geometry = {"max_steps": 40, "save_steps": 2, "eval_steps": 5, "save_total_limit": 2}
+    whole, broken, dice = folder / "whole_warm", folder / "ten_kills", random.Random(5)
+    finish(config_of(folder, warm_model, whole.name, **geometry))
+    config = config_of(folder, warm_model, broken.name, **geometry)
+    reached = []
+    for _ in range(10):
+        learner = LearnerProcess(config)
+        if dice.random() < 0.8:  # else somewhere in its start
+            learner.wait_for(learner.steps)
+        time.sleep(dice.uniform(0, 5))
+        assert learner.process.poll() is None, "the run ended before ten kills; give it more steps"
+        learner.kill()
+        reached.append((learner.steps()[-1:], newest_step(broken)))
+    print("last step reported and newest checkpoint at each kill:", reached)
+    finish(config)
+    assert_same_runs(broken, whole, 40)
+    complete = sorted(path.name for path in broken.glob("checkpoint-*") if path.name[-1].isdigit())
+    assert complete == ["checkpoint-38", "checkpoint-40"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_on_one_rank_ends_all_with_last_words_LRN_5(folder, start_model):
+    """LRN-5: rank 1 may write no more than 1000 bytes into a file (which a full disk looks like from inside); no rank
+    waits for another, what was begun is gone, the complete one is named."""
+    run = folder / "full"
+    learner = LearnerProcess(config_of(folder, start_model, run.name, **GEOMETRY | {"save_steps": 1}))
+    assert learner.wait_for(lambda: newest_step(run) == 1), learner.output[-6000:]
+    (rank_1,) = [p for p in ranks_below(learner.process.pid) if "--local_rank=1" in p.cmdline()]
+    assert isinstance(rank_1, psutil.Process)
+    resource.prlimit(rank_1.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+    assert learner.end(timeout_s=200) == 1, learner.output[-6000:]
+    left = newest_step(run)
+    assert left >= 1 and not list(run.glob("*.partial"))
+    assert f"saving {run / f'checkpoint-{left + 1}'}" in learner.output and "rank 1: " in learner.output
+    assert f"newest complete checkpoint: {run / f'checkpoint-{left}'}" in learner.output
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_bare_launcher_saves_within_its_30_seconds_LRN_5(folder, start_model):
+    """LRN-5: DeepSpeed's launcher exits with 1 and would kill; the checkpoint is there before. Three ranks then want to
+    go on from two ranks' checkpoint, and a run without --resume wants the directory: both are refused."""
+    run = folder / "ctrl_c"
+    config = config_of(folder, start_model, run.name, **GEOMETRY | {"max_steps": 200, "save_steps": 0})
+    learner = LearnerProcess(config)
+    assert learner.wait_for(learner.steps), learner.output[-6000:]
+    os.killpg(learner.process.pid, signal.SIGINT)
+    learner.end(timeout_s=60)
+    step = newest_step(run)
+    assert step >= 1 and f"stopped by SIGINT after step {step} of 200, saved" in learner.output
+    other = LearnerProcess(config, num_ranks=3)
+    assert other.end() != 0 and "was written by 2 ranks, this run has 3" in other.output
+    fresh = config_of(folder, start_model, run.name, **GEOMETRY, resume_from_checkpoint=None)
+    other = LearnerProcess(fresh)
+    assert other.end() != 0 and "holds an earlier run; go on with it (--resume auto)" in other.output
+    assert "Traceback" not in other.output
