@@ -412,3 +412,24 @@ def test_a_refused_run_directory_ends_the_program_with_status_2_LRN_5(tmp_path, 
     with pytest.raises(SystemExit) as ended:
         claim_run_dir(cfg, None, ranks)
     assert ended.value.code == 2 and "holds an earlier run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fallback", [None, "no slot left"])
+def test_a_sync_that_had_fallen_back_stays_full_SYN_10_LRN_5(monkeypatch, ranks, fallback):
+    """SYN-10, LRN-5: for the rest of the run, resumed or not; the adapter's communicator is not even opened."""
+    from types import SimpleNamespace
+
+    from utils import setup
+    from utils.adapter_sync import FallbackSync
+
+    opened = []
+    adapter = SimpleNamespace(mode="adapter", fallback=None, open=lambda: opened.append("adapter"))
+    full = SimpleNamespace(mode="full", fallback=None, open=lambda: opened.append("full"))
+    monkeypatch.setattr(setup, "make_sync", lambda *_, **__: FallbackSync(adapter, lambda: full))
+    settings = SimpleNamespace(fallback_to_full=True, bucket_mib=1, timeout_s=1, verify="off")
+    vllm = SimpleNamespace(sync=settings, server=SimpleNamespace(timeout_s=1))
+    cfg = SimpleNamespace(rm=SimpleNamespace(vllm=vllm), servers=list, sync_mode=lambda: "adapter")
+    learner, client = SimpleNamespace(model=None), SimpleNamespace()
+    sync = setup.open_sync(cfg, ranks, "run", client, learner, None, fallback)
+    assert (sync.mode, sync.fallback) == (("full", fallback) if fallback else ("adapter", None))
+    assert opened == [sync.mode]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.processes import ENVIRONMENT, ROOT, START_S, free_port, write_yaml
+from tests.e2e.processes import ENVIRONMENT, ROOT, START_S, alive, free_port, write_yaml
+from tools.launch import family_of
 from utils.resume import checkpoint_folders, problem_of_sizes, rank_file
 
 DORA = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "dropout": 0.1, "modules_to_save": ["embed_tokens"]}
@@ -78,14 +79,19 @@ class LearnerProcess:
         while not condition():
             if self.process.poll() is not None:
                 return False
-            assert time.monotonic() < deadline, self.output[-6000:]
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(self.output[-6000:])
             time.sleep(0.02)
         return True
 
     def kill(self) -> None:
-        """SIGKILL to the launcher and all ranks at once."""
+        """SIGKILL to the launcher and all ranks at once; and to those that a launcher keeps in another session."""
+        family = family_of(self.process.pid)
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
+        for process in alive(family):
+            process.kill()
         self.process.wait()
 
     def end(self, timeout_s: float = START_S) -> int:

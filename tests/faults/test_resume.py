@@ -62,7 +62,7 @@ def assert_same_runs(broken: Path, whole: Path, num_steps: int) -> None:
         assert path.read_bytes() == (broken / "eval" / path.name).read_bytes(), path.name
 
 
-def test_a_killed_and_a_stopped_run_equals_one_that_was_not_LRN_5_LRN_1_CFG_1(folder, start_model):
+def test_a_killed_run_and_a_stopped_one_go_on_exactly_zero2_LRN_5_LRN_1_CFG_1(folder, start_model):
     """LRN-5, LRN-1, CFG-1, LOG-3: SIGKILL to the group somewhere behind the first checkpoint, then SIGTERM to what
     `make train` runs. Weights, optimizer, losses, data, buffer, random states, evaluations and curves are those of the
     run that was left alone, bit for bit; the evaluation that the stop came ahead of is made up for."""
