@@ -109,11 +109,14 @@ def set_up(cfg: Config, resume: str | None) -> Run:
     dump_options = cfg.rm.monitor_dump.model_dump()
     dump = SampleDump(Path(cfg.training.output_dir), session.table, **dump_options, enabled=session.ranks.is_main)
     run = Run(**vars(session), buffer=buffer, dump=dump)
+    problem = None
     if run.resumed is not None:
         try:
             restore(run, run.resumed)
         except ValueError as error:
-            exit_with(str(error), run.ranks.is_main)
+            problem = str(error)
+    if problem := next(filter(None, run.ranks.gather(problem)), None):  # whichever rank's
+        exit_with(f"training.resume_from_checkpoint: {problem}", run.ranks.is_main)
     return run
 
 

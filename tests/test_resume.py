@@ -356,27 +356,32 @@ def test_random_numbers_go_on_LRN_5(tmp_path):
     assert draw() == expected
 
 
-@given(lengths=st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size=8), at=st.integers(0, 7))
+@given(
+    lengths=st.lists(st.lists(st.integers(10, 40), min_size=2, max_size=4), min_size=2, max_size=8),
+    at=st.integers(1, 7),
+)
 @settings(max_examples=30, deadline=None)
 def test_a_carry_buffer_goes_on_from_any_micro_step_LRN_5_PCK_2(tmp_path_factory, lengths, at):
-    """LRN-5, PCK-2: the rows behind the checkpoint are the same, sample for sample."""
+    """LRN-5, PCK-2: two or more arrive where one or two leave; rows behind the checkpoint are the same, sample for
+    sample, and so is what the warning of PCK-7 counts."""
     folder = tmp_path_factory.mktemp("buffer")
-    buffer, resumed, rows = CarryBuffer(64, 1000), None, []
+    buffer, resumed = CarryBuffer(48, 1000), None
     for micro_step, part in enumerate(lengths):
         if micro_step == at:
-            resumed = CarryBuffer(64, 1000)
+            resumed = CarryBuffer(48, 1000)
             resumed.load_state_dict(through_file(buffer.state_dict(), folder))
         arrived = [plain_segment(f"{micro_step}.{index}", length) for index, length in enumerate(part)]
         arrived.append(labelled_segment(f"{micro_step}.image", coord=micro_step))
+        rows = []
         for one in filter(None, (buffer, resumed)):
             one.extend(arrived)
-        row = [segment.sample_id for segment in buffer.pop_row()]
-        if resumed is not None:
-            same = resumed.pop_row()
-            assert [segment.sample_id for segment in same] == row
-            assert all(isinstance(segment.input_ids, np.ndarray) for segment in same)
-            assert resumed.state_dict().keys() == buffer.state_dict().keys() and len(resumed) == len(buffer)
-        rows.append(row)
+            rows.append(one.pop_row())
+            assert all(isinstance(segment.input_ids, np.ndarray) for segment in rows[-1])
+        assert len({tuple(segment.sample_id for segment in row) for row in rows}) == 1
+        states = [one.state_dict() for one in (buffer, resumed) if one]
+        for state in states:
+            state["segments"] = [segment["sample_id"] for segment in state["segments"]]
+        assert states[0] == states[-1]
 
 
 @given(draws=st.lists(st.integers(0, 5), min_size=1, max_size=10), at=st.integers(0, 9), world_size=st.integers(1, 3))
