@@ -372,13 +372,13 @@ def test_a_carry_buffer_goes_on_from_any_micro_step_LRN_5_PCK_2(tmp_path_factory
             resumed.load_state_dict(through_file(buffer.state_dict(), folder))
         arrived = [plain_segment(f"{micro_step}.{index}", length) for index, length in enumerate(part)]
         arrived.append(labelled_segment(f"{micro_step}.image", coord=micro_step))
-        rows = []
-        for one in filter(None, (buffer, resumed)):
+        rows, both = [], [one for one in (buffer, resumed) if one is not None]
+        for one in both:
             one.extend(arrived)
             rows.append(one.pop_row())
             assert all(isinstance(segment.input_ids, np.ndarray) for segment in rows[-1])
         assert len({tuple(segment.sample_id for segment in row) for row in rows}) == 1
-        states = [one.state_dict() for one in (buffer, resumed) if one]
+        states = [one.state_dict() for one in both]
         for state in states:
             state["segments"] = [segment["sample_id"] for segment in state["segments"]]
         assert states[0] == states[-1]
