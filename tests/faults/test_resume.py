@@ -53,6 +53,7 @@ def kill_when(config: Path, condition) -> LearnerProcess:
 def assert_same_runs(broken: Path, whole: Path, num_steps: int) -> None:
     ours, theirs = curves(broken), curves(whole)
     assert [step for step, _ in theirs["loss/total"]] == list(range(1, num_steps + 1))
+    assert min(length for _, length in theirs["train/buffer_length"]) > 0, "no buffer is put to the test"
     for tag in theirs.keys() | ours.keys():
         assert ours[tag] == theirs[tag], tag
     assert dumps(broken) == dumps(whole) and len(dumps(whole)) == 3 * num_steps
