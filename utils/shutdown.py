@@ -36,7 +36,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None and _IS_MAIN:  # not by print, which the signal may have interrupted
-            os.write(2, b"asked to end: finishing this optimizer step, then saving a checkpoint\n")
+            os.write(2, b"\nasked to end: finishing this optimizer step, then saving a checkpoint\n")
         self.signal_name = signal.Signals(number).name
 
 
