@@ -102,7 +102,7 @@ class Run(Session):
         super().close()
 
 
-def set_up(cfg: Config, resume: str | None) -> Run:
+def set_up(cfg: Config, resume: str | None = None) -> Run:
     """A run that is ready for its next step; exit status 2 with one message for a user's mistake."""
     session = open_session(cfg, resume)
     buffer = CarryBuffer(cfg.global_max_length, cfg.training.packing_buffer)
