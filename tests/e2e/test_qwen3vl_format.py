@@ -41,7 +41,7 @@ def native_model(folder, start_model) -> Path:
         "train_jsonl": str(folder / "data" / "train.jsonl"),
         "output_dir": str(folder / "model"),
         "answer_format": "qwen3vl",
-        "steps": 45,
+        "steps": 60,
         "samples_per_step": 6,
         "losses": {"text": 1.0, "desc": 1.0, "w1": 1.0},
     }
