@@ -232,7 +232,7 @@ def test_CFG_16_memory_of_8b_with_dora_by_hand() -> None:
             "reduce buckets": 2 * 200_000_000 * 2,
             # 36 layers' inputs, and one layer with 17 values per unit and twice its linear outputs
             "activations": 12000 * 2 * (36 * hidden + 17 * hidden + 2 * sum(num_out for num_out, _ in shapes)),
-            "logits": 1024 * 151936 * 2 * (2 + 4),
+            "logits": 256 * 151936 * 2 * (2 + 4),
             "DoRA norms": 2 * (mlp * mlp + 3 * mlp * hidden),
             "sync buckets (rank 0)": 2 * 256 * 2**20,
         }

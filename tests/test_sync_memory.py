@@ -6,37 +6,15 @@ from datetime import timedelta
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group
 
+from benchmarks.memory import LivePeak
 from tests.e2e.processes import free_port
 from utils.weight_sync import GlooTransport, MergedWeights
 from utils.wire import plan_buckets, tensor_digest
 
 BUCKET = 16 << 20
-
-
-class LivePeak(TorchDispatchMode):
-    """Peak of the bytes in storages that were made inside, and are still alive. This thread only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._storages = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        known = {
-            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs or {})) if isinstance(t, torch.Tensor)
-        }
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
-                self._storages[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(self._storages.values()))
-        return result
 
 
 @pytest.fixture(scope="module")

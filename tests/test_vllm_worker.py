@@ -215,10 +215,13 @@ def test_a_tensor_that_the_model_ignores_is_refused_by_name():
         engine.finish_weight_update()
 
 
-def test_a_bad_tensor_is_reported_only_after_the_whole_stream_was_read():
-    """SYN-3: a worker that left at the bad tensor would leave its peers hanging."""
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_bad_tensor_is_reported_only_after_the_whole_stream_was_read(is_known):
+    """SYN-3: a worker that left at the bad tensor would leave its peers hanging. Known tensors load in one call."""
     engine = make_engine(TinyModel())
     group = meet(engine, 1)
+    if is_known:
+        engine._parameters.update({name: {name} for name in new_weights()})
     tensors = {"first.weight": torch.zeros(3, 5), "second.weight": torch.zeros(2, 3), "pair.left": torch.zeros(2)}
     sender = threading.Thread(target=send, args=(group, tensors, 1))
     sender.start()
@@ -232,13 +235,32 @@ def test_a_bad_tensor_is_reported_only_after_the_whole_stream_was_read():
     engine.shutdown()
 
 
-def test_after_a_lost_sender_the_engine_takes_a_new_communicator_and_a_full_update():
+def test_known_tensors_reach_the_model_in_one_call_however_many_buckets():
+    """SYN-5: every call of vLLM's `load_weights` walks the whole model."""
+    model = TinyModel()
+    engine = make_engine(model)
+    group = meet(engine, 64)
+    calls, load_weights = [], model.load_weights
+    model.load_weights = lambda weights: (calls.append(0), load_weights(weights))[1]
+    receive(engine, group, new_weights(), digest=False)
+    first, tensors = len(calls), new_weights()
+    report = receive(engine, group, tensors, digest=True)
+    assert first == 4 and len(calls) == first + 1
+    assert report["digests"] == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in tensors.items())
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_after_a_lost_sender_the_engine_takes_a_new_communicator_and_a_full_update(is_known):
     """SYN-3: an update that broke off half way leaves nothing behind."""
     model = TinyModel()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     engine = make_engine(model)
     group = meet(engine, 1)
     tensors = new_weights()
+    if is_known:
+        engine._parameters.update({name: {name} for name in tensors})
     engine.start_weight_update()
 
     def die(group):

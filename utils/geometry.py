@@ -105,9 +105,10 @@ def _box_area(boxes: np.ndarray) -> np.ndarray:
 
 def _box_overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Shared areas `[len(a), len(b)]` of `xyxy` boxes."""
-    low = np.maximum(a[:, None, :2], b[None, :, :2])
-    high = np.minimum(a[:, None, 2:], b[None, :, 2:])
-    return np.clip(high - low, 0, None).prod(axis=2)
+    width, height = (
+        np.minimum.outer(a[:, axis + 2], b[:, axis + 2]) - np.maximum.outer(a[:, axis], b[:, axis]) for axis in (0, 1)
+    )
+    return np.maximum(width, 0) * np.maximum(height, 0)
 
 
 def _ratio(overlap: np.ndarray, area_a: np.ndarray, area_b: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from utils.model import (
     param_groups,
 )
 from utils.packing import Batch, denominators
+from utils.plan import chunk_labels
 from utils.weight_sync import attempt
 
 
@@ -151,7 +152,8 @@ class Learner:
         """Total weight of each loss part over all ranks, and one number of logits chunks for all (one collective)."""
         shared = self._ranks.gather((denominators(batches), max(batch.num_labels for batch in batches)))
         totals = {name: sum(local[name] for local, _ in shared) for name in ("text", "coord")}
-        return totals, num_chunks_for(max(most_labels for _, most_labels in shared))
+        most_labels = max(labels for _, labels in shared)
+        return totals, num_chunks_for(most_labels, chunk_labels(self.engine.zero_optimization_stage()))
 
 
 def lr_factor(step: int, num_steps: int, training: Any) -> float:

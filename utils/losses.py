@@ -82,7 +82,7 @@ def text_losses(logits: Tensor, label: Tensor) -> Tensor:
     return cross_entropy(logits.float(), label, reduction="none")
 
 
-def num_chunks_for(num_labels: int, chunk_size: int = 1024) -> int:
+def num_chunks_for(num_labels: int, chunk_size: int = 256) -> int:
     """How many chunks keep a chunk's logits within about `chunk_size` rows. Ranks must agree: take their maximum."""
     return max(1, -(-num_labels // chunk_size))
 
@@ -107,11 +107,12 @@ def loss_sums(
     """
 
     def score(states: Tensor, target: Tensor, label: Tensor, weight: Tensor) -> Tensor:
-        logits = lm_head(states)
-        text = (text_losses(logits[len(target) :], label) * weight).sum()
+        # Split, not sliced: the backward of each slice would fill a whole gradient of its own.
+        coord_logits, text_logits = lm_head(states).split([len(target), len(label)])
+        text = (text_losses(text_logits, label) * weight).sum()
         if not len(target):  # there may be no coordinate tokens at all (answer_format: qwen3vl)
             return torch.stack([text, *text.new_zeros(len(PARTS) - 1)])
-        coord = coordinate_losses(logits[: len(target)], target, labels.coord_ids, sigma)
+        coord = coordinate_losses(coord_logits, target, labels.coord_ids, sigma)
         return torch.stack([text, *(coord[part].sum() for part in PARTS[1:])])
 
     total = torch.zeros(len(PARTS), device=hidden.device)

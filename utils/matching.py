@@ -26,8 +26,9 @@ def match(iou: np.ndarray, threshold: float) -> list[tuple[int, int]]:
     keeps the sum. Reduced costs of the first solution rule out all other candidates without solving.
     """
     allowed = iou >= threshold - TOLERANCE
-    pairs: list[tuple[int, int]] = []
-    for rows, cols in _components(allowed):
+    alone = allowed & (allowed.sum(axis=1) == 1)[:, None] & (allowed.sum(axis=0) == 1)[None, :]
+    pairs: list[tuple[int, int]] = [(p, g) for p, g in np.argwhere(alone).tolist()]  # no choice: most of them
+    for rows, cols in _components(allowed & ~alone):
         block = np.where(allowed[np.ix_(rows, cols)], iou[np.ix_(rows, cols)], -np.inf)
         pairs += [(int(rows[p]), int(cols[g])) for p, g in enumerate(_first_optimum(block)) if g >= 0]
     return sorted(pairs)
@@ -42,9 +43,10 @@ def _components(allowed: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     size = num_pred + num_gt
     graph = csr_matrix((np.ones(len(rows)), (rows, cols + num_pred)), shape=(size, size))
     _, label = connected_components(graph, directed=False)
-    order = np.argsort(label, kind="stable")
+    paired = np.unique(np.concatenate([rows, cols + num_pred]))  # the others are components of one node
+    order = paired[np.argsort(label[paired], kind="stable")]
     groups = np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
-    return [(nodes[nodes < num_pred], nodes[nodes >= num_pred] - num_pred) for nodes in groups if len(nodes) > 1]
+    return [(nodes[nodes < num_pred], nodes[nodes >= num_pred] - num_pred) for nodes in groups]
 
 
 def _solve(gain: np.ndarray) -> tuple[float, np.ndarray]:
@@ -63,8 +65,9 @@ def _solve(gain: np.ndarray) -> tuple[float, np.ndarray]:
 
 def _first_optimum(gain: np.ndarray) -> np.ndarray:
     """Column of each row (-1 for none) in the lexicographically first pairing of largest sum."""
-    if gain.shape == (1, 1):
-        return np.array([0])
+    if 1 in gain.shape:  # one pair, the first of the best
+        first = int(np.argmax(gain >= gain.max() - TOLERANCE))
+        return np.where(np.arange(gain.shape[0]) == first, 0, -1) if gain.shape[1] == 1 else np.array([first])
     best, chosen = _solve(gain)
     tied = _can_be_optimal(gain, chosen)
     fixed = 0.0

@@ -24,7 +24,6 @@ from utils.schema import RM, Config, Tuner
 
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that cache estimates assume
-LOGIT_ROWS = 1024  # labels scored at once, see utils.losses.num_chunks_for
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -263,13 +262,19 @@ def _is_target(module: str, targets: str | list[str]) -> bool:
 # memory
 
 
+def chunk_labels(zero_stage: int) -> int:
+    """Labels whose logits exist at once: 256 rows of 151,936 in float32 are 148 MiB, of which three copies live at the
+    peak. Under ZeRO-3 every chunk gathers the head twice, which four times as many chunks would make slow."""
+    return 1024 if zero_stage == 3 else 256
+
+
 def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_size: int) -> dict[str, int]:
     """Bytes per learner device by part. ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3.
 
     Weights are those of the model and of its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
     what learns (ZeRO 0 in float32 needs none).
     Reduce buckets: DeepSpeed holds one from stage 1 on, and a second one with `overlap_comm` below stage 3. Gathered:
-    what ZeRO-3 may hold of other ranks' weights. Logits exist for `LOGIT_ROWS` labels at once (LRN-4): in the model's
+    what ZeRO-3 may hold of other ranks' weights. Logits exist for `chunk_labels` labels at once (LRN-4): in the model's
     dtype and in float32, each with its gradient. DoRA's norms are thrown away after each layer.
     """
     bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine.get("zero_optimization", {})
@@ -284,7 +289,7 @@ def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_s
         "reduce buckets": num_buckets * int(zero.get("reduce_bucket_size", 5e8)) * bytes_each,
         "gathered": min(int(zero.get("stage3_max_live_parameters", 1e9)), num_weights) * bytes_each * (stage == 3),
         "activations": _activations(cfg, bytes_each),
-        "logits": min(LOGIT_ROWS, _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
+        "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
         "DoRA norms": size.dora_values * bytes_each,
         "sync buckets (rank 0)": 2 * cfg.rm.vllm.sync.bucket_mib << 20,
     }

@@ -9,6 +9,7 @@ predicted (from the hidden state one position earlier), every other token is con
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -396,20 +397,31 @@ def _in_place(
         No ids if the text before the value is not valid Unicode.
     """
     for begin in contexts:
-        try:
-            text = data[begin : value.start].decode() + value.text + right.decode()
-        except UnicodeDecodeError:
-            continue
-        ids = table.encode(text)
-        scanned, new_ends = table.scan_text(np.array(ids, dtype=np.int64))
-        borders = [0, *new_ends.tolist()]
-        skip = token_start - begin
-        if skip in borders and scanned[:skip] == data[begin:token_start]:
-            skipped = borders.index(skip)
-            last = int(np.searchsorted(new_ends, len(scanned) - len(right), side="right"))
-            touches = [new_end > value.start - begin for new_end in new_ends.tolist()]
-            return ids[skipped : last + 1], touches[skipped : last + 1]
+        found = _retokenized(data[begin : value.start], token_start - begin, value.text, right, table)
+        if found is not None:
+            return found
     return [], []
+
+
+@lru_cache(maxsize=1 << 16)  # the same few texts in every answer
+def _retokenized(
+    before: bytes, skip: int, value: str, right: bytes, table: TokenTable
+) -> tuple[list[int], list[bool]] | None:
+    """Tokens of `before + value + right` from byte `skip` up to the one that ends the value; whether each holds text of
+    the value or ends it. None where no token begins at `skip` or `before` is not valid Unicode."""
+    try:
+        text = before.decode() + value + right.decode()
+    except UnicodeDecodeError:
+        return None
+    ids = table.encode(text)
+    scanned, new_ends = table.scan_text(np.array(ids, dtype=np.int64))
+    borders = [0, *new_ends.tolist()]
+    if skip not in borders or scanned[:skip] != before[:skip]:
+        return None
+    skipped = borders.index(skip)
+    last = int(np.searchsorted(new_ends, len(scanned) - len(right), side="right"))
+    touches = [new_end > len(before) for new_end in new_ends.tolist()]
+    return ids[skipped : last + 1], touches[skipped : last + 1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

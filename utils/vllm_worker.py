@@ -12,6 +12,7 @@ its kernels and freed the originals, so a plain `load_weights` into a live engin
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Iterable, Iterator
@@ -86,10 +87,7 @@ class UpdateSession:
         """Hand tensors in checkpoint names to the model; names never seen before one by one, to see which it takes."""
         weights = list(weights)
         for name, tensor in weights:
-            self.received.append(name)
-            self.ledger.pop(name, None)
-            if self.digest:
-                self.ledger[name] = tensor_digest(tensor)
+            self._note(name, tensor)
         self.adapter.update((name, tensor.clone()) for name, tensor in weights if is_adapter_tensor(name))
         weights = [pair for pair in weights if not is_adapter_tensor(pair[0])]
         self._attempt([pair for pair in weights if pair[0] in self.parameters])
@@ -97,11 +95,42 @@ class UpdateSession:
             if pair[0] not in self.parameters and (loaded := self._attempt([pair])):
                 self.parameters[pair[0]] = loaded
 
-    def _attempt(self, weights: list[NamedTensor]) -> set[str]:
+    def load_known(self, weights: Iterable[NamedTensor]) -> None:
+        """The same for a stream of tensors that the model has taken before, in one call: each call walks the model.
+
+        Raises:
+            RuntimeError: what the stream itself raised.
+        """
+        broken: list[RuntimeError] = []
+
+        def noted() -> Iterator[NamedTensor]:
+            try:
+                for name, tensor in weights:
+                    self._note(name, tensor)
+                    yield name, tensor
+            except RuntimeError as error:
+                broken.append(error)
+                raise
+
+        stream = noted()
+        self._attempt(stream)
+        if not broken:
+            for _ in stream:  # after a bad tensor
+                pass
+        if broken:
+            raise broken[0]
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        self.received.append(name)
+        self.ledger.pop(name, None)
+        if self.digest:
+            self.ledger[name] = tensor_digest(tensor)
+
+    def _attempt(self, weights: Iterable[NamedTensor]) -> set[str]:
         """The parameters that the model loaded something into."""
         if not weights or self.error:
             return set()
-        current = weights[0][0]
+        current = "the first tensor"
 
         def tracked() -> Iterator[NamedTensor]:
             nonlocal current
@@ -321,8 +350,12 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
         layouts = plan_buckets([_num_bytes(dtype, shape) for _, dtype, shape in tensors], self._bucket_bytes)
         try:
             with disable_mtp_completeness_check():
-                for layout, bucket in self._buckets(layouts):
-                    self.session.load(_unpack(bucket, layout, tensors))
+                arriving = (_unpack(bucket, layout, tensors) for layout, bucket in self._buckets(layouts))
+                if self.session.parameters.keys() >= set(update_info.names):
+                    self.session.load_known(itertools.chain.from_iterable(arriving))
+                else:
+                    for weights in arriving:
+                        self.session.load(weights)
         except RuntimeError as error:
             self.shutdown()
             raise RuntimeError(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error

@@ -250,10 +250,11 @@ class GlooTransport:
         broadcasts = _Broadcasts(self._groups, alive, time.monotonic() + self.timeout_s)
         for bucket in plan_buckets([entry.num_bytes for entry in entries], self.bucket_bytes):
             broadcasts.wait(at_most_bytes=budget - bucket.num_bytes)
-            buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+            buffer = broadcasts.take(bucket.num_bytes)
             for entry, offset in zip(entries[bucket.first : bucket.last], bucket.offsets, strict=True):
                 if weights.is_sharded:
                     broadcasts.wait(at_most_bytes=budget - bucket.num_bytes - entry.num_bytes)
+                    broadcasts.spare = None  # its bytes are for what is gathered
                 view = buffer[offset : offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
                 with weights.gathered(entry):
                     weights.write(entry, view)
@@ -293,10 +294,14 @@ def _open_group(address: tuple[str, int], world_size: int, timeout: timedelta) -
 
 
 class _Broadcasts:
-    """Broadcasts under way, oldest first. Keeps the first failure and from then on does nothing."""
+    """Broadcasts under way, oldest first. Keeps the first failure and from then on does nothing.
+
+    `spare` is the memory of the bucket that finished last: fresh memory would cost as much as filling it (page faults).
+    """
 
     def __init__(self, groups: list[Any], alive: Callable[[], None], deadline: float) -> None:
         self.failure: Exception | None = None
+        self.spare: torch.Tensor | None = None
         self._groups, self._alive, self._deadline = groups, alive, deadline
         self._under_way: list[tuple[torch.Tensor, list[Any]]] = []
 
@@ -309,15 +314,23 @@ class _Broadcasts:
             except RuntimeError as error:
                 self._fail(error)
 
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Memory for the next bucket, uint8 `[num_bytes]`: the spare one where it is large enough."""
+        spare, self.spare = self.spare, None
+        if spare is not None and _storage_bytes(spare) >= num_bytes:
+            return torch.empty(0, dtype=torch.uint8).set_(spare.untyped_storage(), 0, (num_bytes,))
+        del spare
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def wait(self, at_most_bytes: int) -> None:
         """Until at most that many bytes are under way."""
-        while self._under_way and sum(buffer.numel() for buffer, _ in self._under_way) > max(0, at_most_bytes):
+        while self._under_way and sum(_storage_bytes(buffer) for buffer, _ in self._under_way) > max(0, at_most_bytes):
             try:
                 self._finish(self._under_way[0][1])
             except (RuntimeError, TimeoutError) as error:
                 self._fail(error)
                 return
-            self._under_way.pop(0)
+            self.spare = self._under_way.pop(0)[0]
 
     def _finish(self, works: list[Any]) -> None:
         pause_s = 1e-5
@@ -333,7 +346,11 @@ class _Broadcasts:
     def _fail(self, error: Exception) -> None:
         traceback.clear_frames(error.__traceback__)  # whoever keeps the error must not keep the groups' ports
         self.failure = error
-        self._under_way, self._groups = [], []
+        self._under_way, self._groups, self.spare = [], [], None
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 class NcclTransport:
@@ -573,12 +590,14 @@ class WeightSync:
 
     def _update_all(self, pool: ThreadPoolExecutor, version: str, entries: list[WeightEntry], verify: bool) -> None:
         label = {"run_id": self.run_id, "version": version}
-        failure = attempt(self._post_all, pool, "/start_weight_update/", {**label, "pause": self.on_running})
-        if failure is not None:
-            if self.weights.is_sharded:  # nothing is sent, but the other ranks are in the gathers already
-                self._walk(entries)
-            raise failure
-        receiving = self._submit_all(pool, "/update_weights/", self._metadata(entries, verify))
+        metadata = self._metadata(entries, verify)
+
+        def start_and_receive(index: int) -> dict[str, Any]:
+            """While the server finishes its requests and makes ready, the first bucket is packed here."""
+            self.client.post(index, "/start_weight_update/", {**label, "pause": self.on_running}, self.timeout_s)
+            return self.client.post(index, "/update_weights/", metadata, self.timeout_s)
+
+        receiving = [pool.submit(start_and_receive, index) for index in range(len(self.addresses))]
         try:
             digests = self.transport.send(self.weights, entries, verify, lambda: _raise_early(receiving))
         except Exception:

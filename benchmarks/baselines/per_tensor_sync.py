@@ -1,0 +1,28 @@
+"""Weight sync as most trainers do it: for every tensor one HTTP call that announces it, and one broadcast.
+
+After TRL's `VLLMClient.update_named_param`. Tuned where that costs nothing: one kept-alive connection, the call under
+way while the broadcast is, merged tensors at hand, one layerwise reload around the whole update.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from utils.weight_sync import WeightSync
+
+
+def sync_per_tensor(sync: WeightSync, tensors: dict[str, torch.Tensor], version: str) -> None:
+    """Bring the first server of `sync` to `tensors` (checkpoint names), over its communicator."""
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group = sync.transport._groups[0]
+    label = {"run_id": sync.run_id, "version": version}
+    with ThreadPoolExecutor(1) as pool:
+        sync.client.post(0, "/start_weight_update/", {**label, "pause": "wait"})
+        for name, tensor in tensors.items():
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            body = {"run_id": sync.run_id, "names": [name], "dtype_names": [dtype], "shapes": [shape]}
+            announced = pool.submit(sync.client.post, 0, "/update_weights/", body)
+            group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
+            announced.result()
+        sync.client.post(0, "/finish_weight_update/", label)

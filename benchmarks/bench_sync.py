@@ -1,0 +1,234 @@
+"""Weight sync into a real rollout server on CPU (SYN-5, SYN-6, SYN-11).
+
+The model has the exact shapes of SmolLM2-135M in bfloat16 (269 MB), its weights at random: speed does not depend on
+values. The two parts that no sync can avoid are timed alone in the same process, by turns with the whole.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.baselines.per_tensor_sync import sync_per_tensor
+from benchmarks.harness import Result, at_least, at_most, reported, take_turns, wall
+from utils.dist import Ranks
+from utils.rollout_client import RolloutClient
+from utils.schema import ServerAddress
+from utils.weight_sync import MergedWeights, WeightSync
+from utils.wire import plan_buckets
+
+SMOLLM2_135M = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+}
+ROUNDS = 7
+BUCKET_MIB = 32  # the largest tensor has 54 MiB; the default of 256 would hold this whole model in one bucket
+
+
+def run(rounds: int = ROUNDS) -> list[Result]:
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = save_model(Path(folder) / "model")
+        with server(Path(folder), model_dir) as address:
+            results = full_sync(address, model_dir, rounds)
+            for use_dora in (False, True):
+                results += adapter_syncs(address, model_dir, use_dora, rounds)
+    return results
+
+
+def full_sync(address: ServerAddress, model_dir: Path, rounds: int) -> list[Result]:
+    """One engine, one learner rank, merged weights at hand."""
+    sync = open_sync(address, load(model_dir))
+    tensors = dict(sync.weights.tensors())
+    seconds = take_turns(
+        {
+            "broadcast": lambda: bare_broadcast(sync),
+            "load": lambda: bench_step(sync, "load", {"path": str(model_dir / "model.safetensors")}),
+            "sync": wall(lambda: sync.sync("full")),
+            "per tensor": wall(lambda: sync_per_tensor(sync, tensors, "per tensor")),
+        },
+        rounds,
+    )
+    sync.close()
+    larger, smaller = sorted((seconds["broadcast"], seconds["load"]), reverse=True)
+    return [
+        reported("sync: broadcast alone, over loading alone", "s", seconds["broadcast"], seconds["load"]),
+        at_most("sync: full, over larger + 0.3 x smaller part", "s", seconds["sync"], larger + 0.3 * smaller, 1.15),
+        at_least("sync: full, against one call per tensor", "s", seconds["sync"], seconds["per tensor"], 3),
+    ]
+
+
+def adapter_syncs(address: ServerAddress, model_dir: Path, use_dora: bool, rounds: int) -> list[Result]:
+    """Merged syncs of a model with adapters on q and v, and on all linear layers: what can change, against all."""
+    kind, results = "DoRA" if use_dora else "LoRA", []
+    for targets in (["q_proj", "v_proj"], "all-linear"):
+        config = LoraConfig(r=16, lora_alpha=32, use_dora=use_dora, target_modules=targets)
+        sync = open_sync(address, get_peft_model(load(model_dir), config, autocast_adapter_dtype=False))
+        entries = sync.weights.entries
+        share = sum(e.num_bytes for e in entries if e.can_change) / sum(e.num_bytes for e in entries)
+        adapted = [entry for entry in entries if entry.adapter is not None]
+
+        def sync_full(sync: WeightSync = sync) -> float:
+            sync.open()  # a new communicator gets everything
+            return wall(lambda: sync.sync("full"))()
+
+        seconds = take_turns(
+            {
+                "full": sync_full,
+                "partial": wall(lambda sync=sync: sync.sync("partial")),
+                "merge": wall(lambda sync=sync, adapted=adapted: merge(sync.weights, adapted)),
+            },
+            rounds,
+        )
+        sync.close()
+        where = "q and v" if targets != "all-linear" else "all linear layers"
+        name = f"sync: {kind} on {where}, after the first ({share:.0%} can change)"
+        allowed = 1.15 * share * seconds["full"] + 0.05
+        results.append(at_most(name, "s", seconds["partial"], allowed, 1.0))
+        results.append(
+            reported(f"sync: {kind} on {where}, merge alone, over the sync", "s", seconds["merge"], seconds["partial"])
+        )
+    return results
+
+
+def save_model(folder: Path) -> Path:
+    """SmolLM2-135M's shapes at random, with the demo's tokenizer (the server wants one, it is not measured)."""
+    from tools.make_demo import CHAT_TEMPLATE, build_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2_135M), dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def load(model_dir: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+
+
+def open_sync(address: ServerAddress, model: nn.Module) -> WeightSync:
+    client = RolloutClient([address], rank=0, world_size=1, decode_batch_size=4)
+    client.wait_ready()
+    sync = WeightSync(
+        MergedWeights(model),
+        Ranks(),
+        client,
+        [("127.0.0.1", address.group_port)],
+        run_id="bench",
+        bucket_bytes=BUCKET_MIB << 20,
+        timeout_s=120,
+        open_timeout_s=60,
+        verify="off",
+    )
+    sync.open()
+    return sync
+
+
+def bare_broadcast(sync: WeightSync) -> float:
+    """Seconds for the sync's own buckets over the sync's own group, nothing else done at either end."""
+    sizes = [b.num_bytes for b in plan_buckets([e.num_bytes for e in sync.weights.entries], sync.bucket_bytes)]
+    buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group, answer = sync.transport._groups[0], []
+    receiver = threading.Thread(target=lambda: answer.append(bench_step(sync, "receive", {"sizes": sizes})))
+    receiver.start()
+    group.barrier().wait()
+    for buffer in buffers:
+        group.broadcast([buffer], options).wait()
+    receiver.join()
+    return answer[0]
+
+
+def bench_step(sync: WeightSync, step: str, body: dict[str, Any]) -> float:
+    """Seconds that the slowest worker took for a step of benchmarks/sync_worker.py."""
+    return max(sync.client.post(0, f"/bench/{step}/", body, 120))
+
+
+def merge(weights: MergedWeights, entries: list) -> None:
+    for _ in weights.tensors(entries=entries):
+        pass
+
+
+@contextlib.contextmanager
+def server(folder: Path, model_dir: Path, num_engines: int = 1) -> Iterator[ServerAddress]:
+    """A running benchmarks/sync_server.py, which ends with the block."""
+    address = ServerAddress(base_url=f"http://127.0.0.1:{free_port()}", group_port=free_port())
+    config = folder / f"server_{address.group_port}.yaml"
+    config.write_text(yaml.safe_dump(server_config(folder, model_dir, address, num_engines)))
+    log = config.with_suffix(".log")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    with log.open("w") as sink:
+        command = [sys.executable, str(Path(__file__).parent / "sync_server.py"), "--config", str(config)]
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
+    try:
+        wait_healthy(process, address, log)
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def server_config(folder: Path, model_dir: Path, address: ServerAddress, num_engines: int) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model_dir), "dtype": "bfloat16"},
+        "global_max_length": 512,
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": str(folder / "none.jsonl"),
+            "extra": {
+                "rollout_matching": {
+                    "max_new_tokens": 64,
+                    "vllm": {"mode": "server", "server": {"servers": [vars(address)]}},
+                },
+                "rollout_server": {
+                    "device": "cpu",
+                    "vllm_max_model_len": 512,
+                    "vllm_data_parallel_size": num_engines,
+                    "cpu_kv_cache_gib": 1,
+                    "vllm_engine_kwargs": {"worker_extension_cls": "benchmarks.sync_worker.BenchExtension"},
+                },
+            },
+        },
+        "training": {"output_dir": str(folder / "run")},
+        "deepspeed": "zero0",
+    }
+
+
+def wait_healthy(process: subprocess.Popen, address: ServerAddress, log: Path, timeout_s: float = 300.0) -> None:
+    session = requests.Session()
+    session.trust_env = False
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(requests.RequestException):
+            if session.get(address.base_url + "/health/", timeout=5).status_code == 200:
+                return
+        time.sleep(0.3)
+    raise RuntimeError(f"the server of the sync benchmark did not come up:\n{log.read_text()[-3000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

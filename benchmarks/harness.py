@@ -1,0 +1,110 @@
+"""Measuring side by side: functions take turns, so that a busy machine slows all of them alike; medians are compared.
+
+A benchmark is a function that returns a list of `Result`; `benchmarks/__main__.py` runs them.
+"""
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table.
+
+    `ratio` and `bar` are read together: with a bar `>= x` the ratio says how many times better ours is than the
+    baseline, otherwise it is ours over baseline. `bar` and `holds` are None where a figure is only reported.
+    """
+
+    name: str
+    unit: str
+    ours: float
+    baseline: float
+    ratio: float
+    bar: str | None
+    holds: bool | None
+
+
+def at_least(name: str, unit: str, ours: float, baseline: float, times: float) -> Result:
+    """`ours` (a cost) must be at least `times` smaller than `baseline`."""
+    ratio = baseline / ours
+    return Result(name, unit, ours, baseline, ratio, f">= {times:g}", ratio >= times)
+
+
+def at_most(name: str, unit: str, ours: float, baseline: float, times: float) -> Result:
+    """`ours` must be at most `times` as large as `baseline`."""
+    ratio = ours / baseline
+    return Result(name, unit, ours, baseline, ratio, f"<= {times:g}", ratio <= times)
+
+
+def reported(name: str, unit: str, ours: float, baseline: float) -> Result:
+    """No bar: `ours` over `baseline`, for the reader."""
+    return Result(name, unit, ours, baseline, ours / baseline, None, None)
+
+
+def take_turns(functions: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 1) -> dict[str, float]:
+    """Median of what each function returns (seconds, bytes, ...) over `rounds` rounds in which each runs once.
+
+    Args:
+        warm_ups: rounds before them that do not count.
+    """
+    values: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(warm_ups + rounds):
+        for name, function in functions.items():
+            value = function()
+            if turn >= warm_ups:
+                values[name].append(value)
+    return {name: statistics.median(each) for name, each in values.items()}
+
+
+def wall(function: Callable[[], object]) -> Callable[[], float]:
+    """`function`, timed by the clock: where other processes or threads take part."""
+    return _timed(function, time.perf_counter)
+
+
+def cpu(function: Callable[[], object]) -> Callable[[], float]:
+    """`function`, timed by the processor time of this process: where it computes alone, whatever else runs."""
+    return _timed(function, time.process_time)
+
+
+def _timed(function: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
+    def timed() -> float:
+        gc.collect()
+        gc.disable()  # as timeit does: a full collection walks all of torch
+        try:
+            start = clock()
+            function()
+            return clock() - start
+        finally:
+            gc.enable()
+
+    return timed
+
+
+def write_results(path: Path, results: list[Result]) -> None:
+    """Replace the entries of the same names in the list at `path`, keep the others, append what is new."""
+    entries = {entry["name"]: entry for entry in json.loads(path.read_text())} if path.exists() else {}
+    entries |= {result.name: {**asdict(result), **_rounded(result)} for result in results}
+    path.write_text(json.dumps(list(entries.values()), indent=2) + "\n")
+
+
+def _rounded(result: Result) -> dict[str, float]:
+    return {key: float(f"{getattr(result, key):.4g}") for key in ("ours", "baseline", "ratio")}
+
+
+def print_table(results: list[Result]) -> None:
+    table = Table(title="ours against the baselines, side by side")
+    for column in ("name", "unit", "ours", "baseline", "ratio", "bar", "holds"):
+        table.add_column(column, justify="left" if column in ("name", "unit") else "right")
+    for result in results:
+        numbers = (f"{value:.4g}" for value in (result.ours, result.baseline, result.ratio))
+        verdict = {None: "", True: "yes", False: "NO"}[result.holds]
+        table.add_row(result.name, result.unit, *numbers, result.bar or "", verdict)
+    Console(width=140).print(table)

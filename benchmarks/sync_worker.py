@@ -1,0 +1,38 @@
+"""Runs inside vLLM's workers during the sync benchmark: parts of a weight update, each alone."""
+
+import time
+
+import torch
+from safetensors.torch import load_file
+
+from utils.vllm_worker import WorkerExtension
+
+
+class BenchExtension(WorkerExtension):
+    """The server's own extension and two steps more; both return seconds."""
+
+    _bench_tensors: list[tuple[str, torch.Tensor]] | None = None
+
+    def _weight_bench_load(self, path: str) -> float:
+        """vLLM's own reload of tensors that lie in memory already: no transfer, no bookkeeping of ours."""
+        if self._bench_tensors is None:
+            self._bench_tensors = [(name, tensor.clone()) for name, tensor in load_file(path).items()]
+        engine = self.weight_transfer_engine
+        start = time.perf_counter()
+        self.start_weight_update()
+        engine.model.load_weights(iter(self._bench_tensors))
+        engine.session.loaded = {name for name, _ in engine.model.named_parameters()}
+        self.finish_weight_update()
+        return time.perf_counter() - start
+
+    def _weight_bench_receive(self, sizes: list[int]) -> float:
+        """Take broadcasts of `sizes` bytes from the learner, into memory that is there already, and drop them."""
+        buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        group = self.weight_transfer_engine._group
+        group.barrier().wait()
+        start = time.perf_counter()
+        for buffer in buffers:
+            group.broadcast([buffer], options).wait()
+        return time.perf_counter() - start

@@ -1,0 +1,150 @@
+"""The benchmarks' arithmetic and file, and that every baseline does the same work as ours: only then a ratio means
+anything."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks import bench_cpu_work, bench_learner, bench_sync
+from benchmarks.__main__ import RESULTS
+from benchmarks.baselines.token_scanner import Scanner
+from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
+from tools.make_demo import build_tokenizer
+from utils.geometry import iou_matrix
+from utils.losses import PARTS
+from utils.matching import match
+from utils.packing import collate_packed, collate_padded
+from utils.parsing import TokenTable, parse_answer
+from utils.targets import TargetOptions, build_target
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def table(tokenizer) -> TokenTable:
+    return TokenTable.from_tokenizer(tokenizer)
+
+
+def test_ratios_point_the_way_their_bars_do():
+    assert at_least("a", "s", ours=0.5, baseline=2.0, times=3) == Result("a", "s", 0.5, 2.0, 4.0, ">= 3", True)
+    assert at_least("a", "s", ours=1.0, baseline=2.0, times=3).holds is False
+    assert at_most("a", "s", ours=1.1, baseline=1.0, times=1.15).holds is True
+    assert at_most("a", "s", ours=1.2, baseline=1.0, times=1.15) == Result("a", "s", 1.2, 1.0, 1.2, "<= 1.15", False)
+    assert reported("a", "s", ours=1.0, baseline=2.0) == Result("a", "s", 1.0, 2.0, 0.5, None, None)
+
+
+def test_functions_take_turns_and_the_median_counts():
+    values = {"a": iter([99.0, 1.0, 50.0, 2.0]), "b": iter([99.0, 7.0, 8.0, 9.0])}
+    order = []
+
+    def function(name: str):
+        return lambda: (order.append(name), next(values[name]))[1]
+
+    assert take_turns({name: function(name) for name in values}, rounds=3) == {"a": 2.0, "b": 8.0}
+    assert order == ["a", "b"] * 4
+    assert cpu(lambda: sum(range(100_000)))() > 0
+
+
+def test_results_are_replaced_by_name_and_kept_otherwise(tmp_path):
+    path = tmp_path / "results.json"
+    write_results(path, [at_most("old", "s", 1.0, 2.0, 1.0), at_most("again", "s", 1.0, 2.0, 1.0)])
+    write_results(path, [at_most("again", "s", 3.0, 2.0, 1.0), reported("new", "MiB", 1.23456789, 2.0)])
+    entries = json.loads(path.read_text())
+    assert [entry["name"] for entry in entries] == ["old", "again", "new"]
+    assert entries[1]["ours"] == 3.0 and entries[1]["holds"] is False
+    assert entries[2] == {
+        "name": "new", "unit": "MiB", "ours": 1.235, "baseline": 2.0, "ratio": 0.6173, "bar": None, "holds": None,
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="make bench has not been run in this checkout")
+def test_the_committed_results_have_the_promised_form():
+    entries = json.loads(RESULTS.read_text())
+    assert entries and len({entry["name"] for entry in entries}) == len(entries)
+    for entry in entries:
+        assert list(entry) == ["name", "unit", "ours", "baseline", "ratio", "bar", "holds"]
+        assert all(entry[key] > 0 and math.isfinite(entry[key]) for key in ("ours", "baseline", "ratio"))
+        assert (entry["bar"] is None) == (entry["holds"] is None)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+@pytest.mark.parametrize("kind", ["bbox_2d", "poly"])
+def test_the_token_scanner_makes_the_same_targets(tokenizer, table, kind, tuned):
+    """TGT-2, TGT-4 to TGT-6: objects, token indices of coordinates, pairs, sequence and every label are equal."""
+    scanner = Scanner(tokenizer, table, tuned)
+    for seed in range(3):
+        ids, gt = bench_cpu_work.make_answer(table, 30, kind, seed)
+        ours, theirs = parse_answer(ids, table), scanner.parse(ids)
+        assert [obj for obj, *_ in theirs[0]] == ours.pred_objects
+        assert [coords for _, coords, _ in theirs[0]] == [pred.coord_index for pred in ours.objects]
+        pairs = match(iou_matrix(ours.pred_objects, gt), bench_cpu_work.THRESHOLD)
+        assert scanner.match(ours.pred_objects, gt, bench_cpu_work.THRESHOLD) == pairs and len(pairs) > 10
+        target = build_target(ours, gt, pairs, table, TargetOptions())
+        answer, coord_of, label_of = scanner.target(ids, theirs, gt, pairs)
+        assert target.answer_ids.tolist() == answer
+        assert target.coord_index.tolist() == sorted(coord_of)
+        assert np.allclose(target.coord_target, [coord_of[index] for index in sorted(coord_of)])
+        assert dict(zip(target.text_index.tolist(), target.text_label.tolist(), strict=True)) == label_of
+
+
+def test_both_pipelines_train_the_same_tokens(tokenizer, table):
+    answers = [bench_cpu_work.make_answer(table, 20, "bbox_2d", seed) for seed in range(3)]
+    batch = bench_cpu_work.ours(answers, table)
+    row = bench_cpu_work.straightforward(answers, Scanner(tokenizer, table, tuned=True))
+    assert batch.input_ids[0].tolist() == row["input_ids"].tolist()
+    assert batch.position_ids[0, 0].tolist() == row["position_ids"].tolist()
+    assert (batch.text_pos + 1).tolist() == (row["labels"] != -100).nonzero()[:, 0].tolist()
+    assert (batch.coord_pos + 1).tolist() == (~row["coord_target"].isnan()).nonzero()[:, 0].tolist()
+
+
+def test_the_padded_full_logits_loss_is_ours_gradients_included(table):
+    """LRN-4, PCK-6: the same sums and the same gradient of the head."""
+    segments = [bench_learner.long_segment(length, table, seed) for seed, length in enumerate((90, 200))]
+    layout = {"position_ids_fn": bench_cpu_work.text_positions, "coord_ids": table.coord_ids, "dummy": segments[0]}
+    packed, padded = collate_packed(segments, **layout), collate_padded(segments, **layout)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(bench_learner.HIDDEN_SIZE, len(table.bytes_of), bias=False)
+    gradients = []
+    sums = []
+    for batch, sums_of in ((packed, bench_learner.packed_sums), (padded, bench_learner.padded_sums)):
+        head.weight.grad = None
+        sums.append(sums_of(batch, head))
+        bench_learner.backward(batch, sums[-1])
+        gradients.append(head.weight.grad)
+    for part in PARTS:
+        torch.testing.assert_close(sums[0][part], sums[1][part], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_answer_lengths_are_as_described():
+    lengths = bench_learner.answer_lengths(4000)
+    assert 560 < np.mean(lengths) < 620 and max(lengths) == 4000 and np.median(lengths) < 500
+
+
+def test_the_rows_of_the_throughput_benchmark_are_full_but_for_a_few_tokens(table):
+    segments = [bench_learner.long_segment(80, table, seed) for seed in range(24)]
+    rows = bench_learner.carried_rows(segments, cap=1024)
+    assert len(rows) > 3 and all(sum(map(len, row)) > 0.8 * 1024 for row in rows)
+    assert all(sum(map(len, bench_learner.filled_up(row, 1024))) == 1024 for row in rows)
+
+
+def test_memory_is_measured_at_its_peak_backward_included():
+    x = torch.ones(1 << 20, requires_grad=True)  # 4 MiB, from before
+
+    def work() -> None:
+        (x * 2).exp().sum().backward()  # two results and their gradients, of which three are alive at once at most
+
+    assert 8 << 20 <= bench_learner.peak_bytes(work) <= 16 << 20
+
+
+def test_the_synced_model_is_of_smollm2s_size():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**bench_sync.SMOLLM2_135M))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
