@@ -100,6 +100,7 @@ def write_checkpoint(
         ranks.raise_together(error, where)
     except FailedTogether:
         if ranks.is_main:
+            logger.error("%s could not be saved; %d MiB are free there", final, shutil.disk_usage(run_dir).free >> 20)
             shutil.rmtree(partial, ignore_errors=True)  # on a full disk this is what makes room again
         raise
     if ranks.is_main and save_total_limit is not None:

@@ -35,9 +35,11 @@ class StopRequest:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is None and _IS_MAIN:  # not by print, which the signal may have interrupted
-            os.write(2, b"\nasked to end: finishing this optimizer step, then saving a checkpoint\n")
+        if self.signal_name is not None:  # the first one counts: launchers send SIGTERM behind a Ctrl-C
+            return
         self.signal_name = signal.Signals(number).name
+        if _IS_MAIN:  # not by print, which the signal may have interrupted
+            os.write(2, b"\nasked to end: finishing this optimizer step, then saving a checkpoint\n")
 
 
 def end_with(error: Exception, run_dir: Path, config: str, step: int | None, version: str | None) -> int:

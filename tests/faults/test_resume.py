@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.processes import alive
 from tests.faults.learners import (
     LearnerProcess,
     assert_same_checkpoint,
@@ -19,7 +20,7 @@ from tests.faults.learners import (
     dumps,
     newest_step,
 )
-from tools.launch import ranks_below
+from tools.launch import family_of, ranks_below
 from tools.make_demo import make_dataset
 from utils.shutdown import STOPPED_STATUS
 
@@ -153,8 +154,10 @@ def test_ctrl_c_on_a_bare_launcher_saves_within_its_30_seconds_LRN_5(folder, sta
     config = config_of(folder, start_model, run.name, **GEOMETRY | {"max_steps": 200, "save_steps": 0})
     learner = LearnerProcess(config)
     assert learner.wait_for(learner.steps), learner.output[-6000:]
+    family = family_of(learner.process.pid)
     os.killpg(learner.process.pid, signal.SIGINT)
-    learner.end(timeout_s=60)
+    psutil.wait_procs(family, timeout=60)  # the outer launcher does not wait for the ranks
+    assert not alive(family)
     step = newest_step(run)
     assert step >= 1 and f"stopped by SIGINT after step {step} of 200, saved" in learner.output
     other = LearnerProcess(config, num_ranks=3)
