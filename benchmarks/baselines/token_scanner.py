@@ -16,9 +16,9 @@ import shapely
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from utils.answer_format import COORD_TOKENS
 from utils.geometry import Object, regression_targets
 from utils.parsing import TokenTable
-from utils.targets import _format_object
 
 
 class Scanner:
@@ -76,7 +76,7 @@ class Scanner:
         """`(ids, coordinate target by index, text label by index)`."""
         found, (last, num_kept) = parsed
         taken = {j for _, j in pairs}
-        missed = "".join(", " + _format_object(obj) for j, obj in enumerate(gt) if j not in taken)
+        missed = "".join(", " + COORD_TOKENS.write_object(obj) for j, obj in enumerate(gt) if j not in taken)
         cut = self.text_of(token_ids[last])
         if num_kept == len(cut):
             last += 1

@@ -107,7 +107,7 @@ def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4(folder, se
     learner = threading.Thread(target=lambda: results.append(run_learner("train_stage2.py", config, num_ranks=2)))
     learner.start()
     log = folder / "restart" / "rollouts.jsonl"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 400
     while not (log.exists() and len(read_rollout_log(log)) >= KILLED_AT) and learner.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.05)
