@@ -362,16 +362,16 @@ def commands_of(*arguments: str) -> str:
         ),
         (
             ["train", "GPUS=3"],
-            "exec .venv/bin/deepspeed --include localhost:3 --master_port 29500 train_stage2.py "
+            "exec .venv/bin/python -m tools.launch --include localhost:3 --master_port 29500 train_stage2.py "
             "--config configs/stage2/qwen3vl_8b_3v1.yaml",
         ),
         (
             ["train", "GPUS=6,7", "CONFIG=a.yaml", "PORT=29600"],
-            "exec .venv/bin/deepspeed --include localhost:6,7 --master_port 29600 train_stage2.py --config a.yaml",
+            "exec .venv/bin/python -m tools.launch --include localhost:6,7 --master_port 29600 train_stage2.py --config a.yaml",
         ),
         (
             ["train", "RANKS=2", "CONFIG=a.yaml"],
-            "exec .venv/bin/deepspeed --num_gpus 2 --master_port 29500 train_stage2.py --config a.yaml",
+            "exec .venv/bin/python -m tools.launch --num_gpus 2 --master_port 29500 train_stage2.py --config a.yaml",
         ),
     ],
 )
