@@ -367,7 +367,8 @@ def commands_of(*arguments: str) -> str:
         ),
         (
             ["train", "GPUS=6,7", "CONFIG=a.yaml", "PORT=29600"],
-            "exec .venv/bin/python -m tools.launch --include localhost:6,7 --master_port 29600 train_stage2.py --config a.yaml",
+            "exec .venv/bin/python -m tools.launch --include localhost:6,7 --master_port 29600 train_stage2.py "
+            "--config a.yaml",
         ),
         (
             ["train", "RANKS=2", "CONFIG=a.yaml"],
