@@ -216,7 +216,7 @@ class Session:
         if self.sync.ledger and self.cfg.rm.vllm.sync.verify == "always":
             ledger = {"version": self.version, "digests": self.sync.ledger}
             (output / "weights.json").write_text(json.dumps(ledger, indent=2) + "\n")
-        logger.info("finished %d steps; %s", self.num_steps, ", ".join(f"{k}: {v}" for k, v in facts.items()))
+        logger.info("finished %d steps%s", self.num_steps, "".join(f"; {name}: {fact}" for name, fact in facts.items()))
         logger.info("seconds on rank 0: %s", seconds)
         logger.info("checkpoint: %s; curves: tensorboard --logdir %s", output / f"checkpoint-{self.num_steps}", output)
 
