@@ -75,7 +75,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     chunk = _chunk(cfg, servers, world_size)
     batch, gas = training.per_device_train_batch_size, training.gradient_accumulation_steps
     answers = batch * cfg.answers_per_sample
-    rows = gas if training.packing else gas * answers
+    rows = gas if training.packing and not cfg.is_grpo else gas * answers  # GRPO makes as many rows as it takes
     num_samples = _samples_per_epoch(cfg)
     size = model_size(Path(cfg.model.path), cfg.tuner)
     known = training.max_steps is not None or num_samples is not None
@@ -228,7 +228,8 @@ def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_s
 def _activations(cfg: Config, bytes_each: int) -> int:
     """Language model only: 17 values per token, layer and hidden unit; checkpointed, one, and one layer in full."""
     text = _text_config(cfg)
-    tokens = (cfg.global_max_length or 0) * (1 if cfg.training.packing else cfg.training.per_device_train_batch_size)
+    per_row = 1 if cfg.training.packing else cfg.training.per_device_train_batch_size * cfg.answers_per_sample
+    tokens = (cfg.global_max_length or 0) * per_row
     per_layer = tokens * text.get("hidden_size", 0) * bytes_each
     layers = text.get("num_hidden_layers", 0)
     return per_layer * (layers + 17) if cfg.training.gradient_checkpointing else per_layer * layers * 17
