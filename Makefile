@@ -15,7 +15,7 @@ export DS_ACCELERATOR := $(if $(filter cpu,$(DEVICE)),cpu,)
 # DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
-.PHONY: help setup demo bench test test-all test-faults lint server train docs clean
+.PHONY: help setup demo demo-grpo bench test test-all test-faults lint server train grpo docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ $(READY): requirements-$(DEVICE).txt constraints.txt tools/torchvision_cpu.py
 
 demo: $(READY) ## stage 2 from start to end on this machine's CPU: data, start model, server, learner, result
 	$(BIN)/python -m tools.demo $(ARGS)
+
+demo-grpo: $(READY) ## GRPO from start to end on this machine's CPU
+	$(BIN)/python -m tools.demo_grpo $(ARGS)
 
 bench: $(READY) ## ours against honest baselines, side by side: a table, and benchmarks/results.json (some minutes)
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -56,6 +59,11 @@ server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
 train: $(READY) ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2)
 	exec $(BIN)/python -m tools.launch $(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)) --master_port $(PORT) \
 	  train_stage2.py --config $(CONFIG) $(ARGS)
+
+grpo: CONFIG = configs/grpo/summary_1024.yaml
+grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on CPU: RANKS=2)
+	exec $(BIN)/python -m tools.launch $(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)) \
+	  --master_port $(PORT) train_grpo.py --config $(CONFIG) $(ARGS)
 
 docs: $(READY) ## docs/config.md from the schema
 	$(BIN)/python tools/make_config_docs.py

@@ -10,12 +10,7 @@ one training sequence written from the model's own prefix and every object it mi
 rows; one forward and backward per row; one optimizer step.
 """
 
-import argparse
-import json
 import logging
-import math
-import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from utils import targets
-from utils.config import Config, exit_with, load_config_or_exit, require_variant
+from utils.config import Config, exit_with
 from utils.data import EncodedPrompt, Sample
 from utils.evaluation import count_sample, prediction_record, scores
 from utils.geometry import iou_matrix
@@ -34,52 +29,23 @@ from utils.learner import StepResult
 from utils.losses import LossWeights
 from utils.matching import match
 from utils.monitor import collapse_warnings
+from utils.objectives import MatchingObjective
 from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import parse_answer
-from utils.plan import print_dry_run
 from utils.prefetch import Prefetcher
-from utils.records import Example, SampleDump, evaluation_file
+from utils.program import run_program
+from utils.records import Example, SampleDump
 from utils.request_plan import EVAL_MICRO_STEP
 from utils.rollout import Decoding, RolloutResult, policy_step
 from utils.session import Session
 from utils.setup import open_session
-from utils.shutdown import Stopped, end_with
 from utils.targets import Segment, TargetOptions, build_target
 
 logger = logging.getLogger("train_stage2")
 
 
 def main() -> None:
-    args = parse_args()
-    cfg = load_config_or_exit(args.config)
-    require_variant(cfg, "rollout_matching_sft", "train_stage2.py")
-    if args.dry_run:
-        print_dry_run(cfg, args.world_size)
-        return
-    run, status = None, 0
-    try:
-        run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint)
-        train(run)
-    except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
-        facts = (run.steps_done, run.version) if run else (None, None)
-        status = end_with(error, Path(cfg.training.output_dir), args.config, *facts)
-    finally:
-        if run is not None:
-            run.close()
-    sys.exit(status)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="YAML file; everything is set there")
-    parser.add_argument("--dry-run", action="store_true", help="check the config, print the plan, touch no device")
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    parser.add_argument("--world-size", type=int, default=launched, help="learner ranks to plan for (--dry-run only)")
-    parser.add_argument(
-        "--resume", nargs="?", const="auto", metavar="CHECKPOINT", help="instead of training.resume_from_checkpoint"
-    )
-    parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher")
-    return parser.parse_args()
+    run_program("train_stage2.py", "rollout_matching_sft", __doc__, set_up, train)
 
 
 @dataclass(kw_only=True)
@@ -88,8 +54,6 @@ class Run(Session):
 
     buffer: CarryBuffer  # finished segments that wait for a row
     dump: SampleDump
-    best: float = -math.inf  # of training.metric_for_best_model
-    logged_seconds: Counter = field(default_factory=Counter)  # what earlier steps have logged of `seconds`
 
     def __post_init__(self) -> None:
         self.prefetcher = make_prefetcher(self)
@@ -126,10 +90,8 @@ def rank_state(run: Run, owes_evaluation: bool) -> dict[str, Any]:
     own = {
         "buffer": run.buffer.state_dict(),
         "ahead": [made.state_dict() for made in ahead],
-        "best": run.best,
-        "owes_evaluation": owes_evaluation,
     }
-    return run.state_dict(num_undone=num_drawn * run.cfg.training.per_device_train_batch_size) | own
+    return run.state_dict(owes_evaluation, num_undone=num_drawn * run.cfg.training.per_device_train_batch_size) | own
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:
@@ -139,10 +101,6 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         ValueError: other data, or a waiting segment that is longer than a row now is.
     """
     run.buffer.load_state_dict(state["buffer"])
-    run.best = state["best"]
-    if state["owes_evaluation"] and not run.owes_evaluation:  # an earlier process that went on from here made it
-        made = json.loads(evaluation_file(Path(run.cfg.training.output_dir), run.steps_done).read_text())
-        run.best = max(run.best, made[run.cfg.training.metric_for_best_model])
     run.load_state_dict(state)
     run.prefetcher.restore(run.steps_done, [MicroStep.from_state(made) for made in state["ahead"]])
 
@@ -165,18 +123,11 @@ def train(run: Run) -> None:
         with run.timed("step"):
             rows, rollouts = prepare_rows(run, step)
             with run.timed("train"):
-                result = run.learner.step([run.collate(row) for row in rows], loss_weights(run.cfg), step)
+                result = run.learner.step([run.collate(row) for row in rows], objective(run.cfg), step)
         run.steps_done = step + 1
         signal_name = log_step(run, step + 1, result, rollouts, policy_lags(rows, step))
-        is_last = step + 1 == run.num_steps
-        is_due = bool(cfg.eval_steps) and (is_last or (step + 1) % cfg.eval_steps == 0)
-        if is_due and not signal_name:
-            evaluate(run, step + 1)
-        if is_last or signal_name or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
-            run.save(rank_state(run, owes_evaluation=is_due and bool(signal_name)))
-        if signal_name and (is_due or not is_last):
-            raise Stopped(f"stopped by {signal_name} after step {step + 1} of {run.num_steps}, saved")
-    finish(run)
+        run.end_step(signal_name, partial(evaluate, run), partial(rank_state, run))
+    run.finish(segments_left=sum(run.ranks.gather(len(run.buffer))))
 
 
 @dataclass
@@ -340,33 +291,7 @@ def evaluate(run: Run, step: int) -> None:
     counts, predictions = run.on_current_weights(step, answer_all, f"evaluation at step {step}")
     result = scores(run.ranks.sum(counts))
     calls = run.log_calls(step, "eval")
-    gathered = run.ranks.gather(predictions)
-    metric = run.cfg.training.metric_for_best_model
-    is_best = result[metric] > run.best
-    run.best = max(run.best, result[metric])
-    sync_values = run.take_sync_values()
-    if run.ranks.is_main:
-        scalars = {f"eval/{name}": value for name, value in result.items()}
-        run.monitor.scalars(step, scalars | calls | sync_values)
-        run.monitor.flush()
-        write_evaluation(run, step, result, [record for part in gathered for record in part], is_best)
-
-
-def write_evaluation(
-    run: Run, step: int, result: dict[str, float], records: list[dict[str, Any]], is_best: bool
-) -> None:
-    """`eval/step_N.json` (scores) and `eval/step_N.jsonl` (every answer) under the run directory."""
-    path = evaluation_file(Path(run.cfg.training.output_dir), step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(record) + "\n" for record in sorted(records, key=lambda record: record["id"]))
-    path.with_suffix(".jsonl").write_text("".join(lines))
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps({"step": step, "is_best": is_best, **result}, indent=2) + "\n")
-    aside.replace(path)  # last and whole: there is an evaluation where there is this file
-    shown = " ".join(
-        f"{name}={result[name]:.3f}" for name in ("f1", "f1_no_label", "precision", "recall", "parse_rate")
-    )
-    logger.info("evaluation at step %d on %d images: %s%s", step, result["num_images"], shown, " (best)" * is_best)
+    run.log_evaluation(step, result, {f"eval/{name}": value for name, value in result.items()} | calls, predictions)
 
 
 def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: list[int]) -> str | None:
@@ -377,9 +302,7 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: 
     Returns:
         The signal that asks the run to end, if any rank has got one; the same on all ranks.
     """
-    passed = {name: value - run.logged_seconds[name] for name, value in run.seconds.items()}
-    run.logged_seconds.update(passed)
-    own = (rollouts.counts, rollouts.lengths, passed, result.num_tokens, lags, run.stop.signal_name)
+    own = (rollouts.counts, rollouts.lengths, run.take_seconds(), result.num_tokens, lags, run.stop.signal_name)
     gathered = run.ranks.gather(own)
     counts: Counter = Counter()
     for part in gathered:
@@ -423,30 +346,12 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: 
     return next((part[5] for part in gathered if part[5]), None)
 
 
-def finish(run: Run) -> None:
-    """Last words: where the time went, what was left in the buffers (LRN-1), what to look at."""
-    left = sum(run.ranks.gather(len(run.buffer)))
-    if not run.ranks.is_main:
-        return
-    output = Path(run.cfg.training.output_dir)
-    seconds = {name: round(value, 3) for name, value in run.seconds.items()}
-    record = {"steps": run.num_steps, "world_size": run.ranks.world_size, "seconds": seconds, "segments_left": left}
-    (output / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
-    if run.sync.ledger and run.cfg.rm.vllm.sync.verify == "always":
-        ledger = {"version": run.version, "digests": run.sync.ledger}
-        (output / "weights.json").write_text(json.dumps(ledger, indent=2) + "\n")
-    logger.info("finished %d steps; %d finished segments were left in the buffers, untrained", run.num_steps, left)
-    logger.info("seconds on rank 0: %s", seconds)
-    logger.info("checkpoint: %s; curves: tensorboard --logdir %s", output / f"checkpoint-{run.num_steps}", output)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # small translations from the config
 
 
-def loss_weights(cfg: Config) -> LossWeights:
-    losses = cfg.rm.losses
-    return LossWeights(text=losses.text, coord=losses.coord, w1=losses.w1, gate=losses.gate, sigma=losses.sigma)
+def objective(cfg: Config) -> MatchingObjective:
+    return MatchingObjective(LossWeights(**cfg.rm.losses.model_dump(exclude={"desc"})))
 
 
 def target_options(cfg: Config) -> TargetOptions:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from utils.geometry import Object, iou_matrix
 from utils.losses import LossWeights, num_chunks_for
 from utils.matching import match
 from utils.model import RowModel, apply_tuner, dummy_segment, load_model, param_groups, position_ids_for
+from utils.objectives import MatchingObjective
 from utils.packing import Batch, collate_packed, collate_padded, denominators
 from utils.parsing import TokenTable, parse_answer
 from utils.targets import Segment, TargetOptions, build_target, format_objects, make_segment
 
+OBJECTIVE = MatchingObjective(LossWeights())
 CONFIG = Path(__file__).parents[1] / "configs/demo/stage2.yaml"
 
 
@@ -66,7 +69,7 @@ class Demo:
 
     def forward_backward(self, batch: Batch, totals: dict[str, float] | None = None) -> None:
         totals = totals or denominators([batch])
-        loss, _ = self.model(batch, totals, LossWeights(), num_chunks_for(batch.num_labels))
+        loss, _ = self.model(batch, partial(OBJECTIVE.loss, totals=totals, num_chunks=num_chunks_for(batch.num_labels)))
         loss.backward()
 
     def step(self, batches: Sequence[Batch]) -> None:

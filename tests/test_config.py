@@ -137,7 +137,8 @@ def test_importing_config_and_plan_pulls_in_no_torch() -> None:
 def test_CFG_1_programs_have_operational_flags_only() -> None:
     """CFG-1."""
     allowed = {"--config", "--dry-run", "--world-size", "--resume", "--server-index", "--local_rank", "--local-rank"}
-    programs = [ROOT / name for name in ("train_stage2.py", "rollout_server.py") if (ROOT / name).exists()]
+    programs = [ROOT / name for name in ("utils/program.py", "train_stage2.py", "train_grpo.py", "rollout_server.py")]
+    assert "--resume" in programs[0].read_text()
     for program in programs:
         assert set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', program.read_text())) <= allowed, program
 
@@ -452,17 +453,42 @@ def grpo(**rlhf: Any) -> dict[str, Any]:
 
 
 def grpo_problem(data: dict[str, Any]) -> str:
-    """The only thing wrong with it, aside from the trainer that is missing."""
+    """The only thing wrong with it."""
     with pytest.raises(ConfigError) as caught:
         build_config(data, for_learner=False)
     assert len(caught.value.problems) == 1, caught.value.problems
     return caught.value.problems[0]
 
 
-def test_CFG_4_grpo_is_known_but_not_built() -> None:
-    """CFG-4: learners are refused; the server may be started."""
-    assert "train_grpo.py is not built yet" in only_problem(grpo())
-    assert build_config(grpo(), for_learner=False).servers()
+def test_CFG_4_grpo_is_the_other_program() -> None:
+    """CFG-4: its files are for train_grpo.py, and the same to learner and server."""
+    assert build_config(grpo()) == build_config(grpo(), for_learner=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"beta": 0.1},
+            "rlhf.beta=0.1: the policy at the start is had by switching adapters off; set tuner.type: lora",
+        ),
+        ({"beta": 0.1, "tuner": {"type": "lora", "adapter_path": "a"}}, "not the one at the start; merge that adapter"),
+    ],
+)
+def test_GRP_6_a_penalty_needs_the_policy_at_the_start(changes: dict[str, Any], message: str) -> None:
+    """GRP-6: without a second copy of the model."""
+    tuner = changes.pop("tuner", {})
+    assert message in grpo_problem(grpo(**changes) | {"tuner": tuner})
+    build_config(grpo(beta=0.1) | {"tuner": {"type": "lora"}})
+
+
+def test_GRP_1_LRN_8_prefetch_is_set_as_for_stage_2() -> None:
+    """GRP-1, LRN-8: and answers of older weights are corrected."""
+    data = grpo()
+    data["custom"]["extra"]["rollout_matching"] = {"async": {"enabled": True, "version_window": 1}}
+    assert build_config(data).rm.async_.version_window == 1
+    data["rlhf"]["importance_correction_cap"] = None
+    assert "answers of older weights" in grpo_problem(data)
 
 
 @pytest.mark.parametrize(
@@ -621,7 +647,7 @@ def test_GRP_2_without_packing_the_row_length_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("decoding", {"top_p": 0.5}), ("rollout_backend", "hf"), ("async", {"enabled": True})]
+    ("key", "value"), [("decoding", {"top_p": 0.5}), ("rollout_backend", "hf"), ("losses", {"w1": 2.0})]
 )
 def test_GRP_2_settings_of_stage_2_have_no_say_in_grpo(key: str, value: Any) -> None:
     """GRP-2: what would be ignored is refused; what both trainers read is not."""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from utils.model import (
     part_of,
     position_ids_for,
 )
+from utils.objectives import MatchingObjective
 from utils.packing import collate_packed, collate_padded, denominators
 from utils.targets import Segment
 
@@ -93,12 +95,17 @@ def logits_of(model: nn.Module, batch) -> torch.Tensor:
         return base_model(model).lm_head(RowModel(model).hidden_states(batch))
 
 
+def scored(totals: dict[str, float], num_chunks: int):
+    """What `RowModel` is asked for: stage 2's loss."""
+    return partial(MatchingObjective(WEIGHTS).loss, totals=totals, num_chunks=num_chunks)
+
+
 def gradients(model: nn.Module, batches: list, num_chunks: int = 2) -> dict[str, torch.Tensor]:
     """Of one optimizer step over `batches`, by parameter name; trainable parameters without a gradient are missing."""
     model.zero_grad()
     totals = denominators(batches)
     for batch in batches:
-        loss, _ = RowModel(model)(batch, totals, WEIGHTS, num_chunks)
+        loss, _ = RowModel(model)(batch, scored(totals, num_chunks))
         loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -220,7 +227,7 @@ def test_rank_without_segment_runs_a_dummy_pck_8(model, tuner):
     """PCK-8."""
     model = apply_tuner(model, **tuner)
     batch = collate(model, [])
-    loss, sums = RowModel(model)(batch, {"text": 10.0, "coord": 10.0}, WEIGHTS, num_chunks=3)
+    loss, sums = RowModel(model)(batch, scored({"text": 10.0, "coord": 10.0}, 3))
     loss.backward()
     assert float(loss.detach()) == 0 and all(float(value) == 0 for value in sums.values())
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -242,7 +249,7 @@ def test_logits_are_made_at_labels_only_lrn_4(model):
     batch = collate(model, images_of_three_sizes(model))
     seen = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
-    RowModel(model)(batch, denominators([batch]), WEIGHTS, num_chunks=3)
+    RowModel(model)(batch, scored(denominators([batch]), 3))
     vocab = model.config.text_config.vocab_size
     assert sum(rows for rows, _ in seen) == batch.num_labels and {width for _, width in seen} == {vocab}
     assert max(rows for rows, _ in seen) <= batch.num_labels // 3 + 2
@@ -447,7 +454,7 @@ def zero_rank(start: str, stage: int, tuner: str, result_path: str) -> None:
     expected_losses, plain = [], optimizer(single)
     for rows in steps:
         batches = [collate(single, row) for row in rows]
-        losses = [RowModel(single)(batch, denominators(batches), WEIGHTS, 3)[0] for batch in batches]
+        losses = [RowModel(single)(batch, scored(denominators(batches), 3))[0] for batch in batches]
         plain.zero_grad()
         sum(losses).backward()
         plain.step()
@@ -461,7 +468,7 @@ def zero_rank(start: str, stage: int, tuner: str, result_path: str) -> None:
     losses = []
     for rows in steps:
         batches = [collate(model, row) for row in rows]
-        loss, _ = engine(batches[engine.global_rank], denominators(batches), WEIGHTS, 3)
+        loss, _ = engine(batches[engine.global_rank], scored(denominators(batches), 3))
         engine.backward(loss * len(rows))
         engine.step()
         total = loss.detach().clone()

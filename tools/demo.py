@@ -59,8 +59,8 @@ def main() -> None:
     report(output, Path("runs/demo"), seconds)
 
 
-def start_server(environment: dict[str, str], log: Path) -> subprocess.Popen:
-    command = [sys.executable, "rollout_server.py", "--config", CONFIG]
+def start_server(environment: dict[str, str], log: Path, config: str = CONFIG) -> subprocess.Popen:
+    command = [sys.executable, "rollout_server.py", "--config", config]
     with log.open("w") as sink:
         return subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from utils.config import ConfigError, Origin, exit_with, resolve_yaml
 from utils.data import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples
 from utils.losses import PARTS, LossWeights, num_chunks_for, total_loss
 from utils.model import RowModel, dummy_segment, load_model, part_of, position_ids_for
+from utils.objectives import MatchingObjective
 from utils.packing import Batch, CarryBuffer, collate_packed, denominators
 from utils.parsing import TokenTable
 from utils.schema import Data, DataFiles, Losses, PositiveFloat, PositiveInt, Section, Share
@@ -97,24 +99,32 @@ def load_parts(cfg: WarmupConfig) -> Parts:
     return Parts(load_model(cfg.model, "float32"), processor, table, stream)
 
 
-def train(cfg: WarmupConfig, parts: Parts) -> None:
-    """Train all weights in place."""
+def train(cfg: WarmupConfig, parts: Parts, segment_of: Callable[[Sample], Segment] | None = None) -> None:
+    """Train all weights in place.
+
+    Args:
+        segment_of: a sample's training sequence; None takes stage 2's, its objects.
+    """
     model, table = parts.model, parts.table
     row_model = RowModel(model).train()
     optimizers = make_optimizers(model, cfg)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(cfg)) for optimizer in optimizers]
     weights = LossWeights(**cfg.losses.model_dump(exclude={"desc"}))
+    objective = MatchingObjective(weights)
     options = TargetOptions(desc_weight=cfg.losses.desc, coord_weight=cfg.losses.coord)
+    if segment_of is None:
+        segment_of = partial(supervised_segment, processor=parts.processor, table=table, options=options)
     started = time.monotonic()
     for step in range(cfg.steps):
         samples = parts.stream.next(cfg.samples_per_step)
-        segments = [supervised_segment(sample, parts.processor, table, options) for sample in samples]
+        segments = [segment_of(sample) for sample in samples]
         rows = list(packed_rows(segments, cfg.row_tokens, model, table))
         totals = denominators(rows)
         sums = dict.fromkeys(PARTS, 0.0)
         for row in rows:
             with torch.autocast("cpu", torch.bfloat16, enabled=cfg.autocast == "bfloat16"):
-                loss, row_sums = row_model(row, totals, weights, num_chunks_for(row.num_labels))
+                score = partial(objective.loss, totals=totals, num_chunks=num_chunks_for(row.num_labels))
+                loss, row_sums = row_model(row, score)
             loss.backward()
             sums = {part: sums[part] + row_sums[part] for part in PARTS}
         nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,22 +16,24 @@ from transformers import set_seed
 
 from utils.config import Config, engine_json
 from utils.dist import Ranks
-from utils.losses import LossWeights, num_chunks_for
+from utils.losses import num_chunks_for
 from utils.model import (
     RowModel,
     apply_tuner,
     enable_gradient_checkpointing,
     load_model,
     param_groups,
+    start_policy,
 )
-from utils.packing import Batch, denominators
+from utils.objectives import Objective, last_logprobs, text_logprobs
+from utils.packing import Batch
 from utils.plan import chunk_labels
 from utils.weight_sync import attempt
 
 
 @dataclass
 class StepResult:
-    """One optimizer step: loss parts as weighted means over all ranks and micro-steps, and the gradient norm."""
+    """One optimizer step: what the objective reports (`total` is the loss), and the gradient norm."""
 
     losses: dict[str, float]
     grad_norm: float
@@ -72,36 +74,35 @@ class Learner:
         self._base_lrs = {group["name"]: group["lr"] for group in groups}
         self._cfg, self._ranks, self._num_steps = cfg, ranks, num_steps
 
-    def step(self, batches: Sequence[Batch], weights: LossWeights, step: int) -> StepResult:
-        """One optimizer step over this rank's `gas` batches (PCK-5).
+    def step(self, batches: Sequence[Batch], objective: Objective, step: int) -> StepResult:
+        """One optimizer step over this rank's batches, equally many on all ranks (PCK-5).
 
         Every loss part is divided by its total weight over all ranks and micro-steps, so how tokens are laid out in
         rows does not change the gradient. DeepSpeed averages over ranks and micro-steps: that is multiplied out again.
         """
-        totals, num_chunks = self._share_totals(batches)
+        totals, num_chunks = self._share_totals(objective.totals(batches), batches)
+        score = partial(objective.loss, totals=totals, num_chunks=num_chunks)
         factor = lr_factor(step, self._num_steps, self._cfg.training)
         learning_rates = {name: base_lr * factor for name, base_lr in self._base_lrs.items()}
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rates[group["name"]]
-        sums: dict[str, float] = {}
+        # DeepSpeed divides by the configured number of micro-steps, however many there are.
+        scale = self._ranks.world_size * self.engine.gradient_accumulation_steps()
+        numbers: list[dict[str, float]] = []
         for index, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss, parts = self.engine(batch.to(self._ranks.device), totals, weights, num_chunks)
-            self.engine.backward(loss * (self._ranks.world_size * len(batches)))
+            loss, own = self.engine(batch.to(self._ranks.device), score)
+            self.engine.backward(loss * scale)
             self.engine.step()
-            for name, value in parts.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        losses = {
-            name: value / (totals.get(name) or totals["coord"] or 1.0) for name, value in self._ranks.sum(sums).items()
-        }
-        losses["total"] = sum(getattr(weights, name) * value for name, value in losses.items())
+            numbers.append({name: float(value) for name, value in own.items()})
+        gathered = [own for part in self._ranks.gather(numbers) for own in part]
         grad_norm = self.engine.get_global_grad_norm()
         return StepResult(
-            losses=losses,
+            losses=objective.report(gathered, totals),
             grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
             learning_rates=learning_rates,
             num_tokens=sum(batch.num_tokens for batch in batches),
-            fill_ratio=sum(batch.num_tokens for batch in batches) / (len(batches) * self._cfg.global_max_length),
+            fill_ratio=sum(batch.num_tokens for batch in batches) / sum(map(self._room, batches)),
         )
 
     def save_state(self, folder: Path) -> None:
@@ -144,16 +145,33 @@ class Learner:
         All ranks must call it with the same batch (ZeRO-3)."""
         self.engine.eval()
         with torch.no_grad():
-            logprobs = self.engine(batch.to(self._ranks.device), num_scored=num_tokens)
+            logprobs = self.engine(batch.to(self._ranks.device), partial(last_logprobs, num_tokens=num_tokens))
         self.engine.train()
         return logprobs.double().cpu().numpy()
 
-    def _share_totals(self, batches: Sequence[Batch]) -> tuple[dict[str, float], int]:
-        """Total weight of each loss part over all ranks, and one number of logits chunks for all (one collective)."""
-        shared = self._ranks.gather((denominators(batches), max(batch.num_labels for batch in batches)))
-        totals = {name: sum(local[name] for local, _ in shared) for name in ("text", "coord")}
+    def logprobs(
+        self, batches: Sequence[Batch], temperature: float, of_start_policy: bool = False
+    ) -> list[torch.Tensor]:
+        """Log-probabilities of every text label, float32 `[Nt]` per batch, under the present weights or those that
+        training began with (LoRA only). All ranks must call it with equally many batches (ZeRO-3)."""
+        _, num_chunks = self._share_totals({}, batches)
+        score = partial(text_logprobs, num_chunks=num_chunks, temperature=temperature)
+        self.engine.eval()
+        with torch.no_grad(), start_policy(self.model) if of_start_policy else nullcontext():
+            scored = [self.engine(batch.to(self._ranks.device), score)[0].cpu() for batch in batches]
+        self.engine.train()
+        return scored
+
+    def _share_totals(self, own: dict[str, float], batches: Sequence[Batch]) -> tuple[dict[str, float], int]:
+        """Sums of `own` over all ranks, and one number of logits chunks for all (one collective)."""
+        shared = self._ranks.gather((own, max(batch.num_labels for batch in batches)))
+        totals = {name: sum(local[name] for local, _ in shared) for name in own}
         most_labels = max(labels for _, labels in shared)
         return totals, num_chunks_for(most_labels, chunk_labels(self.engine.zero_optimization_stage()))
+
+    def _room(self, batch: Batch) -> int:
+        """Tokens that a row could hold; a padded batch without a limit holds what it does, padding included."""
+        return self._cfg.global_max_length or batch.input_ids.numel()
 
 
 def lr_factor(step: int, num_steps: int, training: Any) -> float:

@@ -1,4 +1,4 @@
-"""The trained model: loading, what of it is trained, and one forward pass from a `Batch` to a loss.
+"""The trained model: loading, what of it is trained, and one forward pass from a `Batch` to hidden states.
 
 A Qwen3-VL has four parts with their own learning rates: `llm` (language model), `embeddings` (token embeddings and
 head, frozen together with the llm), `vit` (vision tower) and `aligner` (its mergers, deepstack ones too).
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from utils.losses import LossWeights, loss_sums, total_loss
 from utils.packing import Batch
 from utils.targets import Segment
 
@@ -190,6 +190,18 @@ def _saved_whole(names: Sequence[str] | None) -> list[str]:
     return sorted({"embeddings" if part_of(name) == "embeddings" else name for name in names or ()})
 
 
+@contextmanager
+def start_policy(model: nn.Module) -> Iterator[None]:
+    """Inside, a PEFT model with adapters of its own making computes what the model it began with did: they are off."""
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for parameter in model.parameters():  # PEFT lets all adapters learn when it switches them on again
+            parameter.requires_grad_(parameter in trained)
+
+
 def enable_gradient_checkpointing(model: nn.Module) -> None:
     """Recompute each layer in backward. Non-reentrant: works with frozen inputs, and gradients arrive once (ZeRO)."""
     base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
@@ -271,44 +283,27 @@ def dummy_segment(model: nn.Module) -> Segment:
 
 
 class RowModel(nn.Module):
-    """What DeepSpeed wraps: `batch -> (loss, sums of the parts)`, the head only where there is a label (LRN-4).
+    """What DeepSpeed wraps: a batch's hidden states, and whatever is to be made of them and the head.
 
     Every rank runs the same modules in the same order whatever its batch holds (PCK-8): the batch always has an image
-    (collation adds one of no weight), the vision tower is called once for all of them, and the head `num_chunks` times.
+    (collation adds one of no weight), the vision tower is called once for all of them, and `score` must call the head
+    equally often.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        batch: Batch,
-        denominators: dict[str, float] | None = None,
-        weights: LossWeights | None = None,
-        num_chunks: int = 1,
-        num_scored: int = 0,
-    ) -> tuple[Tensor, dict[str, Tensor]] | Tensor:
-        """Loss (float32 scalar, see `utils.losses.total_loss`) and the detached, unweighted sums of its parts.
+    def forward(self, batch: Batch, score: Callable[[Tensor, nn.Module, Batch], Any]) -> Any:
+        """`score(hidden states [B * T, D], head, batch)`: an objective's loss, or log-probabilities.
 
-        With `num_scored` it returns the log-probabilities of the last tokens of a batch's first segment instead,
-        float32 `[num_scored]`: through the same door, because under ZeRO-3 only an engine's forward gathers weights
-        that one module reads from another, as DoRA does.
+        It is called in here because under ZeRO-3 only an engine's forward gathers weights that one module reads from
+        another, as DoRA does.
 
         Args:
             batch: on the model's device.
-            denominators: totals of the whole optimizer step over all ranks.
-            num_chunks: `utils.losses.num_chunks_for` the rank with the most labels; equal on all ranks.
         """
-        hidden = self.hidden_states(batch).flatten(0, 1)
-        head = base_model(self.model).lm_head
-        if num_scored:
-            end = int(batch.cu_seqlens[1])
-            scored = slice(end - num_scored, end)
-            logprobs = head(hidden[scored.start - 1 : end - 1]).float().log_softmax(-1)
-            return logprobs.gather(1, batch.input_ids.flatten()[scored, None])[:, 0]
-        sums = loss_sums(hidden, head, batch, weights.sigma, num_chunks)
-        return total_loss(sums, denominators, weights), {part: value.detach() for part, value in sums.items()}
+        return score(self.hidden_states(batch).flatten(0, 1), base_model(self.model).lm_head, batch)
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Final hidden states [B, T, D]."""

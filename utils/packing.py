@@ -64,6 +64,23 @@ def choose_row(lengths: Sequence[int], cap: int) -> list[int]:
     return [0, *reversed(row)]
 
 
+def fill_rows(lengths: Sequence[int], cap: int) -> list[list[int]]:
+    """All segments in rows of at most `cap` tokens, each row the fullest that contains the oldest segment left.
+
+    Args:
+        lengths: in order of arrival, tokens; each fits `cap`.
+
+    Returns:
+        Ascending indices of every row.
+    """
+    waiting, rows = list(range(len(lengths))), []
+    while waiting:
+        chosen = {waiting[index] for index in choose_row([lengths[index] for index in waiting], cap)}
+        rows.append(sorted(chosen))
+        waiting = [index for index in waiting if index not in chosen]
+    return rows
+
+
 def check_fits(segments: Sequence[Segment], cap: int) -> None:
     """Raises ValueError for a segment that is longer than `cap` tokens (PCK-3)."""
     for segment in segments:
@@ -207,9 +224,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in values.items()}
-        return Batch(**moved)
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **moved)
 
     @property
     def num_labels(self) -> int:

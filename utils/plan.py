@@ -95,7 +95,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     chunk = _chunk(cfg, servers, world_size)
     batch, gas = training.per_device_train_batch_size, training.gradient_accumulation_steps
     answers = batch * cfg.answers_per_sample
-    rows = gas if training.packing else gas * answers
+    rows = gas if training.packing and not cfg.is_grpo else gas * answers  # GRPO makes as many rows as it takes
     num_samples = _samples_per_epoch(cfg)
     size = model_size(Path(cfg.model.path), cfg.tuner)
     known = training.max_steps is not None or num_samples is not None
@@ -300,7 +300,7 @@ def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_s
 
 
 def _row_tokens(cfg: Config) -> int:
-    rows = 1 if cfg.training.packing else cfg.training.per_device_train_batch_size
+    rows = 1 if cfg.training.packing else cfg.training.per_device_train_batch_size * cfg.answers_per_sample
     return rows * (cfg.global_max_length or 0)
 
 

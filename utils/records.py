@@ -135,6 +135,19 @@ def evaluation_file(run_dir: Path, step: int) -> Path:
     return run_dir / "eval" / f"step_{step:06d}.json"
 
 
+def write_evaluation(
+    run_dir: Path, step: int, result: Mapping[str, float], answers: Sequence[Mapping[str, Any]], is_best: bool
+) -> None:
+    """`eval/step_N.json` (scores) and `eval/step_N.jsonl` (every answer, by `id`) under the run directory."""
+    path = evaluation_file(run_dir, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(answer) + "\n" for answer in sorted(answers, key=lambda answer: answer["id"]))
+    path.with_suffix(".jsonl").write_text("".join(lines))
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps({"step": step, "is_best": is_best, **result}, indent=2) + "\n")
+    aside.replace(path)  # last and whole: there is an evaluation where there is this file
+
+
 def _end_torn_line(path: Path) -> None:
     """Where an earlier process was killed in the middle of a line, the next line must not be glued to it."""
     if path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:

@@ -40,13 +40,14 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to sample: greedy at temperature 0, `top_k` -1 for all (CFG-12)."""
+    """How to sample: greedy at temperature 0, `top_k` -1 for all (CFG-12); `logprobs` asks for those of the answer."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = -1
     repetition_penalty: float = 1.0
     max_new_tokens: int = 1024
+    logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class RolloutResult:
 
     `response_token_ids`: the assistant's tokens, cut before the stop token. `prompt_token_ids`: what the engine saw.
     `weight_version`: the weights that made it; `last_weight_version` those at its end, another only where running
-    requests were held over a sync (SYN-9). `logprobs`: one per response token, where asked for. With `error` set the
+    requests were held over a sync (SYN-9). `logprobs`: one per response token, where asked for
+    (the hf backend has none: it generates with the weights that train). With `error` set the
     request failed alone: no ids at all, an empty rollout (CON-3).
     """
 
@@ -147,6 +149,7 @@ def request_config(decoding: Decoding) -> dict[str, Any]:
         "top_k": decoding.top_k,
         "repetition_penalty": decoding.repetition_penalty,
         "return_details": True,
+        "logprobs": decoding.logprobs,
     }
 
 

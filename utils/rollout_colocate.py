@@ -237,6 +237,7 @@ def start_engine(options: EngineOptions, device: torch.device, sleeps: bool) -> 
         max_model_len=options.max_model_len,
         max_num_seqs=options.decode_batch_size * options.tensor_parallel_size,
         enable_sleep_mode=sleeps,
+        logprobs_mode="processed_logprobs",  # those that tokens are drawn from
         worker_extension_cls=f"{__name__}.{ColocateWorker.__name__}",
         # Only its loading is used: the communicator is never opened.
         weight_transfer_config=WeightTransferConfig(backend="stream_gloo"),
@@ -266,6 +267,7 @@ def sampling_params(decoding: Decoding, seed: int) -> SamplingParams:
         repetition_penalty=decoding.repetition_penalty,
         seed=seed,
         max_tokens=decoding.max_new_tokens,
+        logprobs=0 if decoding.logprobs else None,
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -276,10 +278,16 @@ def read_output(output: RequestOutput, version: str | None) -> RolloutResult:
     """vLLM's answer as a result: the stop token, which is the last one generated, is cut (ROL-1)."""
     answer = output.outputs[0]
     token_ids = list(answer.token_ids)
+    if answer.finish_reason == "stop":
+        del token_ids[-1]
+    logprobs = answer.logprobs and [
+        step[token].logprob for token, step in zip(token_ids, answer.logprobs, strict=False)
+    ]
     return RolloutResult(
-        response_token_ids=token_ids[:-1] if answer.finish_reason == "stop" else token_ids,
+        response_token_ids=token_ids,
         prompt_token_ids=list(output.prompt_token_ids),
         text=answer.text,
         finish_reason=answer.finish_reason,
         weight_version=version,
+        logprobs=logprobs,
     )

@@ -336,7 +336,7 @@ def _engine_reports_what_it_samples_from(cfg: Config) -> Found:
 
 
 # What a GRPO file may say in the section of stage 2; for all else it has `rlhf`.
-_SHARED_WITH_STAGE2 = ("max_failed_fraction", "monitor_dump", "eval")
+_SHARED_WITH_STAGE2 = ("max_failed_fraction", "monitor_dump", "eval", "async_")
 
 
 @_rule("custom.trainer_variant", RM)
@@ -345,6 +345,25 @@ def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
     for key, found in RolloutMatching.model_fields.items():
         if cfg.is_grpo and key not in _SHARED_WITH_STAGE2 and getattr(given, key) != getattr(default, key):
             yield f"{RM}.{found.alias or key}", "is for stage 2, GRPO takes its settings from rlhf; delete it here"
+
+
+@_rule("rlhf", "tuner")
+def _penalty_has_a_reference(cfg: Config) -> Found:
+    if cfg.rlhf is None or not cfg.rlhf.beta:
+        return
+    if cfg.tuner.type != "lora":
+        yield "rlhf.beta", "the policy at the start is had by switching adapters off; set tuner.type: lora, or beta: 0"
+    elif cfg.tuner.adapter_path is not None:
+        why = "switching adapters off gives the policy before tuner.adapter_path, not the one at the start"
+        yield "rlhf.beta", f"{why}; merge that adapter into model.path and start a new one, or set beta: 0"
+
+
+@_rule("rlhf", f"{RM}.async")
+def _old_answers_are_corrected(cfg: Config) -> Found:
+    if cfg.is_grpo and cfg.rlhf is not None and cfg.rm.async_.version_window:
+        if cfg.rlhf.importance_correction_cap is None:
+            why = f"answers of older weights ({RM}.async.version_window) need the correction"
+            yield "rlhf.importance_correction_cap", f"{why}; set a number, or version_window: 0"
 
 
 @_rule("rlhf")
@@ -364,7 +383,6 @@ def _rewards_have_weights(cfg: Config) -> Found:
 # what is not built yet
 
 UNBUILT: list[tuple[Callable[[Config], bool], str, str]] = [
-    (lambda c: not _is_stage2(c), "custom.trainer_variant", "train_grpo.py is not built yet; use rollout_matching_sft"),
     (lambda c: c.training.fused_kernels, "training.fused_kernels", "is not built yet; set it to false"),
 ]
 

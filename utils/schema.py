@@ -405,7 +405,9 @@ class Training(Section):
     output_dir: str = Field(examples=["runs/name"], description="run directory")
     num_train_epochs: PositiveFloat = Field(1.0, description="passes over the data, where max_steps is null")
     max_steps: PositiveInt | None = Field(None, description="optimizer steps; null: as num_train_epochs says")
-    per_device_train_batch_size: PositiveInt = Field(1, description="samples a rank draws per micro-step")
+    per_device_train_batch_size: PositiveInt = Field(
+        1, description="samples (GRPO: prompts) a rank draws per micro-step"
+    )
     gradient_accumulation_steps: PositiveInt = Field(1, description="micro-steps per optimizer step")
     packing: bool = Field(True, description="pack segments into rows of global_max_length; false: a padded batch")
     packing_drop_last: bool = Field(True, description="what is left in the buffer after the last step is not trained")
@@ -433,7 +435,10 @@ class Training(Section):
     resume_from_checkpoint: str | None = Field(None, description="checkpoint, or auto: the newest complete one")
     metric_for_best_model: Literal[
         "f1", "precision", "recall", "f1_no_label", "precision_no_label", "recall_no_label", "mean_iou", "parse_rate"
-    ] = Field("f1", description="evaluation metric of the best step; *_no_label counts wrong labels as found")
+    ] = Field(
+        "f1",
+        description="stage 2: evaluation metric of the best step (GRPO: mean reward); *_no_label takes wrong labels",
+    )
     logging_steps: PositiveInt = Field(1, description="optimizer steps between log lines")
     report_to: Literal["tensorboard", "none"] = Field("tensorboard", description="where curves are written")
     collapse: Collapse = Field(default_factory=Collapse)
@@ -470,7 +475,9 @@ class Rlhf(Section):
     decode_batch_size: PositiveInt = Field(1, description="sequences one rollout device decodes at once, at most")
     max_new_tokens: PositiveInt = Field(1024, description="longest answer in tokens")
     num_generations: int = Field(8, ge=2, description="answers to each prompt: the group they are compared in")
-    num_iterations: PositiveInt = Field(1, description="optimizer steps over the same answers")
+    num_iterations: PositiveInt = Field(
+        1, description="optimizer steps over the same answers, which count as one in training"
+    )
     reward_funcs: list[str] = Field(
         examples=[["detection_f1"]], min_length=1, description="names of reward functions, each in [0, 1]"
     )

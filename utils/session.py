@@ -1,6 +1,9 @@
 """What a training program holds while it runs, and the few things that stage 2 and GRPO do in the same way: bring the
 current weights to the engine that generates, ask it, and write down what was asked."""
 
+import json
+import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -21,14 +24,16 @@ from utils.learner import Learner
 from utils.monitor import Monitor
 from utils.packing import Batch
 from utils.parsing import TokenTable
-from utils.records import RolloutLog, ServerWatch
+from utils.records import RolloutLog, ServerWatch, evaluation_file, write_evaluation
 from utils.recovery import through_restarts
 from utils.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
 from utils.rollout import Decoding, RolloutBackend, RolloutRequest, RolloutResult, check_prompt
 from utils.rollout_client import RolloutClient
-from utils.shutdown import StopRequest
+from utils.shutdown import Stopped, StopRequest
 from utils.targets import Segment
 from utils.weight_sync import WeightSync, attempt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -41,7 +46,7 @@ class Session:
     stream: SampleStream  # training samples of this rank
     val_samples: list[Sample]
     processor: Any
-    table: TokenTable
+    table: TokenTable | None  # None where the tokenizer has no coordinate tokens, which stage 2 never lets pass
     client: RolloutClient | None  # of the rollout servers, where there are any
     backend: RolloutBackend
     # What brings new weights to the backend; one in this process does so itself.
@@ -52,14 +57,17 @@ class Session:
     rollout_log: RolloutLog
     watch: ServerWatch
     num_steps: int
+    metric: str  # of an evaluation, that decides which step was the best
     lock: RunLock | None = None  # on the run directory, rank 0's
     steps_done: int = 0
     resumed: dict[str, Any] | None = None  # this rank's state in the checkpoint that the run goes on from
     owes_evaluation: bool = False  # a stop came ahead of the one due at `steps_done`
     stop: StopRequest = field(default_factory=StopRequest)
     version: str | None = None  # the policy that generates
+    best: float = -math.inf  # of `metric`, so far
     sync_values: dict[str, float] = field(default_factory=dict)  # of the last sync, until a step or evaluation logs it
     seconds: Counter = field(default_factory=Counter)  # by part, since the run began
+    logged_seconds: Counter = field(default_factory=Counter)  # what earlier steps have logged of them
     _lock: Any = field(default_factory=threading.Lock, repr=False)
     _encoding: Any = field(default_factory=threading.Lock, repr=False)
 
@@ -155,15 +163,75 @@ class Session:
             return {}
         return self.rollout_log.write(step, self.version, self.sync.mode, self.sync.fallback, phase)
 
-    def state_dict(self, num_undone: int = 0) -> dict[str, Any]:
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by part since they were last taken: with prefetch, rollouts of coming steps are in them."""
+        passed = {name: value - self.logged_seconds[name] for name, value in self.seconds.items()}
+        self.logged_seconds.update(passed)
+        return passed
+
+    def log_evaluation(
+        self, step: int, result: dict[str, float], scalars: dict[str, float], answers: list[dict[str, Any]]
+    ) -> None:
+        """An evaluation onto disk and into the curves, `answers` of all ranks together (collective)."""
+        gathered = [answer for part in self.ranks.gather(answers) for answer in part]
+        is_best, sync_values = result[self.metric] > self.best, self.take_sync_values()
+        self.best = max(self.best, result[self.metric])
+        if self.ranks.is_main:
+            self.monitor.scalars(step, scalars | sync_values)
+            self.monitor.flush()
+            write_evaluation(Path(self.cfg.training.output_dir), step, result, gathered, is_best)
+            shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
+            logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
+
+    def end_step(
+        self, signal_name: str | None, evaluate: Callable[[int], None], rank_state: Callable[[bool], dict[str, Any]]
+    ) -> None:
+        """What is due behind step `steps_done`: evaluation, checkpoint, and the end where a signal asks for it.
+
+        Args:
+            signal_name: of the signal, the same on all ranks.
+            rank_state: the state of this rank, given whether an evaluation is left to whoever goes on.
+
+        Raises:
+            Stopped: the step that the signal came in is finished and saved.
+        """
+        cfg, step = self.cfg.training, self.steps_done
+        is_last = step == self.num_steps
+        is_due = bool(cfg.eval_steps) and (is_last or step % cfg.eval_steps == 0)
+        if is_due and not signal_name:
+            evaluate(step)
+        if is_last or signal_name or (cfg.save_steps and step % cfg.save_steps == 0):
+            self.save(rank_state(is_due and bool(signal_name)))
+        if signal_name and (is_due or not is_last):
+            raise Stopped(f"stopped by {signal_name} after step {step} of {self.num_steps}, saved")
+
+    def finish(self, **facts: Any) -> None:
+        """Last words: where the time went, what was left in the buffers (LRN-1), what to look at."""
+        if not self.ranks.is_main:
+            return
+        output = Path(self.cfg.training.output_dir)
+        seconds = {name: round(value, 3) for name, value in self.seconds.items()}
+        record = {"steps": self.num_steps, "world_size": self.ranks.world_size, "seconds": seconds, **facts}
+        (output / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
+        if self.sync.ledger and self.cfg.rm.vllm.sync.verify == "always":
+            ledger = {"version": self.version, "digests": self.sync.ledger}
+            (output / "weights.json").write_text(json.dumps(ledger, indent=2) + "\n")
+        logger.info("finished %d steps%s", self.num_steps, "".join(f"; {name}: {fact}" for name, fact in facts.items()))
+        logger.info("seconds on rank 0: %s", seconds)
+        logger.info("checkpoint: %s; curves: tensorboard --logdir %s", output / f"checkpoint-{self.num_steps}", output)
+
+    def state_dict(self, owes_evaluation: bool, num_undone: int = 0) -> dict[str, Any]:
         """What this rank needs to go on from here, of plain types and tensors. A program adds what is its own.
 
         Args:
+            owes_evaluation: the one due at this step is left to whoever goes on.
             num_undone: samples drawn ahead that the run which goes on draws again.
         """
         return {
             "stream": self.stream.state_dict(num_undone),
             "random": random_states(self.ranks.device),
+            "best": self.best,
+            "owes_evaluation": owes_evaluation,
             "sync": {"mode": getattr(self.sync, "mode", None), "fallback": getattr(self.sync, "fallback", None)},
         }
 
@@ -174,6 +242,10 @@ class Session:
         Raises:
             ValueError: the data are not those of the checkpoint.
         """
+        self.best = state["best"]
+        if state["owes_evaluation"] and not self.owes_evaluation:  # an earlier process that went on from here made it
+            made = json.loads(evaluation_file(Path(self.cfg.training.output_dir), self.steps_done).read_text())
+            self.best = max(self.best, made[self.metric])
         self.stream.load_state_dict(state["stream"])
         set_random_states(state["random"], self.ranks.device)
 

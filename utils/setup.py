@@ -6,13 +6,14 @@ Data, tokenizer, servers, model, engine, communicators: in the order in which mi
 import logging
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 
 from utils import targets
@@ -37,6 +38,7 @@ from utils.monitor import Monitor, write_run_json
 from utils.packing import Batch, collate_packed, collate_padded
 from utils.parsing import TokenTable
 from utils.plan import check_engines
+from utils.policy_loss import policy_segment
 from utils.records import RolloutLog, ServerWatch, evaluation_file
 from utils.resume import Checkpoint, RunLock, choose_checkpoint, drop_records_after, rank_file
 from utils.rollout import RolloutBackend, ServerBackend
@@ -45,13 +47,22 @@ from utils.session import Session
 from utils.targets import Segment, TargetOptions
 from utils.weight_sync import MergedWeights, Probe, WeightSync, attempt
 
+PROBE_TEXT = '{"probe": ["The quick brown fox jumps over the lazy dog.", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}'
 
-def open_session(cfg: Config, resume: str | None = None) -> Session:
+
+def open_session(
+    cfg: Config,
+    resume: str | None = None,
+    needs_coordinates: bool = True,
+    problems_of: Callable[[Sequence[Sample]], list[str]] = lambda samples: [],
+) -> Session:
     """Everything both training programs need before their first step (collective).
 
     Args:
         resume: null, `auto` or a checkpoint to go on from. Then model and optimizer are as it left them; the program
             hands `resumed` to `load_state_dict` when all else is ready.
+        needs_coordinates: the tokenizer must have coordinate tokens.
+        problems_of: what the program finds wrong with samples, `file:line: reason` each.
 
     Raises:
         SystemExit: status 2 with one message on rank 0, for a user's mistake.
@@ -65,7 +76,9 @@ def open_session(cfg: Config, resume: str | None = None) -> Session:
         exit_with(error, ranks.is_main)
     logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
     datasets, weights, val_samples = load_data(cfg, ranks.is_main)
-    processor, table = load_tokenizer(cfg, ranks.is_main)
+    if problems := problems_of([sample for part in (*datasets, val_samples) for sample in part]):
+        exit_with(str(DataError(problems)), ranks.is_main)
+    processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
     training = cfg.training
     num_steps = training.num_steps(sum(map(len, datasets)), ranks.world_size)
     ranks.open()
@@ -82,8 +95,8 @@ def open_session(cfg: Config, resume: str | None = None) -> Session:
     collate = partial(
         collate_packed if training.packing else collate_padded,
         position_ids_fn=position_ids_for(learner.model),
-        coord_ids=table.coord_ids,
-        digit_ids=table.digit_ids,
+        coord_ids=table.coord_ids if table else np.zeros(0, dtype=np.int64),
+        digit_ids=table.digit_ids if table else None,
         dummy=dummy_segment(learner.model),
     )
     probe = make_probe(datasets[0][0], processor, table, learner, collate)
@@ -120,6 +133,7 @@ def open_session(cfg: Config, resume: str | None = None) -> Session:
         rollout_log=RolloutLog(run_dir, client, ranks),
         watch=ServerWatch(client, ranks.is_main),
         num_steps=num_steps,
+        metric=training.metric_for_best_model,
         lock=lock,
         steps_done=steps_done,
         resumed=resumed,
@@ -165,13 +179,18 @@ def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[floa
     return datasets, [spec.weight for spec in train_specs], [sample for part in validation for sample in part][:limit]
 
 
-def load_tokenizer(cfg: Config, is_main: bool) -> tuple[Any, TokenTable]:
-    """Processor and token table; exit status 2 where the tokenizer lacks the coordinate tokens."""
+def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
+    """Processor and token table; without coordinate tokens exit status 2, or no table where they are not needed."""
     try:
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
-        return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
     except (OSError, ValueError) as error:
         exit_with(f"model.path={cfg.model.path}: {error}", is_main)
+    try:
+        return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
+    except ValueError as error:
+        if needs_coordinates:
+            exit_with(f"model.path={cfg.model.path}: {error}", is_main)
+        return processor, None
 
 
 def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
@@ -270,15 +289,20 @@ def open_sync(
 
 
 def make_probe(
-    sample: Sample, processor: Any, table: TokenTable, learner: Learner, collate: Callable[[list[Segment]], Batch]
+    sample: Sample,
+    processor: Any,
+    table: TokenTable | None,
+    learner: Learner,
+    collate: Callable[[list[Segment]], Batch],
 ) -> Probe:
-    """The first training sample with its ground truth as the answer: fixed, and it runs through every module."""
+    """The first training sample with its objects as the answer, or any text where there are no coordinate tokens:
+    fixed, and it runs through every module."""
     prompt = encode_prompt(sample, processor)
-    target = targets.ground_truth_target(sample.objects[:8], table, TargetOptions())
-    segment = targets.make_segment(
-        sample.id, prompt.prompt_token_ids, target, table, prompt.pixel_values, prompt.image_grid_thw
-    )
-    token_ids = [int(token) for token in target.answer_ids]
+    if table is None:
+        token_ids = processor.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    else:
+        token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
+    segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
     request = {"messages": prompt_chat(sample), "images": sample.images}
     return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
 

@@ -15,15 +15,16 @@ import deepspeed
 import torch
 from safetensors import safe_open
 
-from train_stage2 import parse_args, set_up, train
+from train_stage2 import set_up, train
 from utils.config import load_config_or_exit
+from utils.program import parse_args
 from utils.rollout_client import Link
 
 
 def main() -> None:
-    cfg = load_config_or_exit(parse_args().config)
+    cfg = load_config_or_exit(parse_args(__doc__).config)
     sent = record_requests()
-    run = set_up(cfg)
+    run = set_up(cfg, resume=None)
     try:
         train(run)
         count = compare(run, Path(cfg.model.path) / "model.safetensors")

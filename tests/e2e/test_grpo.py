@@ -1,0 +1,156 @@
+"""GRPO on real parts: one vLLM server, DeepSpeed with two ranks, merged weights between them, run after run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.e2e.processes import Server, free_port, run_learner, write_yaml
+from tools.demo_grpo import make_data
+from utils.records import read_rollout_log
+
+pytestmark = pytest.mark.e2e
+NUM_STEPS = 4
+REWARDS = """
+def odd(completion, sample):
+    return sum(token % 2 for token in completion.token_ids) / max(len(completion.token_ids), 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo")
+    make_data(folder / "data", 64, 6, 0)
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder, start_model):
+    server = Server(folder, start_model)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.end()
+
+
+def grpo_config(folder: Path, server: Server, model: Path, name: str, **changes) -> Path:
+    config = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "global_max_length": 512,
+        "tuner": {"type": "lora", "rank": 4, "alpha": 8},
+        "custom": {
+            "trainer_variant": "grpo",
+            "train_jsonl": str(folder / "data" / "train.jsonl"),
+            "val_jsonl": str(folder / "data" / "val.jsonl"),
+            "extra": {"rollout_server": {"device": "cpu", "vllm_max_model_len": 512, "cpu_kv_cache_gib": 1}},
+        },
+        "rlhf": {
+            "vllm_server_port": [server.port],
+            "vllm_server_group_port": free_port(),
+            "sync": {"bucket_mib": 1, "verify": "always"},
+            "decode_batch_size": 32,
+            "max_new_tokens": 12,
+            "num_generations": 4,
+            "reward_funcs": ["odd"],
+            "reward_files": [str(folder / "rewards.py")],
+        },
+        "training": {
+            "output_dir": str(folder / name),
+            "max_steps": NUM_STEPS,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "packing_buffer": 64,
+            "learning_rate": 5e-3,
+            "gradient_checkpointing": False,
+            "eval_steps": NUM_STEPS,
+        },
+        "deepspeed": "zero2",
+    }
+    for section, values in changes.items():
+        config[section] |= values
+    return write_yaml(folder / f"{name}.yaml", config)
+
+
+def curves(run_dir: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(run_dir)).Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def first_run(folder, server, start_model) -> Path:
+    config = grpo_config(folder, server, start_model, "first", rlhf={"beta": 0.01})
+    result = run_learner("train_grpo.py", config, num_ranks=2)
+    assert result.returncode == 0, result.stdout[-6000:]
+    return folder / "first"
+
+
+def test_engine_and_learner_agree_on_every_sampled_token_GRP_6_SYN_7(first_run):
+    """GRP-6, SYN-7: in float32 their log-probabilities differ by less than 1e-3, after every update; on-policy ratios
+    are 1."""
+    found = curves(first_run)
+    assert len(found["policy/engine_gap_max"]) == NUM_STEPS
+    assert 0 < max(found["policy/engine_gap_max"]) < 1e-3
+    assert found["policy/ratio_max"] == pytest.approx([1.0] * NUM_STEPS, abs=1e-6)
+    assert found["policy/correction_mean"] == pytest.approx([1.0] * NUM_STEPS, abs=1e-3)
+    assert max(found["train/grad_norm"]) > 0 and found["policy/kl"][-1] > 0
+
+
+def test_the_server_holds_the_last_policy_and_groups_have_seeds_of_their_own_GRP_1_DIS_6(first_run, server):
+    """GRP-1, DIS-6, LOG-1: merged weights of the last step; 2 prompts x 4 answers per call, a seed each."""
+    ledger = json.loads((first_run / "weights.json").read_text())
+    assert ledger["version"].endswith(f":{NUM_STEPS}")
+    assert server.get("/weight_version/").json()["weight_version"] == ledger["version"]
+    lines = [line for line in read_rollout_log(first_run / "rollouts.jsonl") if line["phase"] == "train"]
+    assert [line["weight_version"].rpartition(":")[2] for line in lines] == ["0", "1", "2", "3"]
+    assert {call["num_requests"] for line in lines for call in line["calls"]} == {8}
+    assert len({call["seed"] for line in lines for call in line["calls"]}) == NUM_STEPS * 2 * 2
+    assert min(curves(first_run)["reward/odd_std"]) > 0
+
+
+def test_a_second_learner_starts_on_the_same_server_GRP_4_LRN_8(first_run, folder, server, start_model):
+    """GRP-4: ending the learner leaves the server running, and the next one needs nothing but its own command.
+    GRP-1, LRN-8: full fine-tuning, padded batches, answers prepared up to one step ahead and resampled prompts."""
+    boot_id = server.get("/health/").json()["boot_id"]
+    config = grpo_config(
+        folder,
+        server,
+        start_model,
+        "second",
+        tuner={"type": "full"},
+        training={"packing": False, "learning_rate": 1e-4},
+        rlhf={"dynamic_sample": True, "scale_rewards": "batch", "num_iterations": 2},
+    )
+    content = yaml.safe_load(config.read_text())
+    content["tuner"] = {"type": "full"}
+    content["custom"]["extra"]["rollout_matching"] = {"async": {"enabled": True, "version_window": 1}}
+    result = run_learner("train_grpo.py", write_yaml(config, content), num_ranks=2)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert server.get("/health/").json()["boot_id"] == boot_id
+    found = curves(folder / "second")
+    assert max(found["train/policy_lag_max"]) == 1  # something was prepared ahead, and nothing older
+    assert len(found["reward"]) == NUM_STEPS
+
+
+def test_a_server_that_is_not_there_is_named_GRP_4_CON_1(folder, server, start_model):
+    """GRP-4, CON-1: the learner waits up to the limit, then says where it looked and what to do."""
+    nobody = free_port()
+    config = grpo_config(
+        folder, server, start_model, "nobody", rlhf={"vllm_server_port": [nobody], "vllm_server_timeout": 3.0}
+    )
+    result = run_learner("train_grpo.py", config, num_ranks=2)
+    assert result.returncode != 0 and f"http://127.0.0.1:{nobody}" in result.stdout
+    assert "rollout_server.py" in result.stdout or "make server" in result.stdout
+
+
+def test_colocate_is_two_edits_away_GRP_2_ROL_7(folder, server, start_model):
+    """GRP-2, ROL-7: `vllm_mode: colocate` and the same file otherwise, the server's section ignored."""
+    config = grpo_config(
+        folder, server, start_model, "colocate", rlhf={"vllm_mode": "colocate"}, training={"max_steps": 2}
+    )
+    result = run_learner("train_grpo.py", config, num_ranks=2)
+    assert result.returncode == 0, result.stdout[-6000:]
+    found = curves(folder / "colocate")
+    assert 0 < max(found["policy/engine_gap_max"]) < 1e-3 and len(found["reward/odd"]) == 2

@@ -1,0 +1,203 @@
+"""GRPO's program in one process: transformers generates, the real learner trains (GRP-1, GRP-6)."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train_grpo
+from tools.demo_grpo import make_data
+from utils.config import load_config
+from utils.data import load_processor
+from utils.dist import Ranks
+from utils.rollout import RolloutResult
+
+REWARDS = """
+def odd(completion, sample):
+    return sum(token % 2 for token in completion.token_ids) / max(len(completion.token_ids), 1)
+
+
+def same(completion, sample):
+    return 1
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_group():
+    """Runs of this process share one: DeepSpeed 0.19 cannot open another after the first was left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "close", lambda ranks: None)
+        yield
+    Ranks().close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo")
+    make_data(folder / "data", 24, 4, 0)
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def config_of(folder: Path, model: Path, name: str, training: dict | None = None, **rlhf) -> Path:
+    config = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "global_max_length": 1024,
+        "tuner": {"type": "lora", "rank": 4, "alpha": 8},
+        "custom": {
+            "trainer_variant": "grpo",
+            "train_jsonl": str(folder / "data" / "train.jsonl"),
+            "val_jsonl": str(folder / "data" / "val.jsonl"),
+            "extra": {"rollout_matching": {"monitor_dump": {"every_steps": 1, "num_samples": 2}}},
+        },
+        "rlhf": {
+            "use_vllm": False,
+            "decode_batch_size": 8,
+            "max_new_tokens": 8,
+            "num_generations": 4,
+            "reward_funcs": ["odd", "same"],
+            "reward_files": [str(folder / "rewards.py")],
+            "reward_weights": [1.0, 0.5],
+        }
+        | rlhf,
+        "training": {
+            "output_dir": str(folder / name),
+            "max_steps": 3,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "packing_buffer": 64,
+            "learning_rate": 1e-3,
+            "lr_scheduler": "constant",
+            "gradient_checkpointing": False,
+            "eval_steps": 3,
+        }
+        | (training or {}),
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def run(config: Path, resume: str | None = None) -> Path:
+    """The program to its end, in this process; returns its run directory."""
+    cfg = load_config(config)
+    started = train_grpo.set_up(cfg, resume)
+    try:
+        train_grpo.train(started)
+    finally:
+        started.close()
+    return Path(cfg.training.output_dir)
+
+
+def curves(run_dir: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(run_dir)).Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def whole(folder, start_model) -> Path:
+    """Three steps, a checkpoint at the first."""
+    return run(config_of(folder, start_model, "whole", {"save_steps": 1}))
+
+
+def test_every_reward_is_recorded_by_name_GRP_1_LOG_3(whole):
+    """GRP-1, LOG-3: mean and spread by name and of the weighted sum; what the policy did; answers as text."""
+    found = curves(whole)
+    for tag in ("reward", "reward_std", "reward/odd", "reward/odd_std", "advantage/signal_share", "policy/entropy"):
+        assert len(found[tag]) == 3, tag
+    assert found["reward/same"] == [1.0] * 3 and found["reward/same_std"] == [0.0] * 3
+    np.testing.assert_allclose(found["reward"], np.array(found["reward/odd"]) + 0.5, atol=1e-6)
+    assert found["eval/reward"] and found["policy/clip_fraction"] == [0.0] * 3
+    lines = [json.loads(line) for line in (whole / "dumps" / "step_000001.jsonl").open()]
+    assert len(lines) == 8 and len({line["id"] for line in lines}) == 2
+    assert len({line["text"] for line in lines[:4]}) > 1  # each answer of a group has a seed of its own
+
+
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one_GRP_1_LRN_5(whole, folder, start_model):
+    """GRP-1, LRN-5: float32, seeds by step; transformers generates on the weights that train."""
+    part = config_of(folder, start_model, "part", {"save_steps": 1, "max_steps": 1})
+    run(part)
+    run(config_of(folder, start_model, "part", {"save_steps": 1}), resume="auto")
+    ours, theirs = (
+        load_file(folder / name / "checkpoint-3/adapter/adapter_model.safetensors") for name in ("part", "whole")
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert curves(folder / "part")["reward"] == curves(whole)["reward"]
+
+
+def test_equal_rewards_give_no_gradient_but_for_kl_GRP_6(folder, start_model):
+    """GRP-6: nothing is computed for groups without a signal, and nothing moves."""
+    found = curves(run(config_of(folder, start_model, "equal", reward_funcs=["same"], reward_weights=[1.0])))
+    assert found["train/grad_norm"] == [0.0] * 3 and found["advantage/signal_share"] == [0.0] * 3
+    with_penalty = config_of(folder, start_model, "penalty", reward_funcs=["same"], reward_weights=[1.0], beta=0.5)
+    found = curves(run(with_penalty))
+    assert found["policy/kl"] == pytest.approx([0.0] * 3, abs=1e-9)  # at the start itself
+    assert found["train/fill_ratio"][0] > 0.05
+
+
+def test_inner_steps_leave_the_old_policy_GRP_6(folder, start_model):
+    """GRP-6: with two optimizer steps over the same answers ratios of the second are off 1, and KL grows from 0."""
+    found = curves(run(config_of(folder, start_model, "inner", num_iterations=2, beta=0.01)))
+    assert all(value > 1 + 1e-4 for value in found["policy/ratio_max"])
+    assert all(value > 0 for value in found["policy/kl"])
+
+
+def test_prompts_without_signal_make_way_for_the_next_GRP_6_LRN_1(folder, start_model):
+    """GRP-6, LRN-1: every round takes the next prompts of the data; when rounds are used up the step goes on."""
+    changes = {"reward_funcs": ["same"], "reward_weights": [1.0], "dynamic_sample": True, "max_resample_times": 2}
+    run_dir = run(config_of(folder, start_model, "resampled", {"max_steps": 1, "eval_steps": 0}, **changes))
+    assert curves(run_dir)["rollout/replaced"] == [2 * 2 * 2]  # prompts x rounds x micro-steps
+    state = torch.load(run_dir / "checkpoint-1/state/rank_00000.pt", weights_only=True)
+    assert state["stream"]["position"] == 12  # 2 x (2 + 4) prompts, none of them lost or doubled
+
+
+def answer(folder: Path, start_model: Path, result: RolloutResult, **rlhf):
+    cfg = load_config(config_of(folder, start_model, "single", **rlhf))
+    fake = SimpleNamespace(
+        cfg=cfg, processor=load_processor(start_model), table=None, rewards=train_grpo.rewards_of(cfg)
+    )
+    sample = SimpleNamespace(id="s", source="file:1", extra={})
+    prompt = train_grpo.EncodedPrompt([5, 6], None, None)
+    return train_grpo.make_answer(fake, sample, prompt, result), fake.processor.tokenizer.eos_token_id
+
+
+def test_truncated_and_failed_answers_GRP_6_CON_3(folder, start_model):
+    """GRP-6, CON-3: the end token is scored where the model set it; truncated answers are left out when asked."""
+    ended, eos = answer(folder, start_model, RolloutResult([7, 8], [5, 6], "ab", "stop", "r:0", logprobs=[-1.0, -2.0]))
+    assert ended.segment.text_label.tolist() == [7, 8, eos] and ended.is_valid and ended.rewards.tolist() == [0.5, 1.0]
+    cut = RolloutResult([7, 8], [5, 6], "ab", "length", "r:0")
+    kept, _ = answer(folder, start_model, cut)
+    assert kept.segment.text_label.tolist() == [7, 8] and kept.is_valid and kept.is_truncated
+    assert not answer(folder, start_model, cut, overlong_filter=True)[0].is_valid
+    failed, _ = answer(folder, start_model, RolloutResult([], [], "", None, None, error="unreadable"))
+    assert failed.is_failed and not failed.is_valid and failed.num_tokens == 0 and not failed.rewards.any()
+
+
+def test_an_unknown_reward_ends_the_dry_run_GRP_5(folder, start_model, capsys, monkeypatch):
+    """GRP-5: one message, status 2, before anything is touched."""
+    config = config_of(folder, start_model, "unknown", reward_funcs=["od"], reward_weights=None)
+    monkeypatch.setattr("sys.argv", ["train_grpo.py", "--config", str(config), "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        train_grpo.main()
+    assert ended.value.code == 2 and "did you mean odd" in capsys.readouterr().err
+
+
+def test_samples_that_a_reward_cannot_use_end_the_run_DAT_3(folder, start_model, capsys):
+    """DAT-3, GRP-5: file, line and reason, before training."""
+    rows = [json.loads(line) for line in (folder / "data" / "train.jsonl").open()]
+    del rows[1]["summary"]
+    broken = folder / "data" / "broken.jsonl"
+    broken.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(folder, start_model, "broken", reward_funcs=["summary_tversky"], reward_weights=None)
+    content = yaml.safe_load(config.read_text())
+    content["custom"]["train_jsonl"] = str(broken)
+    config.write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit) as ended:
+        train_grpo.set_up(load_config(config), None)
+    assert ended.value.code == 2 and f"{broken}:2: summary" in capsys.readouterr().err

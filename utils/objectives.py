@@ -1,0 +1,124 @@
+"""What an optimizer step minimises: stage 2's losses on targets, GRPO's on sampled answers. The learner knows neither.
+
+An objective is a few plain settings; what differs from row to row is in the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from utils.losses import PARTS, LossWeights, loss_sums, total_loss
+from utils.packing import Batch, denominators
+from utils.policy_loss import PolicyOptions, PolicyTokens, policy_loss, policy_metrics, policy_sums, token_logprobs
+
+Head = Callable[[Tensor], Tensor]
+Numbers = dict[str, Tensor]
+
+
+class Objective(Protocol):
+    """The two below."""
+
+    def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """This rank's part of the denominators of an optimizer step (PCK-5)."""
+        ...
+
+    def loss(
+        self, hidden: Tensor, head: Head, batch: Batch, totals: Mapping[str, float], num_chunks: int
+    ) -> tuple[Tensor, Numbers]:
+        """A float32 scalar, which added up over ranks and micro-steps is the step's loss, and detached numbers.
+
+        Args:
+            hidden: [B * T, D] final hidden states.
+            head: the model's head, called as a module exactly `num_chunks` times.
+            totals: `totals` of all ranks together.
+        """
+        ...
+
+    def report(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
+        """Scalars for the log, `total` among them, from the numbers of all micro-steps of all ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class MatchingObjective:
+    """Stage 2: coordinates and text of targets (TGT-7)."""
+
+    weights: LossWeights
+
+    def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
+        return denominators(batches)
+
+    def loss(
+        self, hidden: Tensor, head: Head, batch: Batch, totals: Mapping[str, float], num_chunks: int
+    ) -> tuple[Tensor, Numbers]:
+        sums = loss_sums(hidden, head, batch, self.weights.sigma, num_chunks)
+        return total_loss(sums, totals, self.weights), {part: value.detach() for part, value in sums.items()}
+
+    def report(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
+        summed = {part: sum(own[part] for own in numbers) for part in PARTS}
+        means = {part: value / (totals.get(part) or totals["coord"] or 1.0) for part, value in summed.items()}
+        return means | {"total": sum(getattr(self.weights, part) * value for part, value in means.items())}
+
+
+@dataclass
+class PolicyRow(Batch):
+    """A row of sampled answers: all its text labels are scored, and `policy` says what is known of them."""
+
+    policy: PolicyTokens = field(kw_only=True)
+
+    def to(self, device: torch.device | str) -> PolicyRow:
+        return dataclasses.replace(super().to(device), policy=self.policy.to(device))
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """GRPO: the clipped policy gradient (GRP-6).
+
+    Attributes:
+        share: what this rank's answers of the optimizer step add to its denominator (`token_weights`).
+        temperature: that of the sampling.
+    """
+
+    options: PolicyOptions
+    share: float
+    temperature: float = 1.0
+
+    def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
+        return {"answers": self.share}
+
+    def loss(
+        self, hidden: Tensor, head: Head, batch: PolicyRow, totals: Mapping[str, float], num_chunks: int
+    ) -> tuple[Tensor, Numbers]:
+        logprob, entropy = text_logprobs(hidden, head, batch, num_chunks, self.temperature)
+        sums = policy_sums(logprob, batch.policy, self.options, entropy)
+        numbers = {"policy": sums.policy.detach(), "weighted_kl": sums.kl.detach(), **sums.sums, **sums.maxima}
+        return policy_loss(sums, totals["answers"], self.options), numbers
+
+    def report(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
+        maxima = {name: max(own[name] for own in numbers) for name in numbers[0] if name.endswith("_max")}
+        summed = {name: sum(own[name] for own in numbers) for name in numbers[0] if name not in maxima}
+        denominator = totals["answers"] or 1.0
+        policy, penalty = summed.pop("policy") / denominator, summed.pop("weighted_kl") / denominator
+        total = policy + self.options.beta * penalty
+        return {"total": total, "policy": policy, **policy_metrics(summed), **maxima}
+
+
+def text_logprobs(
+    hidden: Tensor, head: Head, batch: Batch, num_chunks: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of every text label of a batch, both float32 `[Nt]`, in their order."""
+    return token_logprobs(hidden, head, batch.text_pos, batch.text_label, num_chunks, temperature)
+
+
+def last_logprobs(hidden: Tensor, head: Head, batch: Batch, num_tokens: int) -> Tensor:
+    """Log-probabilities, float32 `[num_tokens]`, of the last tokens of a batch's first segment."""
+    end = int(batch.cu_seqlens[1])
+    scored = slice(end - num_tokens, end)
+    logprobs = head(hidden[scored.start - 1 : end - 1]).float().log_softmax(-1)
+    return logprobs.gather(1, batch.input_ids.flatten()[scored, None])[:, 0]
