@@ -333,7 +333,9 @@ def test_CFG_16_a_dry_run_under_a_launcher_is_printed_once(
     monkeypatch.setattr("sys.argv", ["train_stage2.py", "--config", "configs/stage2/qwen3vl_8b_6v2.yaml", "--dry-run"])
     for rank, expected in ((0, True), (1, False)):
         monkeypatch.setenv("RANK", str(rank))
-        train_stage2.main()
+        with pytest.raises(SystemExit) as ended:
+            train_stage2.main()
+        assert ended.value.code == 0
         assert ("GPU 7: " in capsys.readouterr().out) == expected
 
 
