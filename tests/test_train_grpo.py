@@ -29,12 +29,11 @@ def same(completion, sample):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process_group():
-    """Runs of this process share one: DeepSpeed 0.19 cannot open another after the first was left."""
+def process_groups_stay(ranks):
+    """Runs of this process share those of `ranks`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "close", lambda ranks: None)
         yield
-    Ranks().close()
 
 
 @pytest.fixture(scope="module")
