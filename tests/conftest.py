@@ -48,3 +48,15 @@ def warm_model(start_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     command = [sys.executable, "-m", "tools.warmup_sft", "--config", str(folder / "warmup.yaml")]
     subprocess.run(command, check=True, timeout=600)
     return folder / "model"
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """The process groups of the one learner rank that this process is, for tests that train in it. Opened once: after a
+    `close` DeepSpeed 0.19 cannot open others."""
+    from utils.dist import Ranks
+
+    ranks = Ranks()
+    ranks.open()
+    yield ranks
+    ranks.close()

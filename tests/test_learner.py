@@ -41,14 +41,6 @@ def test_decay_by_hand_CFG_17():
 # one optimizer step of GRPO, DeepSpeed included
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    ranks.open()
-    yield ranks
-    ranks.close()
-
-
 def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict) -> Learner:
     """With an epsilon that does not blow rounding up to whole steps."""
     config = {

@@ -1,6 +1,7 @@
 """GRPO's program in one process: transformers generates, the real learner trains (GRP-1, GRP-6)."""
 
 import json
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train_grpo
 from tools.demo_grpo import make_data
 from utils.config import load_config
-from utils.data import load_processor
+from utils.data import SampleStream, load_processor
 from utils.dist import Ranks
+from utils.groups import Answer
+from utils.policy_loss import policy_segment
 from utils.rollout import RolloutResult
 
 REWARDS = """
@@ -29,12 +32,11 @@ def same(completion, sample):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process_group():
-    """Runs of this process share one: DeepSpeed 0.19 cannot open another after the first was left."""
+def process_groups_stay(ranks):
+    """Runs of this process share those of `ranks`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "close", lambda ranks: None)
         yield
-    Ranks().close()
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +203,63 @@ def test_samples_that_a_reward_cannot_use_end_the_run_DAT_3(folder, start_model,
     with pytest.raises(SystemExit) as ended:
         train_grpo.set_up(load_config(config), None)
     assert ended.value.code == 2 and f"{broken}:2: summary" in capsys.readouterr().err
+
+
+class Asked:
+    """In place of an engine: which prompts were asked in which micro-step, and groups whose rewards differ for some."""
+
+    def __init__(self, monkeypatch, good: set[int], fails: int = 0):
+        self.calls, self.good, self.fails = [], good, fails
+        monkeypatch.setattr(train_grpo, "answer_groups", self.answer)
+
+    def answer(self, run, samples, step, micro_step_idx):
+        self.calls.append((micro_step_idx, list(samples)))
+        if len(self.calls) == self.fails:
+            raise ConnectionError("server gone")
+        segment = policy_segment("s", [1], [2])
+        return [
+            [
+                Answer(segment, str(sample), np.array([float(sample in self.good)]), []),
+                Answer(segment, "", np.zeros(1), []),
+            ]
+            for sample in samples
+        ]
+
+
+def resampling_run() -> SimpleNamespace:
+    """Two prompts per micro-step, two micro-steps, two rounds of further prompts; samples are numbers."""
+    training = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    rlhf = SimpleNamespace(dynamic_sample=True, max_resample_times=2)
+    stream = SampleStream([list(range(40))], seed=3)
+    cfg = SimpleNamespace(training=training, rlhf=rlhf)
+    return SimpleNamespace(cfg=cfg, stream=stream, client=object(), reward_weights=np.ones(1), redrawn=deque())
+
+
+def test_a_server_lost_between_rounds_loses_no_prompt_LRN_1_CON_4(monkeypatch):
+    """LRN-1, CON-4: asked again, a micro-step asks the same prompts, stand-ins too. Each round
+    has seeds of its own (DIS-6)."""
+    order, run = SampleStream([list(range(40))], seed=3).next(12), resampling_run()
+    asked = Asked(monkeypatch, good={order[1], order[3]}, fails=2)
+    drawn = train_grpo.draw(run)
+    with pytest.raises(ConnectionError):
+        train_grpo.ask(run, drawn, 0, 0)
+    made = train_grpo.ask(run, drawn, 0, 0)
+    assert asked.calls == [(0, order[:2]), (2, order[2:3]), (0, order[:2]), (2, order[2:3]), (4, order[3:4])]
+    assert [group[0].text for group in made.groups] == [str(order[3]), str(order[1])]
+    assert made.num_drawn == 4 and train_grpo.draw(run).samples == order[4:6]
+
+
+def test_what_a_checkpoint_holds_ahead_is_drawn_again_as_it_was_LRN_5(monkeypatch):
+    """LRN-5: the position behind the last step taken, then as many prompts as each micro-step ahead had used."""
+    run = resampling_run()
+    Asked(monkeypatch, good=set())
+    taken, ahead = (train_grpo.ask(run, train_grpo.draw(run), 0, micro) for micro in range(2))
+    following = run.stream.next(2)
+    resumed = resampling_run()
+    resumed.stream.load_state_dict(taken.behind)
+    resumed.redrawn.append(ahead.num_drawn)
+    again = train_grpo.draw(resumed)
+    assert len(again.samples) == ahead.num_drawn == 6 and again.behind == ahead.behind
+    assert train_grpo.draw(resumed).samples == following
+    assert train_grpo.ask(resumed, again, 1, 0).num_drawn == 6  # too old and made again: from the same prompts
+    assert resumed.stream.state_dict()["position"] == 6 + 6 + 2
