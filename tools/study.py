@@ -1,0 +1,383 @@
+"""`make study`: does stage 2 beat plain supervised training? The runs behind docs/results.md.
+
+    python -m tools.study               # all runs that docs/results.json lacks, most important first; takes hours
+    python -m tools.study --report      # only rewrite docs/results.md from docs/results.json
+
+Every run is the real learner (`deepspeed --num_gpus 1 train_stage2.py`) on CPU, with a real rollout server beside it
+that is kept up per task. Supervised training is the same program with `RM.teacher_forced_ratio: 1`. A finished run is
+one record in docs/results.json; runs that have one with the same settings are not made again, so the study can be
+stopped and started at will.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tools import demo, make_demo
+from tools.warmup_sft import Parts, WarmupConfig, load_parts, load_warmup_config, save, train
+from utils.data import Sample, encode_prompt, load_samples
+from utils.evaluation import count_duplicates, count_sample, scores
+from utils.parsing import parse_answer
+from utils.rollout_hf import left_pad, stop_token_ids
+
+RECORDS = Path("docs/results.json")
+REPORT = Path("docs/results.md")
+ROOT = Path("runs/study")
+HARD = ROOT / "hard"
+WARMUP_CONFIG = Path("configs/study/warmup.yaml")
+SCENES = make_demo.Scenes(max_objects=12, sizes=(0.12, 0.22), max_labels=3)
+NUM_TRAIN, NUM_VAL = 1000, 256  # of the hard task
+SEEDS = (1, 2, 3)
+DUPLICATE_IOU = 0.5  # objects of these scenes never overlap: two predictions this close mean the same one
+RM = "custom.extra.rollout_matching."
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where all runs of a task start from: `config` holds data, start model, number of steps, all common settings."""
+
+    name: str
+    config: str
+
+
+TASKS = (Task("demo", "configs/study/demo.yaml"), Task("hard", "configs/study/hard.yaml"))
+
+BOTH = {RM + "targets.supervise_structure": True, RM + "targets.trim_trailing_unmatched": True}
+SUPERVISED = {RM + "teacher_forced_ratio": 1.0}
+EQUAL_SECONDS = "supervised, equal seconds"
+# Variant -> what it changes in the task's config. EQUAL_SECONDS gets its number of steps when it is due.
+MAIN: dict[str, dict[str, Any]] = {
+    "supervised": SUPERVISED,
+    "stage 2": {},
+    "stage 2 + both": BOTH,
+    EQUAL_SECONDS: SUPERVISED,
+}
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "mix: half supervised, + both": BOTH | {RM + "teacher_forced_ratio": 0.5},
+    "sampled, + both": BOTH | {RM + "decoding.temperature": 1.0},
+    "stage 2 + structure": {RM + "targets.supervise_structure": True},
+    "stage 2 + trim": {RM + "targets.trim_trailing_unmatched": True},
+    "stage 2, label ignore": {RM + "matching.label": "ignore"},
+}
+# One seed each: is the common learning rate unfair to either side?
+LEARNING_RATES: dict[str, dict[str, Any]] = {
+    "supervised, lr x 0.5": SUPERVISED | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
+    "supervised, lr x 2": SUPERVISED | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
+    "stage 2 + both, lr x 0.5": BOTH | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
+    "stage 2 + both, lr x 2": BOTH | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
+}
+VARIANTS = MAIN | ABLATIONS | LEARNING_RATES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="only rewrite docs/results.md")
+    if not parser.parse_args().report:
+        run_all()
+    write_report(load_records())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which runs, in which order
+
+
+@dataclass(frozen=True)
+class Job:
+    task: Task
+    variant: str
+    seed: int
+
+
+def plan() -> list[Job]:
+    """All runs: first whether the learning rate is fair, then the main comparison on both tasks, then the rest."""
+    jobs = [Job(TASKS[0], variant, SEEDS[0]) for variant in LEARNING_RATES]
+    for variants in (MAIN, ABLATIONS):
+        jobs += [Job(task, variant, seed) for seed in SEEDS for task in TASKS for variant in variants]
+    return jobs
+
+
+def find(records: Sequence[Record], job: Job) -> Record | None:
+    """The record of a run with the settings that it would be made with today."""
+    for record in records:
+        if (record["task"], record["variant"], record["seed"]) == (job.task.name, job.variant, job.seed):
+            return record if record["overrides"] == VARIANTS[job.variant] else None
+    return None
+
+
+def num_steps(job: Job, records: Sequence[Record]) -> int:
+    """Optimizer steps of a run: the task's, or as many as take a supervised run as long as a run of plain stage 2."""
+    common = int(resolved(job.task)["training"]["max_steps"])
+    if job.variant != EQUAL_SECONDS:
+        return common
+    of_task = [record for record in records if record["task"] == job.task.name]
+    if decided := [record["steps"] for record in of_task if record["variant"] == EQUAL_SECONDS]:
+        return decided[0]
+    supervised, stage2 = (
+        statistics.median(training_seconds(record) / record["steps"] for record in of_task if record["variant"] == name)
+        for name in ("supervised", "stage 2")
+    )
+    return round(common * stage2 / supervised)
+
+
+def training_seconds(record: Record) -> float:
+    """Seconds that training itself took: without start-up, evaluation and saving. Where nothing is rolled out, the sync
+    that the program makes all the same is left out, too: a supervised trainer would not have it."""
+    parts = ("prepare", "train") if record["overrides"] == SUPERVISED else ("prepare", "train", "rollout", "sync")
+    return sum(record["seconds"].get(part, 0.0) for part in parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running
+
+
+def run_all() -> None:
+    """Make what is missing, with one server at a time, a new one when the task changes; name failed runs at the end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    failed = []
+    server: Server | None = None
+    try:
+        for job in plan():
+            records = load_records()
+            if find(records, job):
+                continue
+            if server is None or server.task != job.task or server.process.poll() is not None:
+                if server is not None:
+                    server.close()
+                prepare(job.task, environment)
+                server = Server(job.task, environment)
+            name = f"{job.task.name}: {job.variant}, seed {job.seed}"
+            demo.say(f"{time.strftime('%H:%M:%S')} {name}")
+            try:
+                record = run_learner(job, num_steps(job, records), server, environment) | {"revision": revision}
+            except RunFailed as error:
+                print(f"FAILED {name}: {error}", flush=True)
+                failed.append(name)
+                continue
+            store(record)
+            last = list(record["scores"].values())[-1]
+            print({key: round(value, 3) for key, value in last.items()}, record["seconds"], flush=True)
+    finally:
+        if server is not None:
+            server.close()
+    if failed:
+        sys.exit("failed: " + "; ".join(failed))
+
+
+class RunFailed(Exception):
+    """A learner ended with an error."""
+
+
+class Server:
+    """A rollout server for all runs of a task, on ports that were free when it was started."""
+
+    def __init__(self, task: Task, environment: Mapping[str, str]) -> None:
+        self.task = task
+        self.ports, self.process = free_ports(2), None
+        folder = ROOT / task.name / "server"
+        config = write_config(task, folder, self.address())
+        self.process = demo.start_server(str(config), dict(environment), folder / "server.log")
+        try:
+            demo.wait_healthy(self.process, f"http://127.0.0.1:{self.ports[0]}", folder / "server.log")
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self) -> dict[str, Any]:
+        entry = {"base_url": f"http://127.0.0.1:{self.ports[0]}", "group_port": self.ports[1]}
+        return {RM + "vllm.server.servers": [entry]}
+
+    def close(self) -> None:
+        demo.stop(self.process)
+
+
+def run_learner(job: Job, steps: int, server: Server, environment: Mapping[str, str]) -> Record:
+    """Train once; the record of it. Raises RunFailed with the end of the log."""
+    folder = ROOT / job.task.name / f"{slug(job.variant)}-s{job.seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    overrides = VARIANTS[job.variant]
+    common = int(resolved(job.task)["training"]["max_steps"])
+    every = int(resolved(job.task)["training"]["eval_steps"])
+    run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": round(every * steps / common)}
+    config = write_config(job.task, folder, overrides | run | server.address())
+    launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1", "--master_port", str(free_ports(1)[0])]
+    with (folder / "learner.log").open("w") as log:
+        command = [*launcher, "train_stage2.py", "--config", str(config)]
+        status = subprocess.run(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT).returncode
+    if status:
+        raise RunFailed(
+            f"status {status}; the end of {folder}/learner.log:\n" + (folder / "learner.log").read_text()[-2000:]
+        )
+    finished = json.loads((folder / "finished.json").read_text())
+    return {
+        "task": job.task.name,
+        "variant": job.variant,
+        "seed": job.seed,
+        "overrides": overrides,
+        "steps": finished["steps"],
+        "seconds": finished["seconds"],
+        "scores": {
+            str(int(path.stem.split("_")[1])): read_scores(path) for path in sorted((folder / "eval").glob("*.json"))
+        },
+    }
+
+
+def read_scores(path: Path) -> dict[str, float]:
+    """The scores of one evaluation, `eval/step_N.json`, and what its answers, `eval/step_N.jsonl`, say beyond them."""
+    kept = ("f1", "f1_no_label", "recall", "precision", "parse_rate", "truncated_rate")
+    result = {key: json.loads(path.read_text())[key] for key in kept}
+    answers = [demo.to_objects(json.loads(line)["pred"]) for line in path.with_suffix(".jsonl").open()]
+    result["objects"] = statistics.fmean(map(len, answers))
+    result["duplicates"] = statistics.fmean(count_duplicates(objects, DUPLICATE_IOU) for objects in answers)
+    return {key: round(value, 5) for key, value in result.items()}
+
+
+def resolved(task: Task) -> dict[str, Any]:
+    from utils.config import resolve_yaml
+
+    return resolve_yaml(task.config)[0]
+
+
+def write_config(task: Task, folder: Path, overrides: Mapping[str, Any]) -> Path:
+    """A YAML file in `folder` that extends the task's with `overrides`, dotted keys and their values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"extends": os.path.relpath(task.config, folder)}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config | nested({"training.output_dir": str(folder)} | overrides), sort_keys=False))
+    return path
+
+
+def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1, "a.c": 2}` as `{"a": {"b": 1, "c": 2}}`."""
+    result: dict[str, Any] = {}
+    for path, value in dotted.items():
+        *parents, last = path.split(".")
+        inner = result
+        for key in parents:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return result
+
+
+def slug(text: str) -> str:
+    return "-".join("".join(char if char.isalnum() or char == "." else " " for char in text).split())
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listened on just now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for sock in sockets:
+        sock.bind(("127.0.0.1", 0))
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def load_records() -> list[Record]:
+    return json.loads(RECORDS.read_text()) if RECORDS.exists() else []
+
+
+def store(record: Record) -> None:
+    """Add the record, in place of an earlier one of the same run; one line each."""
+    key = ("task", "variant", "seed")
+    kept = [old for old in load_records() if any(old[name] != record[name] for name in key)]
+    text = "[\n" + ",\n".join(json.dumps(entry) for entry in [*kept, record]) + "\n]\n"
+    scratch = RECORDS.with_suffix(".tmp")
+    scratch.write_text(text)
+    scratch.replace(RECORDS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data and start models, made once
+
+
+def prepare(task: Task, environment: Mapping[str, str]) -> None:
+    """Data and start model of the task, unless they are there."""
+    subprocess.run([sys.executable, "-m", "tools.make_demo"], env=dict(environment), check=True)
+    if task.name == "hard":
+        make_hard()
+
+
+def make_hard() -> None:
+    """Data and start model of the hard task under runs/study/hard; its warm-up goes on from the demo's start model."""
+    cfg = load_warmup_config(WARMUP_CONFIG)
+    data = [NUM_TRAIN, NUM_VAL, repr(SCENES)]
+    make_demo.cached(
+        HARD / "data",
+        data,
+        "synthetic scenes",
+        lambda folder: make_demo.make_dataset(folder, NUM_TRAIN, NUM_VAL, seed=1, scenes=SCENES),
+    )
+    start = (Path(cfg.model) / "made_with.sha256").read_text()
+    settings = [data, start, cfg.model_dump()]
+    make_demo.cached(HARD / "model", settings, "supervised warm-up in rounds", lambda folder: warm_up(folder, cfg))
+
+
+def warm_up(folder: Path, cfg: WarmupConfig, max_rounds: int = 8) -> None:
+    """Rounds of training, each from where the last one ended, until one does not raise F1 on the validation data.
+
+    Writes the best round's model and `curve.json`, the scores after every round.
+    """
+    validation = load_samples([HARD / "data" / "val.jsonl"], cfg.data.prompt, cfg.data.object_order)[0]
+    curve: list[dict[str, float]] = []
+    for number in range(max_rounds):
+        cfg = cfg.model_copy(update={"seed": number, "model": str(folder / "last") if number else cfg.model})
+        parts = load_parts(cfg)
+        train(cfg, parts)
+        save(parts.model, parts.processor, folder / "last")
+        result = greedy_scores(parts, validation)
+        is_best = all(result["f1"] > earlier["f1"] for earlier in curve)
+        curve.append(
+            {"steps": (number + 1) * cfg.steps, "samples": (number + 1) * cfg.steps * cfg.samples_per_step} | result
+        )
+        print(f"round {number + 1}: {curve[-1]}", flush=True)
+        (folder / "curve.json").write_text(json.dumps(curve, indent=2) + "\n")
+        if not is_best:
+            return
+        save(parts.model, parts.processor, folder)
+
+
+def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int = 352) -> dict[str, float]:
+    """Scores of the model's greedy answers, all in one call of transformers' `generate`."""
+    model, tokenizer = parts.model.eval(), parts.processor.tokenizer
+    prompts = [encode_prompt(sample, parts.processor) for sample in samples]
+    rows = [(prompt.prompt_token_ids, prompt.pixel_values, prompt.image_grid_thw) for prompt in prompts]
+    stop = stop_token_ids(model, tokenizer)
+    inputs = left_pad(rows, model.config.image_token_id)
+    with torch.no_grad():
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop)
+    counts: Counter[str] = Counter()
+    for sample, ids in zip(samples, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+        end = next((index for index, token in enumerate(ids) if token in stop), None)
+        counts.update(count_sample(parse_answer(ids[:end], parts.table), sample.objects, 0.5, end is None))
+    result = scores(counts)
+    return {key: round(result[key], 5) for key in ("f1", "f1_no_label", "recall", "precision", "parse_rate")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the report
+
+
+def write_report(records: Sequence[Record]) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main()
