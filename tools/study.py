@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -24,11 +25,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tools import demo, make_demo
+from tools.study_report import (
+    BOTH,
+    DUPLICATE_IOU,
+    EQUAL_SECONDS,
+    PLAIN,
+    SUPERVISED,
+    WARM_UP,
+    Record,
+    of,
+    quiet_step_seconds,
+    text_of,
+)
 from tools.warmup_sft import Parts, WarmupConfig, load_parts, load_warmup_config, save, train
+from utils.config import resolve_yaml
 from utils.data import Sample, encode_prompt, load_samples
 from utils.evaluation import count_duplicates, count_sample, scores
 from utils.parsing import parse_answer
@@ -42,10 +58,7 @@ WARMUP_CONFIG = Path("configs/study/warmup.yaml")
 SCENES = make_demo.Scenes(max_objects=12, sizes=(0.12, 0.22), max_labels=3)
 NUM_TRAIN, NUM_VAL = 1000, 256  # of the hard task
 SEEDS = (1, 2, 3)
-DUPLICATE_IOU = 0.5  # objects of these scenes never overlap: two predictions this close mean the same one
 RM = "custom.extra.rollout_matching."
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,39 +71,39 @@ class Task:
 
 TASKS = (Task("demo", "configs/study/demo.yaml"), Task("hard", "configs/study/hard.yaml"))
 
-BOTH = {RM + "targets.supervise_structure": True, RM + "targets.trim_trailing_unmatched": True}
-SUPERVISED = {RM + "teacher_forced_ratio": 1.0}
-EQUAL_SECONDS = "supervised, equal seconds"
+TRIMMED_AND_STRUCTURED = {RM + "targets.supervise_structure": True, RM + "targets.trim_trailing_unmatched": True}
+FORCED = {RM + "teacher_forced_ratio": 1.0}
 # Variant -> what it changes in the task's config. EQUAL_SECONDS gets its number of steps when it is due.
 MAIN: dict[str, dict[str, Any]] = {
-    "supervised": SUPERVISED,
-    "stage 2": {},
-    "stage 2 + both": BOTH,
-    EQUAL_SECONDS: SUPERVISED,
+    SUPERVISED: FORCED,
+    PLAIN: {},
+    BOTH: TRIMMED_AND_STRUCTURED,
 }
+LONGER = {EQUAL_SECONDS: FORCED}
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "mix: half supervised, + both": BOTH | {RM + "teacher_forced_ratio": 0.5},
-    "sampled, + both": BOTH | {RM + "decoding.temperature": 1.0},
+    "mix: half supervised, + both": TRIMMED_AND_STRUCTURED | {RM + "teacher_forced_ratio": 0.5},
+    "sampled, + both": TRIMMED_AND_STRUCTURED | {RM + "decoding.temperature": 1.0},
     "stage 2 + structure": {RM + "targets.supervise_structure": True},
     "stage 2 + trim": {RM + "targets.trim_trailing_unmatched": True},
     "stage 2, label ignore": {RM + "matching.label": "ignore"},
 }
 # One seed each: is the common learning rate unfair to either side?
 LEARNING_RATES: dict[str, dict[str, Any]] = {
-    "supervised, lr x 0.5": SUPERVISED | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
-    "supervised, lr x 2": SUPERVISED | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
-    "stage 2 + both, lr x 0.5": BOTH | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
-    "stage 2 + both, lr x 2": BOTH | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
+    "supervised, lr x 0.5": FORCED | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
+    "supervised, lr x 2": FORCED | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
+    "stage 2 + both, lr x 0.5": TRIMMED_AND_STRUCTURED | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
+    "stage 2 + both, lr x 2": TRIMMED_AND_STRUCTURED | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
 }
-VARIANTS = MAIN | ABLATIONS | LEARNING_RATES
+VARIANTS = MAIN | LONGER | ABLATIONS | LEARNING_RATES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="only rewrite docs/results.md")
     if not parser.parse_args().report:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that our children are ended, too
         run_all()
-    write_report(load_records())
+    REPORT.write_text(text_of(load_records()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,11 +118,11 @@ class Job:
 
 
 def plan() -> list[Job]:
-    """All runs: first whether the learning rate is fair, then the main comparison on both tasks, then the rest."""
-    jobs = [Job(TASKS[0], variant, SEEDS[0]) for variant in LEARNING_RATES]
-    for variants in (MAIN, ABLATIONS):
+    """All runs, most important first; whether the learning rate is fair is asked of one seed of one task."""
+    jobs = []
+    for variants in (MAIN, LONGER, ABLATIONS):
         jobs += [Job(task, variant, seed) for seed in SEEDS for task in TASKS for variant in variants]
-    return jobs
+    return jobs + [Job(TASKS[0], variant, SEEDS[0]) for variant in LEARNING_RATES]
 
 
 def find(records: Sequence[Record], job: Job) -> Record | None:
@@ -129,17 +142,9 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     if decided := [record["steps"] for record in of_task if record["variant"] == EQUAL_SECONDS]:
         return decided[0]
     supervised, stage2 = (
-        statistics.median(training_seconds(record) / record["steps"] for record in of_task if record["variant"] == name)
-        for name in ("supervised", "stage 2")
+        statistics.median(map(quiet_step_seconds, of(records, job.task.name, name))) for name in (SUPERVISED, PLAIN)
     )
     return round(common * stage2 / supervised)
-
-
-def training_seconds(record: Record) -> float:
-    """Seconds that training itself took: without start-up, evaluation and saving. Where nothing is rolled out, the sync
-    that the program makes all the same is left out, too: a supervised trainer would not have it."""
-    parts = ("prepare", "train") if record["overrides"] == SUPERVISED else ("prepare", "train", "rollout", "sync")
-    return sum(record["seconds"].get(part, 0.0) for part in parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,10 +222,7 @@ def run_learner(job: Job, steps: int, server: Server, environment: Mapping[str, 
     run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": round(every * steps / common)}
     config = write_config(job.task, folder, overrides | run | server.address())
     launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1", "--master_port", str(free_ports(1)[0])]
-    with (folder / "learner.log").open("w") as log:
-        command = [*launcher, "train_stage2.py", "--config", str(config)]
-        status = subprocess.run(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT).returncode
-    if status:
+    if status := wait_for([*launcher, "train_stage2.py", "--config", str(config)], environment, folder / "learner.log"):
         raise RunFailed(
             f"status {status}; the end of {folder}/learner.log:\n" + (folder / "learner.log").read_text()[-2000:]
         )
@@ -232,10 +234,25 @@ def run_learner(job: Job, steps: int, server: Server, environment: Mapping[str, 
         "overrides": overrides,
         "steps": finished["steps"],
         "seconds": finished["seconds"],
+        "step_seconds": step_seconds(folder),
         "scores": {
             str(int(path.stem.split("_")[1])): read_scores(path) for path in sorted((folder / "eval").glob("*.json"))
         },
     }
+
+
+def wait_for(command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+    """Run a command to its end and return its status; it ends with us if we are ended first."""
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command, env=dict(environment), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
 
 
 def read_scores(path: Path) -> dict[str, float]:
@@ -248,9 +265,15 @@ def read_scores(path: Path) -> dict[str, float]:
     return {key: round(value, 5) for key, value in result.items()}
 
 
-def resolved(task: Task) -> dict[str, Any]:
-    from utils.config import resolve_yaml
+def step_seconds(folder: Path) -> dict[str, float]:
+    """Seconds of one step by part, the lower quartile over a run's steps: other work on the machine hardly shows."""
+    curves = EventAccumulator(str(folder)).Reload()
+    parts = ("rollout", "sync", "prepare", "train")
+    values = {part: [event.value for event in curves.Scalars(f"seconds/{part}")] for part in parts}
+    return {part: round(float(np.percentile(values[part], 25)), 4) for part in parts}
 
+
+def resolved(task: Task) -> dict[str, Any]:
     return resolve_yaml(task.config)[0]
 
 
@@ -313,6 +336,9 @@ def prepare(task: Task, environment: Mapping[str, str]) -> None:
     subprocess.run([sys.executable, "-m", "tools.make_demo"], env=dict(environment), check=True)
     if task.name == "hard":
         make_hard()
+        curve = json.loads((HARD / "model" / "curve.json").read_text())
+        by_step = {str(int(point.pop("steps"))): point for point in curve}
+        store({"task": "hard", "variant": WARM_UP, "seed": 0, "overrides": {}, "scores": by_step})
 
 
 def make_hard() -> None:
@@ -369,14 +395,6 @@ def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int =
         counts.update(count_sample(parse_answer(ids[:end], parts.table), sample.objects, 0.5, end is None))
     result = scores(counts)
     return {key: round(result[key], 5) for key in ("f1", "f1_no_label", "recall", "precision", "parse_rate")}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the report
-
-
-def write_report(records: Sequence[Record]) -> None:
-    pass
 
 
 if __name__ == "__main__":
