@@ -15,7 +15,7 @@ export DS_ACCELERATOR := $(if $(filter cpu,$(DEVICE)),cpu,)
 # DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
-.PHONY: help setup demo test test-all lint server train docs clean
+.PHONY: help setup demo study test test-all lint server train docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ $(READY): requirements-$(DEVICE).txt constraints.txt tools/torchvision_cpu.py
 
 demo: $(READY) ## stage 2 from start to end on this machine's CPU: data, start model, server, learner, result
 	$(BIN)/python -m tools.demo $(ARGS)
+
+study: $(READY) ## the runs behind docs/results.md that are still missing; hours on two cores, stop and resume at will
+	$(BIN)/python -m tools.study $(ARGS)
 
 test: $(READY) ## the tests, real server and learner included
 	$(BIN)/python -m pytest tests -q -m "not slow and not gpu" $(ARGS)

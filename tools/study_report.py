@@ -72,7 +72,7 @@ def text_of(records: Sequence[Record]) -> str:
     parts = [INTRODUCTION.format(duplicate_iou=DUPLICATE_IOU), "## What was found\n", findings(records, tasks)]
     for task in tasks:
         parts += [ABOUT[task], warm_up(records, task), score_table(records, task), difference_table(records, task)]
-        parts += [curve_table(records, task)]
+        parts += [option_table(records, task), curve_table(records, task)]
     return "\n".join(part for part in [*parts, learning_rates(records)] if part)
 
 
@@ -175,6 +175,19 @@ def difference(records: Sequence[Record], task: str, variant: str, other: str) -
     return f"{shown} [{bounds[0]:+.3f}, {bounds[1]:+.3f}] {compare(records, task, variant, other)}"
 
 
+def option_table(records: Sequence[Record], task: str) -> str:
+    """What each option changes against the variant without it."""
+    rows = []
+    for name in stage2_variants(records, task):
+        reference = BOTH if ", + both" in name else PLAIN
+        if name != reference and of(records, task, reference):
+            pairs = [[last(of(records, task, n), key) for n in (name, reference)] for key in list(COLUMNS)[:5]]
+            deltas = [f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}" for ours, theirs in pairs]
+            deltas[0] = difference(records, task, name, reference)
+            rows.append([f"{name}, against {reference}", *deltas])
+    return table(["change by an option", *list(COLUMNS.values())[:5]], rows) if rows else ""
+
+
 def curve_table(records: Sequence[Record], task: str) -> str:
     """Mean F1 along the way, at shares of the run."""
     rows = []
@@ -214,4 +227,73 @@ def learning_rates(records: Sequence[Record]) -> str:
 
 
 def findings(records: Sequence[Record], tasks: Sequence[str]) -> str:
-    return ""
+    """What the numbers say, task by task, and what follows for the defaults."""
+    lines = [f"- **{task}**: {task_finding(records, task)}" for task in tasks]
+    lines += ["", conclusion(records, tasks), "", defaults(records, tasks), ""]
+    return "\n".join(lines)
+
+
+def task_finding(records: Sequence[Record], task: str) -> str:
+    """Start, supervised, best stage 2; then which variants differ from supervised training."""
+    start = of(records, task, SUPERVISED)[0]["scores"]["0"]["f1"]
+    parts = [f"F1 {start:.3f} at the start"]
+    for name, label in ((SUPERVISED, "supervised"), (EQUAL_SECONDS, "supervised with the seconds of stage 2")):
+        if runs := of(records, task, name):
+            parts.append(f"{label} {spread(last(runs, 'f1'))} ({runs[0]['steps']} steps)")
+    if names := stage2_variants(records, task):
+        best = max(names, key=lambda name: statistics.fmean(last(of(records, task, name), "f1")))
+        parts.append(f"the best of stage 2, *{best}*, {spread(last(of(records, task, best), 'f1'))}")
+    return (
+        "; ".join(parts)
+        + ". "
+        + " ".join(
+            f"At equal {what} {listed(records, task, other)}."
+            for what, other in (("steps", SUPERVISED), ("seconds", EQUAL_SECONDS))
+            if of(records, task, other)
+        )
+    )
+
+
+def listed(records: Sequence[Record], task: str, other: str) -> str:
+    """`better than supervised: a, b; worse: none`, of the variants that several seeds were run of."""
+    names = stage2_variants(records, task)
+    by_verdict = {
+        verdict: ", ".join(f"*{name}*" for name in names if compare(records, task, name, other) == verdict) or "none"
+        for verdict in ("better", "worse", "same")
+    }
+    return (
+        f"better than supervised: {by_verdict['better']}; worse: {by_verdict['worse']}; "
+        f"no difference shown: {by_verdict['same']}"
+    )
+
+
+def stage2_variants(records: Sequence[Record], task: str) -> list[str]:
+    return [name for name in variants_of(records, task) if not is_supervised(of(records, task, name)[0])]
+
+
+def conclusion(records: Sequence[Record], tasks: Sequence[str]) -> str:
+    """One sentence that says whether anything beats supervised training."""
+    won = {"steps": [], "seconds": []}
+    for what, other in (("steps", SUPERVISED), ("seconds", EQUAL_SECONDS)):
+        for task in tasks:
+            names = [n for n in stage2_variants(records, task) if compare(records, task, n, other) == "better"]
+            won[what] += [f"*{name}* on {task}" for name in names]
+    if not any(won.values()):
+        return "**Nothing here beats plain supervised training**, neither at equal steps nor at equal seconds."
+    steps, seconds = (", ".join(names) or "nothing" for names in won.values())
+    return f"**What beats plain supervised training:** at equal steps {steps}; at equal seconds {seconds}."
+
+
+def defaults(records: Sequence[Record], tasks: Sequence[str]) -> str:
+    """What the comparison among the stage-2 variants says about the schema's defaults."""
+    verdicts = [compare(records, task, BOTH, PLAIN) for task in tasks]
+    if verdicts and all(verdict == "better" for verdict in verdicts):
+        return (
+            "**Defaults.** With both target options on, stage 2 is better than without on every task. The contract has "
+            "them off by default, so they stay off in the schema; switch them on, as the demo's config does."
+        )
+    shown = ", ".join(f"{verdict or 'too few seeds'} on {task}" for task, verdict in zip(tasks, verdicts, strict=True))
+    return (
+        f"**Defaults.** *{BOTH}* against *{PLAIN}*: {shown}. That is no clear case for changing the schema's defaults "
+        "(both target options off, `teacher_forced_ratio` 0); they stay."
+    )
