@@ -1,6 +1,7 @@
 """`make study`: does stage 2 beat plain supervised training? The runs behind docs/results.md.
 
     python -m tools.study               # all runs that docs/results.json lacks, most important first; takes hours
+    python -m tools.study --task hard   # those of one task
     python -m tools.study --report      # only rewrite docs/results.md from docs/results.json
 
 Every run is the real learner (`deepspeed --num_gpus 1 train_stage2.py`) on CPU, with a real rollout server beside it
@@ -11,6 +12,7 @@ stopped and started at will.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -100,9 +102,11 @@ VARIANTS = MAIN | LONGER | ABLATIONS | LEARNING_RATES
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="only rewrite docs/results.md")
-    if not parser.parse_args().report:
+    parser.add_argument("--task", choices=[task.name for task in TASKS], help="only the runs of this task")
+    args = parser.parse_args()
+    if not args.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that our children are ended, too
-        run_all()
+        run_all([job for job in plan() if args.task in (None, job.task.name)])
     REPORT.write_text(text_of(load_records()))
 
 
@@ -141,9 +145,7 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     of_task = [record for record in records if record["task"] == job.task.name]
     if decided := [record["steps"] for record in of_task if record["variant"] == EQUAL_SECONDS]:
         return decided[0]
-    supervised, stage2 = (
-        statistics.median(map(quiet_step_seconds, of(records, job.task.name, name))) for name in (SUPERVISED, PLAIN)
-    )
+    supervised, stage2 = (quiet_step_seconds(of(records, job.task.name, name)) for name in (SUPERVISED, PLAIN))
     return round(common * stage2 / supervised)
 
 
@@ -151,14 +153,14 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
 # running
 
 
-def run_all() -> None:
+def run_all(jobs: Sequence[Job]) -> None:
     """Make what is missing, with one server at a time, a new one when the task changes; name failed runs at the end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     failed = []
     server: Server | None = None
     try:
-        for job in plan():
+        for job in jobs:
             records = load_records()
             if find(records, job):
                 continue
@@ -218,8 +220,8 @@ def run_learner(job: Job, steps: int, server: Server, environment: Mapping[str, 
     shutil.rmtree(folder, ignore_errors=True)
     overrides = VARIANTS[job.variant]
     common = int(resolved(job.task)["training"]["max_steps"])
-    every = int(resolved(job.task)["training"]["eval_steps"])
-    run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": round(every * steps / common)}
+    every = math.ceil(int(resolved(job.task)["training"]["eval_steps"]) * steps / common)
+    run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": every}
     config = write_config(job.task, folder, overrides | run | server.address())
     launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1", "--master_port", str(free_ports(1)[0])]
     if status := wait_for([*launcher, "train_stage2.py", "--config", str(config)], environment, folder / "learner.log"):
@@ -266,11 +268,11 @@ def read_scores(path: Path) -> dict[str, float]:
 
 
 def step_seconds(folder: Path) -> dict[str, float]:
-    """Seconds of one step by part, the lower quartile over a run's steps: other work on the machine hardly shows."""
+    """Seconds of one step by part, the lowest tenth of a run's steps: what other work on the machine disturbs least."""
     curves = EventAccumulator(str(folder)).Reload()
     parts = ("rollout", "sync", "prepare", "train")
     values = {part: [event.value for event in curves.Scalars(f"seconds/{part}")] for part in parts}
-    return {part: round(float(np.percentile(values[part], 25)), 4) for part in parts}
+    return {part: round(float(np.percentile(values[part], 10)), 4) for part in parts}
 
 
 def resolved(task: Task) -> dict[str, Any]:
@@ -356,8 +358,9 @@ def make_hard() -> None:
     make_demo.cached(HARD / "model", settings, "supervised warm-up in rounds", lambda folder: warm_up(folder, cfg))
 
 
-def warm_up(folder: Path, cfg: WarmupConfig, max_rounds: int = 8) -> None:
-    """Rounds of training, each from where the last one ended, until one does not raise F1 on the validation data.
+def warm_up(folder: Path, cfg: WarmupConfig, min_gain: float = 0.01, max_rounds: int = 16) -> None:
+    """Rounds of training, each from where the last one ended, until one raises F1 on the validation data by less than
+    `min_gain`.
 
     Writes the best round's model and `curve.json`, the scores after every round.
     """
@@ -369,15 +372,16 @@ def warm_up(folder: Path, cfg: WarmupConfig, max_rounds: int = 8) -> None:
         train(cfg, parts)
         save(parts.model, parts.processor, folder / "last")
         result = greedy_scores(parts, validation)
-        is_best = all(result["f1"] > earlier["f1"] for earlier in curve)
+        gain = result["f1"] - max((earlier["f1"] for earlier in curve), default=0.0)
         curve.append(
             {"steps": (number + 1) * cfg.steps, "samples": (number + 1) * cfg.steps * cfg.samples_per_step} | result
         )
         print(f"round {number + 1}: {curve[-1]}", flush=True)
         (folder / "curve.json").write_text(json.dumps(curve, indent=2) + "\n")
-        if not is_best:
+        if gain > 0:
+            save(parts.model, parts.processor, folder)
+        if gain < min_gain:
             return
-        save(parts.model, parts.processor, folder)
 
 
 def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int = 352) -> dict[str, float]:
