@@ -148,7 +148,7 @@ def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its
 def test_equal_seconds_has_as_many_steps_as_fit_and_keeps_them():
     job = Job(TASKS[0], EQUAL_SECONDS, 1)
     # a supervised step takes 1.25 s (sync and rollout do not count), one of stage 2 takes 3 s
-    done = records(supervised=(0.5,), plain=(0.5,))
+    done = records(supervised=(0.5,), both=(0.5,))
     assert study.num_steps(job, done) == round(80 * 3 / 1.25)
     assert study.num_steps(job, [*done, record("demo", EQUAL_SECONDS, 2, 0.5, steps=123)]) == 123
     assert study.num_steps(Job(TASKS[0], PLAIN, 1), done) == 80

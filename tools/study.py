@@ -78,11 +78,11 @@ FORCED = {RM + "teacher_forced_ratio": 1.0}
 # Variant -> what it changes in the task's config. EQUAL_SECONDS gets its number of steps when it is due.
 MAIN: dict[str, dict[str, Any]] = {
     SUPERVISED: FORCED,
-    PLAIN: {},
     BOTH: TRIMMED_AND_STRUCTURED,
 }
 LONGER = {EQUAL_SECONDS: FORCED}
 ABLATIONS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
     "mix: half supervised, + both": TRIMMED_AND_STRUCTURED | {RM + "teacher_forced_ratio": 0.5},
     "sampled, + both": TRIMMED_AND_STRUCTURED | {RM + "decoding.temperature": 1.0},
     "stage 2 + structure": {RM + "targets.supervise_structure": True},
@@ -138,15 +138,15 @@ def find(records: Sequence[Record], job: Job) -> Record | None:
 
 
 def num_steps(job: Job, records: Sequence[Record]) -> int:
-    """Optimizer steps of a run: the task's, or as many as take a supervised run as long as a run of plain stage 2."""
+    """Optimizer steps of a run: the task's, or as many as take a supervised run as long as one of BOTH."""
     common = int(resolved(job.task)["training"]["max_steps"])
     if job.variant != EQUAL_SECONDS:
         return common
     of_task = [record for record in records if record["task"] == job.task.name]
     if decided := [record["steps"] for record in of_task if record["variant"] == EQUAL_SECONDS]:
         return decided[0]
-    supervised, stage2 = (quiet_step_seconds(of(records, job.task.name, name)) for name in (SUPERVISED, PLAIN))
-    return round(common * stage2 / supervised)
+    supervised, both = (quiet_step_seconds(of(records, job.task.name, name)) for name in (SUPERVISED, PLAIN))
+    return round(common * both / supervised)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ start from the same model and data; the seed decides the order of the data and t
 *Supervised* is the same program with `RM.teacher_forced_ratio: 1`: the same targets, losses and optimizer on the plain
 ground truth. *Stage 2* has the schema's own options and greedy rollouts; *structure* and *trim* are
 `RM.targets.supervise_structure` and `RM.targets.trim_trailing_unmatched`, *both* is the two together, as the demo
-ships. *Equal seconds* is supervised training with as many steps as fit the seconds of plain stage 2, on a schedule of
+ships. *Equal seconds* is supervised training with as many steps as fit the seconds of stage 2 + both, on a schedule of
 that length.
 
 **Seconds** are those of training: data, rollouts, weight sync, forward and backward. Start-up, evaluation and saving
