@@ -74,7 +74,7 @@ def wait_healthy(server: subprocess.Popen, base_url: str, log: Path, timeout_s: 
         try:
             if session.get(base_url + "/health/", timeout=2).status_code == 200:
                 return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             pass
         time.sleep(0.5)
     sys.exit(f"the rollout server did not come up; the end of {log}:\n" + log.read_text()[-3000:])
