@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -188,16 +191,23 @@ def test_seconds_of_a_step_are_the_lowest_tenth(tmp_path):
 
 
 def test_a_run_that_is_cut_short_ends_its_learner(tmp_path):
-    code = "import sys; from pathlib import Path; from tools import study; import signal\n"
-    code += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
-    code += "study.wait_for([sys.executable, '-uc', 'import os; print(os.getpid()); input()'], {}, Path(sys.argv[1]))"
     log = tmp_path / "log"
-    outer = subprocess.Popen([sys.executable, "-c", code, str(log)], cwd=ROOT, stdin=subprocess.PIPE)
-    while not (log.exists() and log.read_text().endswith("\n")):
-        assert outer.poll() is None
-    outer.terminate()
-    assert outer.wait(30) == 3
-    assert not Path(f"/proc/{log.read_text().strip()}").exists()
+
+    def cut_short(*_):
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, cut_short)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            study.wait_for([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(600)"], {}, log)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 # ---- what the report says -------------------------------------------------------------------------------------------

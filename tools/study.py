@@ -145,7 +145,7 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     of_task = [record for record in records if record["task"] == job.task.name]
     if decided := [record["steps"] for record in of_task if record["variant"] == EQUAL_SECONDS]:
         return decided[0]
-    supervised, both = (quiet_step_seconds(of(records, job.task.name, name)) for name in (SUPERVISED, PLAIN))
+    supervised, both = (quiet_step_seconds(of(records, job.task.name, name)) for name in (SUPERVISED, BOTH))
     return round(common * both / supervised)
 
 
