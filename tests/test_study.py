@@ -32,6 +32,7 @@ def record(task: str, variant: str, seed: int, f1: float, **changes) -> dict:
         "steps": 80,
         "seconds": {"train": 99.0},
         "step_seconds": {"rollout": 1.5, "sync": 0.25, "prepare": 0.25, "train": 1.0},
+        "rollout_f1": 0.625,
         "scores": {"0": scores | {"f1": 0.4}, "9": scores | {"f1": 0.45}, "80": scores | {"f1": f1}},
     } | changes
 
@@ -180,14 +181,16 @@ def test_scores_are_read_from_an_evaluation_and_repeats_are_counted(tmp_path):
     assert study.read_scores(tmp_path / "step_000080.json") == expected
 
 
-def test_seconds_of_a_step_are_the_lowest_tenth(tmp_path):
+def test_curves_give_the_lowest_tenth_of_seconds_and_the_mean_f1_of_rollouts(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
+    parts = ("rollout", "sync", "prepare", "train")
     with SummaryWriter(str(tmp_path)) as writer:
         for step, seconds in enumerate([2.0, 9.0, 3.0, 1.0, *[4.0] * 7]):
-            for part in ("rollout", "sync", "prepare", "train"):
+            writer.add_scalar("rollout/f1", 0.5 + 0.01 * step, step)
+            for part in parts:
                 writer.add_scalar(f"seconds/{part}", seconds, step)
-    assert study.step_seconds(tmp_path) == dict.fromkeys(("rollout", "sync", "prepare", "train"), 2.0)
+    assert study.read_curves(tmp_path) == {"step_seconds": dict.fromkeys(parts, 2.0), "rollout_f1": 0.55}
 
 
 def test_a_run_that_is_cut_short_ends_its_learner(tmp_path):
@@ -235,6 +238,7 @@ def test_the_report_says_so_when_nothing_beats_supervised_training():
     )
     assert "**Nothing here is shown to beat plain supervised training**" in text
     assert "| supervised | 3 | 80 | 100 | 0.610 ± 0.010 |" in text
+    assert "| 0.500 ± 0.000 | 0.625 ± 0.000 |" in text and "| 0.500 ± 0.000 |  |" in text  # rollouts: stage 2 only
     assert "At equal seconds better than supervised: none; worse: *stage 2*" in text
     assert "hard" not in text.split("## What was found")[1]  # nothing was run there
 

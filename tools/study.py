@@ -236,7 +236,7 @@ def run_learner(job: Job, steps: int, server: Server, environment: Mapping[str, 
         "overrides": overrides,
         "steps": finished["steps"],
         "seconds": finished["seconds"],
-        "step_seconds": step_seconds(folder),
+        **read_curves(folder),
         "scores": {
             str(int(path.stem.split("_")[1])): read_scores(path) for path in sorted((folder / "eval").glob("*.json"))
         },
@@ -267,12 +267,19 @@ def read_scores(path: Path) -> dict[str, float]:
     return {key: round(value, 5) for key, value in result.items()}
 
 
-def step_seconds(folder: Path) -> dict[str, float]:
-    """Seconds of one step by part, the lowest tenth of a run's steps: what other work on the machine disturbs least."""
+def read_curves(folder: Path) -> dict[str, Any]:
+    """What TensorBoard's curves of a run say.
+
+    `step_seconds`: seconds of one step by part, the lowest tenth of the run's steps, which other work on the machine
+    disturbs least. `rollout_f1`: of rollouts on training images, mean over the run.
+    """
     curves = EventAccumulator(str(folder)).Reload()
     parts = ("rollout", "sync", "prepare", "train")
     values = {part: [event.value for event in curves.Scalars(f"seconds/{part}")] for part in parts}
-    return {part: round(float(np.percentile(values[part], 10)), 4) for part in parts}
+    return {
+        "step_seconds": {part: round(float(np.percentile(values[part], 10)), 4) for part in parts},
+        "rollout_f1": round(statistics.fmean(event.value for event in curves.Scalars("rollout/f1")), 4),
+    }
 
 
 def resolved(task: Task) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """docs/results.md from the records of `tools/study.py`: sums, differences, tables and what they say. Pure.
 
 A record is one finished run: `task`, `variant`, `seed`, `overrides` (what the variant sets, by dotted key), `steps`,
-`seconds` (by part, as in `finished.json`), `scores` (by evaluated step) and `revision`.
+`seconds` (by part, as in `finished.json`), `step_seconds` (of one undisturbed step), `rollout_f1` (of rollouts on
+training images, mean over the run), `scores` (by evaluated step) and `revision`.
 """
 
 import statistics
@@ -141,7 +142,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def score_table(records: Sequence[Record], task: str) -> str:
     """Scores after the last step, one line per variant; the first line is the start model."""
     start = of(records, task, SUPERVISED)[0]["scores"]["0"]
-    rows = [["start model", "", "0", "", *(f"{start[key]:.3f}" for key in COLUMNS)]]
+    rows = [["start model", "", "0", "", *(f"{start[key]:.3f}" for key in COLUMNS), ""]]
     for name in variants_of(records, task):
         runs = of(records, task, name)
         rows.append(
@@ -152,8 +153,10 @@ def score_table(records: Sequence[Record], task: str) -> str:
                 f"{quiet_step_seconds(runs) * runs[0]['steps']:.0f}",
             ]
             + [spread(last(runs, key)) for key in COLUMNS]
+            + ["" if is_supervised(runs[0]) else spread([run["rollout_f1"] for run in runs])]
         )
-    return table(["after the last step", "seeds", "steps", "seconds", *COLUMNS.values()], rows)
+    header = ["after the last step", "seeds", "steps", "seconds", *COLUMNS.values(), "F1 of rollouts in training"]
+    return table(header, rows)
 
 
 def difference_table(records: Sequence[Record], task: str) -> str:
