@@ -122,11 +122,11 @@ class Job:
 
 
 def plan() -> list[Job]:
-    """All runs, most important first; whether the learning rate is fair is asked of one seed of one task."""
+    """All runs, most important first; whether the learning rate is fair is asked of one seed."""
     jobs = []
     for variants in (MAIN, LONGER, ABLATIONS):
         jobs += [Job(task, variant, seed) for seed in SEEDS for task in TASKS for variant in variants]
-    return jobs + [Job(TASKS[0], variant, SEEDS[0]) for variant in LEARNING_RATES]
+    return jobs + [Job(task, variant, SEEDS[0]) for task in TASKS for variant in LEARNING_RATES]
 
 
 def find(records: Sequence[Record], job: Job) -> Record | None:
