@@ -111,7 +111,8 @@ def test_store_adds_a_record_or_replaces_that_of_the_same_run(tmp_path, monkeypa
 def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its_servers(tmp_path, monkeypatch):
     """The learner and the server are stood in for: what is tested is the order and the skipping."""
     monkeypatch.setattr(study, "RECORDS", tmp_path / "results.json")
-    jobs = [Job(TASKS[0], PLAIN, 1), Job(TASKS[0], BOTH, 1), Job(TASKS[1], PLAIN, 1), Job(TASKS[1], PLAIN, 2)]
+    runs = [(TASKS[0], PLAIN, 1), (TASKS[0], BOTH, 1), (TASKS[1], PLAIN, 1), (TASKS[1], PLAIN, 2), (TASKS[1], BOTH, 3)]
+    jobs = [Job(*run) for run in runs]
     monkeypatch.setattr(study, "prepare", lambda task, environment: calls.append(f"prepare {task.name}"))
     calls = []
 
@@ -144,6 +145,9 @@ def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its
         "prepare hard",
         ("hard", 1, steps["hard"]),
         ("hard", 2, steps["hard"]),
+        "close hard",  # the server may be what failed
+        "prepare hard",
+        ("hard", 3, steps["hard"]),
         "close hard",
     ]
     assert all("revision" in entry for entry in study.load_records()[1:])

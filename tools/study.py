@@ -176,6 +176,8 @@ def run_all(jobs: Sequence[Job]) -> None:
             except RunFailed as error:
                 print(f"FAILED {name}: {error}", flush=True)
                 failed.append(name)
+                server.close()  # it may be what failed
+                server = None
                 continue
             store(record)
             last = list(record["scores"].values())[-1]
