@@ -15,7 +15,7 @@ export DS_ACCELERATOR := $(if $(filter cpu,$(DEVICE)),cpu,)
 # DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
-.PHONY: help setup demo demo-grpo bench test test-all test-faults lint server train grpo docs clean
+.PHONY: help setup demo demo-grpo bench study test test-all test-faults lint server train grpo docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -39,6 +39,9 @@ demo-grpo: $(READY) ## GRPO from start to end on this machine's CPU
 
 bench: $(READY) ## ours against honest baselines, side by side: a table, and benchmarks/results.json (some minutes)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+study: $(READY) ## the runs behind docs/results.md that are still missing; hours on two cores, stop and resume at will
+	$(BIN)/python -m tools.study $(ARGS)
 
 test: $(READY) ## the tests, real server and learner included
 	$(BIN)/python -m pytest tests -q -m "not slow and not gpu" $(ARGS)

@@ -33,7 +33,8 @@ from utils.rules import UNBUILT
 from utils.schema import RM, RS, Config, Decoding, iter_fields
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = sorted([*ROOT.glob("configs/demo/stage2*.yaml"), *ROOT.glob("configs/stage2/*.yaml")])
+STUDY = [ROOT / "configs/study" / name for name in ("demo.yaml", "hard.yaml")]
+SHIPPED = sorted([*ROOT.glob("configs/demo/stage2*.yaml"), *ROOT.glob("configs/stage2/*.yaml"), *STUDY])
 GRPO_RUNS = sorted(ROOT.glob("configs/grpo/summary*.yaml"))
 REMOVE = object()
 

@@ -16,6 +16,7 @@ from tools.make_demo import (
     COLOURS,
     SHAPES,
     WARMUP_CONFIG,
+    Scenes,
     build_start_model,
     fourier_features,
     make_dataset,
@@ -85,6 +86,28 @@ def test_warm_up_scenes_are_others_and_mostly_list_their_first_object_only(tmp_p
     crowded = [(len(s.objects), len(f.objects)) for s, f in zip(warm, full, strict=True) if len(f.objects) > 1]
     complete = sum(some == every for some, every in crowded) / len(crowded)
     assert all(some in (1, every) for some, every in crowded) and 0.25 < complete < 0.55
+
+
+def test_other_scenes_have_more_and_smaller_objects_that_repeat_labels(tmp_path):
+    scenes = Scenes(max_objects=12, sizes=(0.12, 0.22), max_labels=3)
+    make_dataset(tmp_path, num_train=60, num_val=1, scenes=scenes)
+    rows = [json.loads(line)["objects"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert max(map(len, rows)) > 9 and min(map(len, rows)) >= 1
+    assert max(len({o["desc"] for o in objects}) for objects in rows) == 3
+    widths = [o["bbox_2d"][2] - o["bbox_2d"][0] for objects in rows for o in objects]
+    assert 15 <= min(widths) < max(widths) <= 28  # 0.12 and 0.22 of 128 pixels
+
+
+def test_the_demos_scenes_are_what_they_have_always_been(tmp_path):
+    """They are part of its outcome: other scenes, other numbers in the README."""
+    make_dataset(tmp_path, num_train=1, num_val=1)
+    val, train = (json.loads((tmp_path / f"{name}.jsonl").read_text())["objects"] for name in ("val", "train"))
+    assert [(o["desc"], o["bbox_2d"]) for o in val + train] == [
+        ("blue ring", [41, 41, 70, 73]),
+        ("yellow ring", [22, 78, 56, 112]),
+        ("yellow triangle", [42, 20, 71, 45]),
+        ("green ring", [81, 56, 124, 98]),
+    ]
 
 
 # ---- the start model -----------------------------------------------------------------------------------------------

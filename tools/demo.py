@@ -44,7 +44,7 @@ def main() -> None:
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     began = time.monotonic()
-    server = start_server(environment, output / "server.log")
+    server = start_server(CONFIG, environment, output / "server.log")
     try:
         wait_healthy(server, cfg.servers()[0].base_url, output / "server.log")
         seconds["server_start"] = time.monotonic() - began
@@ -59,7 +59,7 @@ def main() -> None:
     report(output, Path("runs/demo"), seconds)
 
 
-def start_server(environment: dict[str, str], log: Path, config: str = CONFIG) -> subprocess.Popen:
+def start_server(config: str, environment: dict[str, str], log: Path) -> subprocess.Popen:
     command = [sys.executable, "rollout_server.py", "--config", config]
     with log.open("w") as sink:
         return subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
@@ -74,7 +74,7 @@ def wait_healthy(server: subprocess.Popen, base_url: str, log: Path, timeout_s: 
         try:
             if session.get(base_url + "/health/", timeout=2).status_code == 200:
                 return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             pass
         time.sleep(0.5)
     sys.exit(f"the rollout server did not come up; the end of {log}:\n" + log.read_text()[-3000:])

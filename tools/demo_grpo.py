@@ -56,7 +56,7 @@ def main() -> None:
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     began = time.monotonic()
-    server = start_server(environment, output / "server.log", CONFIG)
+    server = start_server(CONFIG, environment, output / "server.log")
     try:
         wait_healthy(server, cfg.servers()[0].base_url, output / "server.log")
         seconds["server_start"] = time.monotonic() - began

@@ -19,6 +19,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,21 @@ def sinusoid_2d(side: int, dim: int, std: float = 0.3) -> torch.Tensor:
 # ---- scenes --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Scenes:
+    """What scenes look like; the default is the demo's.
+
+    Attributes:
+        max_objects: a scene has 1 to this many (fewer where no room is found).
+        sizes: least and greatest width of an object, as shares of the side.
+        max_labels: labels in one scene, 1 to this many, so that objects repeat them; None: drawn for each object.
+    """
+
+    max_objects: int = 4
+    sizes: tuple[float, float] = (0.20, 0.42)
+    max_labels: int | None = None
+
+
 def make_dataset(
     out_dir: str | os.PathLike,
     num_train: int = 4000,
@@ -234,6 +250,7 @@ def make_dataset(
     num_warmup: int = 0,
     seed: int = 0,
     image_size: int = 128,
+    scenes: Scenes = Scenes(),
 ) -> tuple[Path, Path, Path]:
     """Write `train.jsonl`, `val.jsonl`, `warmup.jsonl` and their PNG files; return the three JSONL paths.
 
@@ -250,7 +267,7 @@ def make_dataset(
         rows = []
         for number in numbers:
             rng = random.Random(f"{seed}-{number}")
-            image, objects = draw_scene(rng, image_size)
+            image, objects = draw_scene(rng, image_size, scenes)
             if name == "warmup" and rng.random() >= FULLY_ANNOTATED:
                 objects = objects[:1]
             file = folder / f"{number:06d}.png"
@@ -271,8 +288,8 @@ def make_dataset(
     return train, val, warmup
 
 
-def draw_scene(rng: random.Random, side: int) -> tuple[Image.Image, list[dict]]:
-    """One scene: 1 to 4 coloured shapes that do not overlap on a slightly noisy grey ground, and its objects.
+def draw_scene(rng: random.Random, side: int, scenes: Scenes) -> tuple[Image.Image, list[dict]]:
+    """One scene: coloured shapes that do not overlap on a slightly noisy grey ground, and its objects.
 
     Objects are listed top to bottom, then left to right, boxes as xyxy in pixels.
     """
@@ -281,20 +298,28 @@ def draw_scene(rng: random.Random, side: int) -> tuple[Image.Image, list[dict]]:
     image = Image.fromarray(np.clip(grey + noise, 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(image)
     objects = []
-    for box in _place_boxes(rng, side, rng.randint(1, 4)):
-        colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+    boxes = _place_boxes(rng, side, rng.randint(1, scenes.max_objects), scenes.sizes)
+    labels = [_draw_label(rng) for _ in range(rng.randint(1, scenes.max_labels))] if scenes.max_labels else []
+    for box in boxes:
+        colour, shape = rng.choice(labels) if labels else _draw_label(rng)
         fill = tuple(max(0, min(255, value + rng.randint(-25, 25))) for value in COLOURS[colour])
         _draw_shape(draw, shape, box, fill)
         objects.append({"desc": f"{colour} {shape}", "bbox_2d": list(box)})
     return image, sorted(objects, key=lambda item: (item["bbox_2d"][1], item["bbox_2d"][0]))
 
 
-def _place_boxes(rng: random.Random, side: int, count: int) -> list[tuple[int, int, int, int]]:
-    """Up to `count` boxes, 0.20 to 0.42 of the side, width and height within 20 %, at least 2 pixels apart."""
+def _draw_label(rng: random.Random) -> tuple[str, str]:
+    return rng.choice(list(COLOURS)), rng.choice(SHAPES)
+
+
+def _place_boxes(
+    rng: random.Random, side: int, count: int, sizes: tuple[float, float]
+) -> list[tuple[int, int, int, int]]:
+    """Up to `count` boxes with widths between `sizes` of the side, heights within 20 %, at least 2 pixels apart."""
     boxes: list[tuple[int, int, int, int]] = []
     for _ in range(count):
         for _ in range(50):
-            size = rng.uniform(0.20, 0.42) * side
+            size = rng.uniform(*sizes) * side
             width, height = round(size), round(size * rng.uniform(0.8, 1.2))
             height = min(height, side - 1)
             x, y = rng.randint(0, side - width), rng.randint(0, side - height)
