@@ -63,6 +63,7 @@ other scenes most of which list one object only. What there is to gain is going 
 To read the plain variant: the demo's tokenizer ends the last object and the answer in one token, `]}]}`. Where a model
 that closed should have gone on, the prefix is cut inside it and keeps `]}`, which as part of the prefix carries no loss
 (TGT-6) unless `supervise_structure` lets it learn. The opposite, closing where nothing is missing, is always learnt.
+*Supervised, 294 steps* is one longer run on the side.
 """,
     "hard": """## Task "hard"
 
