@@ -28,6 +28,7 @@ def seen(warm_model, tmp_path_factory) -> dict:
     make_dataset(folder / "data", num_train=5, num_val=1)
     command = [sys.executable, __file__, str(warm_model), str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment.pop("MASTER_PORT", None)  # of process groups that other tests have opened in this process
     run = subprocess.run(command, env=environment, timeout=400, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-5000:]
     return json.loads((folder / "seen.json").read_text())

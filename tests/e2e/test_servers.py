@@ -131,7 +131,7 @@ def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4(folder, se
     sent = [event.value for event in EventAccumulator(str(folder / "restart")).Reload().Scalars("sync/bytes")]
     assert sent.count(max(sent)) == 2 and min(sent) < max(sent)  # everything at the start and after the restart only
     story = [
-        "is gone",
+        "failed on",  # the call, or the sync, that the server died in
         "waiting for the rollout servers",
         "all rollout servers answer",
         "the run goes on",
