@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import t as student
 
 from tools import study, study_report
-from tools.study import ABLATIONS, LEARNING_RATES, LONGER, MAIN, RM, SEEDS, TASKS, VARIANTS, Job
+from tools.study import ABLATIONS, HARD_ONLY, LEARNING_RATES, LONGER, MAIN, RM, SEEDS, TASKS, VARIANTS, Job
 from tools.study_report import BOTH, EQUAL_SECONDS, PLAIN, SUPERVISED
 from utils.config import load_config
 
@@ -83,7 +83,11 @@ def test_all_tasks_have_the_demos_global_batch():
 
 def test_the_plan_has_each_run_once_and_the_main_comparison_on_both_tasks_first():
     jobs = study.plan()
-    assert len(set(jobs)) == len(jobs) == 2 * (3 * len(MAIN | LONGER | ABLATIONS) + len(LEARNING_RATES))
+    assert (
+        len(set(jobs))
+        == len(jobs)
+        == 2 * (3 * len(MAIN | LONGER | ABLATIONS) + len(LEARNING_RATES)) + 3 * len(HARD_ONLY)
+    )
     main = jobs[: 2 * 3 * len(MAIN)]
     assert {job.variant for job in main} == set(MAIN) and {job.seed for job in main} == set(SEEDS)
     assert {job.task for job in main} == set(TASKS)

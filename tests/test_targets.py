@@ -1,5 +1,6 @@
 """utils.targets: what is written, what is learnt, and that it reads back as what it should say (TGT-5 to TGT-10)."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -7,9 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from tests.answers import make_table, make_tokenizer, random_object
 from tests.test_parsing import MALFORMED, wild_objects
+from utils.answer_format import FORMATS
 from utils.geometry import Object
 from utils.parsing import TokenTable, parse_answer
 from utils.targets import (
@@ -96,6 +100,22 @@ def test_tgt_5_appended_text_has_natural_tokens() -> None:
     text = format_objects([RED, BLUE, GREEN]) + "<|im_end|>"
     assert target.answer_ids.tolist() == make_tokenizer("qwen").encode(text, add_special_tokens=False)
     assert target.respelled
+
+
+def test_tgt_6_going_on_is_learnt_where_closing_would_be() -> None:
+    """TGT-6: `]}]}` was written too early: the `]}` kept of it is ours and learns itself, like all that follows."""
+    spec = json.loads(make_tokenizer("qwen").backend_tokenizer.to_str())
+    spec["model"]["merges"].remove(["]}", ","])  # with `]},` in one token nothing is left to respell
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token="<|im_end|>")
+    table = TokenTable.from_tokenizer(tokenizer, FORMATS["coord_tokens"])
+    parsed = parse_answer(table.encode(format_objects([RED])), table)
+    assert table.bytes_of[table.encode(format_objects([RED]))[-1]] == b"]}]}"
+    went_on, closed = (
+        build_target(parsed, gt, [(0, 0)], table, TargetOptions(label="ignore")) for gt in ([RED, BLUE], [RED])
+    )
+    assert learnt(went_on, table)[:3] == [("]}", "]}"), (",", ","), (' {"', ' {"')]
+    assert learnt(closed, table) == [("]}]}", "]}]}"), ("<|im_end|>", "<|im_end|>")]
+    assert went_on.text_index[0] == closed.text_index[0] == went_on.num_prefix - 1
 
 
 def test_tgt_5_nothing_missed() -> None:

@@ -60,9 +60,6 @@ ABOUT = {
 The task of `make demo`: 1 to 4 shapes, 4,000 fully annotated training images, a start model that was warmed up on 8,000
 other scenes most of which list one object only. What there is to gain is going on after the first object.
 
-To read the plain variant: the demo's tokenizer ends the last object and the answer in one token, `]}]}`. Where a model
-that closed should have gone on, the prefix is cut inside it and keeps `]}`, which as part of the prefix carries no loss
-(TGT-6) unless `supervise_structure` lets it learn. The opposite, closing where nothing is missing, is always learnt.
 *Supervised, 294 steps* is one longer run on the side.
 """,
     "hard": """## Task "hard"

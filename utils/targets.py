@@ -145,7 +145,8 @@ def build_target(
           matched number, up to the first difference.
         - `desc` of matched prefix objects with `label: correct`: the ground truth's, up to the first difference.
         - With `supervise_structure`, the remaining tokens of matched objects and of the comma (or header) before them.
-        - All appended tokens: missed objects in file order, closing, end token.
+        - All appended tokens: missed objects in file order, closing, end token; with them the respelled token at the cut
+          where it holds brackets only: it is ours, not the model's. Else closing is learnt there and going on is not.
         A bare `{"objects": [` (nothing usable, or everything trimmed) is tokenized together with what follows, so that
         the model sees its natural tokens; those that lie within it are learnt where the model did not write a header
         itself (a plain ground truth, an answer that begins otherwise), else they carry no loss.
@@ -165,14 +166,15 @@ def build_target(
             prefix, "".join(between + form.write_object(obj) for obj in missed) + closing, table
         )
         start = len(prefix.prefix_ids)
+        learnt_from = prefix.num_exact if is_joined else start
         context = table.scan_text(ids[:-1]) if is_joined else context
     else:
         ids = np.array([*table.encode(form.write(missed, opening)), table.eos_id], dtype=np.int64)
         wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
         header = len(opening) if wrote_header else 0
-        start = int(np.searchsorted(table.scan_text(ids)[1], header, side="right"))
+        start = learnt_from = int(np.searchsorted(table.scan_text(ids)[1], header, side="right"))
     labels = _Labels(ids, table, options)
-    labels.add_appended(start)
+    labels.add_appended(learnt_from)
     pairs = [(prefix.objects[p], gt_objects[g]) for p, g in matches]
     if form.has_coord_tokens:
         for pred, gt in pairs:

@@ -83,7 +83,7 @@ def test_rollouts_of_coming_steps_are_at_most_so_old_LRN_8_SYN_9(folder, server)
         version = call.get("weight_version", lines[step]["weight_version"])
         assert call["global_step"] == step  # each line is about its own step, whenever it was asked for
         ages.append(step - int(version.rpartition(":")[2]))
-    assert max(ages) == 2 and min(ages) == 0
+    assert 1 <= max(ages) <= 2 and min(ages) == 0  # how far ahead it gets is a matter of speed
     lag, worst = curve(run_dir, "train/policy_lag"), curve(run_dir, "train/policy_lag_max")
     assert len(lag) == NUM_STEPS and worst[0] == 0 and max(worst) >= 1 and max(worst) <= 2 + 1  # + the carry buffer
     assert curve(run_dir, "rollout/remade") == [0.0] * NUM_STEPS
