@@ -145,8 +145,8 @@ def build_target(
           matched number, up to the first difference.
         - `desc` of matched prefix objects with `label: correct`: the ground truth's, up to the first difference.
         - With `supervise_structure`, the remaining tokens of matched objects and of the comma (or header) before them.
-        - All appended tokens: missed objects in file order, closing, end token; with them the respelled token at the cut
-          where it holds brackets only: it is ours, not the model's. Else closing is learnt there and going on is not.
+        - All appended tokens: missed objects in file order, closing, end token. Also the respelled token at the
+          cut where it holds brackets only: it is ours, not the model's. Else closing would be learnt and going on not.
         A bare `{"objects": [` (nothing usable, or everything trimmed) is tokenized together with what follows, so that
         the model sees its natural tokens; those that lie within it are learnt where the model did not write a header
         itself (a plain ground truth, an answer that begins otherwise), else they carry no loss.
