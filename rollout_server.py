@@ -296,6 +296,7 @@ def engine_args(launch: Launch) -> Any:
         kwargs["gpu_memory_utilization"] = launch.gpu_memory_utilization
     else:
         kwargs["enforce_eager"] = True
+        kwargs["enable_chunked_prefill"] = False  # vLLM 0.32 on CPU dies at a chunk of a prompt with a seed of its own
     return AsyncEngineArgs(**kwargs | launch.engine_kwargs)
 
 

@@ -225,7 +225,7 @@ def start_engine(options: EngineOptions, device: torch.device, sleeps: bool) -> 
     if device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        kwargs = {"enforce_eager": True}
+        kwargs = {"enforce_eager": True, "enable_chunked_prefill": False}  # as in rollout_server.engine_args
     set_num_threads = torch.set_num_threads
     pixels = {"min_pixels": options.image_min_pixels, "max_pixels": options.image_max_pixels}
     llm = LLM(
