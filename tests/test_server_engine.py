@@ -30,7 +30,10 @@ class FakeLLM:
         self.seconds = seconds
         self.errored = False
         self.model_config = SimpleNamespace(get_diff_sampling_param=dict, is_multimodal_model=False)
-        self.engine_core = SimpleNamespace(core_engines=list(range(replicas)), _call_utility_async=self._utility)
+        self.engine_core = SimpleNamespace(
+            core_engines=list(range(replicas)), _call_utility_async=self._utility, pause_scheduler_async=self._pause
+        )
+        self.renderer = SimpleNamespace(clear_mm_cache_async=self.reset_mm_cache)
         self.running, self.most = [0] * replicas, [0] * replicas
         self.aborted: set[str] = set()
         self.log: list[str] = []
@@ -76,7 +79,8 @@ class FakeLLM:
         result = {"update": report, "finish": self.missing, "hears_learner": self.learner_is_alive}.get(step)
         return [{"result": result, "error": f"engine worker {engine}: boom" if failed else None}]
 
-    async def pause_generation(self, mode):
+    async def _pause(self, mode, clear_cache):
+        assert clear_cache
         self.log.append(f"pause {mode}")
         while mode == "wait" and sum(self.running):
             await asyncio.sleep(0.001)
@@ -178,7 +182,7 @@ def test_an_update_in_order_then_answers_carry_the_version():
         assert (await late)[0].rollout_infos == {"weight_version": "a:1"}
         steps = [f"{step}@{i}" for step in ("init", "start", "update", "finish") for i in (0, 1)]
         caches = ["reset mm", "reset encoder", "reset prefix False", "resume"]
-        assert llm.log == [*steps[:2], "pause wait", *steps[2:], *caches]
+        assert llm.log == [*steps[:2], "reset mm", "pause wait", *steps[2:], *caches]
 
     asyncio.run(run())
 

@@ -424,7 +424,7 @@ class WeightUpdates:
                 raise
 
     async def _pause(self, mode: str) -> None:
-        """vLLM's `pause_generation` without the 20 ms that it then sleeps; its answers carry the version they are of."""
+        """vLLM's `pause_generation` without its 20 ms of sleep: answers say themselves which weights made them."""
         llm = self.engine.llm
         await llm.renderer.clear_mm_cache_async()
         await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
