@@ -15,6 +15,7 @@ NUM_STEPS = 3
 DORA = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "modules_to_save": ["embed_tokens"]}
 COLOCATE = {"rollout_backend": "vllm"}  # vllm.mode: colocate is the default
 RUNS = {
+    "hf_zero0": ("zero0", {"rollout_backend": "hf"}),
     "hf_zero2": ("zero2", {"rollout_backend": "hf"}),
     "hf_zero3": ("zero3", {"rollout_backend": "hf"}),
     "colocate_tp1": ("zero2", COLOCATE | {"vllm": {"tensor_parallel_size": 1, "sync": {"bucket_mib": 1}}}),
