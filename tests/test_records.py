@@ -118,7 +118,7 @@ def test_log_1_every_call_is_recorded_with_seed_server_and_outcome(tmp_path):
 
 def test_log_6_timeouts_are_counted_by_server_and_grow(tmp_path):
     """LOG-6: counters since the start, evaluations included, though those are no points of their own."""
-    with setting(1, infer_timeout_s=0.3) as (client, (server,)):
+    with setting(1, infer_timeout_s=1.5) as (client, (server,)):
         late = [True, True]
         server.on_infer = lambda body: server.hang() if late and late.pop() else server.answer(body)
         log = RolloutLog(tmp_path, client, Rank())
