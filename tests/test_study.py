@@ -83,11 +83,8 @@ def test_all_tasks_have_the_demos_global_batch():
 
 def test_the_plan_has_each_run_once_and_the_main_comparison_on_both_tasks_first():
     jobs = study.plan()
-    assert (
-        len(set(jobs))
-        == len(jobs)
-        == 2 * (3 * len(MAIN | LONGER | ABLATIONS) + len(LEARNING_RATES)) + 3 * len(HARD_ONLY)
-    )
+    both_tasks = 3 * len(MAIN | LONGER | ABLATIONS)
+    assert len(set(jobs)) == len(jobs) == 2 * both_tasks + 3 * len(HARD_ONLY) + len(LEARNING_RATES)
     main = jobs[: 2 * 3 * len(MAIN)]
     assert {job.variant for job in main} == set(MAIN) and {job.seed for job in main} == set(SEEDS)
     assert {job.task for job in main} == set(TASKS)
