@@ -60,10 +60,10 @@ ABOUT = {
 The task of `make demo`: 1 to 4 shapes, 4,000 fully annotated training images, a start model that was warmed up on 8,000
 other scenes most of which list one object only. What there is to gain is going on after the first object.
 
-To read the parse rate: what stands in the prefix and was matched with nothing carries no loss (TGT-6), a needless object
-as little as broken syntax between two good ones. Without trimming nothing tells the model where it should have closed;
-it goes on until it is cut off, and its syntax decays. Trimmed, such an answer ends behind its last right object, where
-the model learns to close.
+To read the parse rate: what stands in the prefix and was matched with nothing carries no loss (TGT-6), neither a
+needless object nor broken syntax between two good ones. Without trimming nothing tells the model where it should have
+closed; it goes on until it is cut off, and its syntax decays. Trimmed, such an answer ends behind its last right object,
+where the model learns to close.
 
 *Supervised, 294 steps* is one longer run on the side.
 """,
