@@ -15,7 +15,7 @@ export DS_ACCELERATOR := $(if $(filter cpu,$(DEVICE)),cpu,)
 # DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
-.PHONY: help setup demo demo-grpo bench study test test-all test-faults lint server train grpo docs clean
+.PHONY: help setup demo demo-grpo bench study test test-all test-faults soak lint server train grpo docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -49,8 +49,11 @@ test: $(READY) ## the tests, real server and learner included
 test-all: $(READY) ## every test, the slow ones too
 	$(BIN)/python -m pytest tests -q $(ARGS)
 
-test-faults: $(READY) ## killed, stopped and resumed learners, the slow tests too
+test-faults: $(READY) ## learners and servers killed, frozen and resumed, spoilt answers; the slow tests too
 	$(BIN)/python -m pytest tests/faults -q $(ARGS)
+
+soak: $(READY) ## 20 minutes of server and learner, watched for what creeps (ARGS="--minutes 60"): runs/soak/soak.json
+	$(BIN)/python -m tools.soak $(ARGS)
 
 lint: $(READY) ## ruff check and format check
 	$(BIN)/ruff check .

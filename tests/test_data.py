@@ -505,3 +505,23 @@ def test_load_processor_with_another_pixel_budget(tmp_path, processor):
     sample = load_one(tmp_path)
     assert len(encode_prompt(sample, small).prompt_token_ids) < len(encode_prompt(sample, processor).prompt_token_ids)
     assert data.num_prompt_tokens(sample, small) == len(encode_prompt(sample, small).prompt_token_ids)
+
+
+def test_the_digest_of_a_model_is_that_of_its_shape_and_vocabulary(start_model, tmp_path):
+    """CON-4: saved again in another dtype it is the same model; with other layers or another token it is not."""
+    own = data.model_digest(start_model)
+    assert own is not None and data.model_digest(tmp_path) is None
+    config = json.loads((start_model / "config.json").read_text())
+    tokenizer = json.loads((start_model / "tokenizer.json").read_text())
+
+    def digest_of(config: dict, tokenizer: dict) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps(config, indent=1))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return data.model_digest(tmp_path)
+
+    text = config["text_config"]
+    assert (
+        digest_of(config | {"text_config": text | {"dtype": "bfloat16"}, "transformers_version": "9"}, tokenizer) == own
+    )
+    assert digest_of(config | {"text_config": text | {"num_hidden_layers": 99}}, tokenizer) != own
+    assert digest_of(config, tokenizer | {"added_tokens": tokenizer["added_tokens"][1:]}) != own

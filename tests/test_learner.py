@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_model import make_segment
+from tests.test_model import coord_ids, make_segment
 from utils.config import build_config
 from utils.dist import Ranks
-from utils.learner import Learner, lr_factor
+from utils.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
+from utils.losses import LossWeights
 from utils.model import apply_tuner, base_model, dummy_segment, load_model, param_groups, position_ids_for
-from utils.objectives import PolicyObjective, PolicyRow
-from utils.packing import collate_packed
+from utils.objectives import MatchingObjective, PolicyObjective, PolicyRow
+from utils.packing import Batch, collate_packed
 from utils.policy_loss import PolicyOptions, policy_segment, policy_tokens, token_weights
 from utils.targets import Segment
+from utils.weight_sync import MergedWeights
 
 
 def schedule(kind: str, warmup_steps: int = 2, low: float = 0.1) -> SimpleNamespace:
@@ -135,3 +137,81 @@ def test_the_start_policy_is_had_by_switching_adapters_off_GRP_6(tmp_path, start
         assert (reference - expected).abs().max() < 1e-5
         assert (present - expected).abs().max() > 1e-4 * (step + 1)
     assert [parameter.requires_grad for parameter in learner.model.parameters()] == trained
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a loss that is not finite
+
+
+def matching_learner(folder: Path, model: Path, ranks: Ranks, on_nan_loss: str, deepspeed: str, dtype: str) -> Learner:
+    matching = {"rollout_backend": "hf", "max_new_tokens": 32}
+    config = {
+        "model": {"path": str(model), "dtype": dtype},
+        "global_max_length": 128,
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": "none",
+            "extra": {"rollout_matching": matching},
+        },
+        "training": {"output_dir": str(folder), "gradient_accumulation_steps": 2, "on_nan_loss": on_nan_loss},
+        "deepspeed": deepspeed,
+    }
+    return Learner(build_config(config), ranks, num_steps=100)
+
+
+def matching_rows(learner: Learner, is_bad: bool) -> list[Batch]:
+    """Two rows; a bad sample is the first one of the second row."""
+    batches = []
+    for seeds in ((0, 1), (2, 3)):
+        segments = [make_segment(learner.model, seed, (4, 4)) for seed in seeds]
+        bins = np.array(coord_ids(learner.model))
+        positions, dummy = position_ids_for(learner.model), dummy_segment(learner.model)
+        batches.append(collate_packed(segments, positions, bins, dummy))
+    if is_bad:
+        batches[1].pixel_values[0] = torch.nan
+    return batches
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return dict(MergedWeights(learner.model).tensors())
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "dtype"),
+    [("zero0", "float32"), ("zero2", "float32"), ("zero3", "float32"), ("zero0", "bfloat16"), ("zero2", "bfloat16")],
+)
+def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples_LRN_2(
+    tmp_path, start_model, ranks, caplog, deepspeed, dtype
+):
+    """LRN-2, `training.on_nan_loss: skip`: weights stay bit for bit, the next step is that of a run that never had the
+    bad one; ten bad ones in a row end the run."""
+    learner, other = (matching_learner(tmp_path, start_model, ranks, "skip", deepspeed, dtype) for _ in range(2))
+    objective = MatchingObjective(LossWeights())
+    for one in (learner, other):
+        one.step(matching_rows(one, is_bad=False), objective, 0)
+    before = weights_of(learner)
+    assert np.isnan(learner.step(matching_rows(learner, is_bad=True), objective, 1).losses["total"])
+    (words,) = [record.message for record in caplog.records if record.name == "utils.learner"]
+    assert words.startswith("the loss of optimizer step 2 is not finite; samples: s2, s3; the step is skipped")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+    for one in (learner, other):
+        one.step(matching_rows(one, is_bad=False), objective, 2)
+    after = weights_of(other)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights_of(learner).items())
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    for step in range(3, 2 + MAX_SKIPPED):
+        learner.step(matching_rows(learner, is_bad=True), objective, step)
+    with pytest.raises(NotFinite, match="10 steps in a row were skipped"):
+        learner.step(matching_rows(learner, is_bad=True), objective, 2 + MAX_SKIPPED)
+
+
+@pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
+def test_by_default_the_run_stops_at_a_gradient_that_is_not_finite_LRN_2(tmp_path, start_model, ranks, deepspeed):
+    """LRN-2, `training.on_nan_loss: stop`: also where the losses themselves are finite; all samples are named then."""
+    learner = matching_learner(tmp_path, start_model, ranks, "stop", deepspeed, "float32")
+    before = weights_of(learner)
+    parameter = next(parameter for parameter in learner.model.parameters() if parameter.requires_grad)
+    parameter.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(NotFinite, match="the gradient of optimizer step 6 is not finite; samples: s0, s1, s2, s3. The"):
+        learner.step(matching_rows(learner, is_bad=False), MatchingObjective(LossWeights()), 5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())

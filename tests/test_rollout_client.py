@@ -291,6 +291,17 @@ def test_con_4_a_restarted_server_is_told_apart():
             client.wait_ready()
 
 
+def test_con_4_a_server_with_another_model_is_refused_by_name():
+    """CON-4: also where it has always been the same server; one that does not say what it serves is let pass."""
+    with setting(1, 1, ready=False) as (client, (one, two)):
+        two.on_health = lambda: (200, two.health(model="/other", model_digest="b"))
+        client.wait_ready()
+        client.check_model("/mine", "b")
+        client.check_model("/mine", None)
+        with pytest.raises(RolloutError, match=f"{two.url} serves another model .*: /other, model.path=/mine"):
+            client.check_model("/mine", "a")
+
+
 def test_con_4_another_owner_stops_the_run():
     """CON-4: at recovery and while calls run; before our communicator is open a former run's name does not matter."""
     with setting(1) as (client, (server,)):

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests.test_resume import ranks, save  # noqa: F401
+from utils.dist import FailedTogether
 from utils.shutdown import STOPPED_STATUS, Stopped, StopRequest, end_with, resume_command
 
 
@@ -25,6 +26,17 @@ def test_last_words_name_step_version_checkpoint_and_command_LRN_5(tmp_path, ran
         f"  newest complete checkpoint: {tmp_path / 'checkpoint-4'}\n"
         "  go on from it with: deepspeed --num_gpus 2 train_stage2.py --config a.yaml --resume auto\n"
     )
+
+
+def test_rank_1_speaks_where_rank_0_may_be_gone_LRN_5(tmp_path, capsys, monkeypatch):
+    """LRN-5: but not where all ranks have agreed on how the run ends; rank 2 never."""
+    monkeypatch.setattr("utils.shutdown._IS_MAIN", False)
+    said = {}
+    for rank, error in (("1", RuntimeError("peer")), ("1", FailedTogether("bad")), ("2", RuntimeError("peer"))):
+        monkeypatch.setenv("RANK", rank)
+        assert end_with(error, tmp_path, "a.yaml", 7, "abc:7") == 1
+        said[rank, type(error)] = f"run {tmp_path}: failed: " in capsys.readouterr().err
+    assert list(said.values()) == [True, False, False]
 
 
 def test_a_stop_has_a_status_of_its_own_and_no_traceback_LRN_5(tmp_path, capsys):

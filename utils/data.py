@@ -679,6 +679,24 @@ class EncodedPrompt:
     image_grid_thw: torch.Tensor | None
 
 
+def model_digest(path: str | Path) -> str | None:
+    """Of what a learner and its rollout server must have in common: architecture and vocabulary, not weights, which
+    the first sync brings. None where there is no such checkpoint to read."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(), object_hook=_without_incidentals)
+        tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
+        parts = [config, tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
+    except (OSError, ValueError, KeyError):
+        return None
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _without_incidentals(config: dict[str, Any]) -> dict[str, Any]:
+    """What saving a model again may change is left out."""
+    incidental = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+    return {key: value for key, value in config.items() if key not in incidental}
+
+
 def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
     """The model's own processor, with its pixel budget per image replaced where one is given."""
     from transformers import AutoProcessor

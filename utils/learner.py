@@ -1,5 +1,6 @@
 """The training side that stage 2 and GRPO share: the DeepSpeed engine around a row model, its schedule, its steps."""
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import set_seed
 
 from utils.config import Config, engine_json
-from utils.dist import Ranks
+from utils.dist import FailedTogether, Ranks
 from utils.losses import num_chunks_for
 from utils.model import (
     RowModel,
@@ -29,6 +30,14 @@ from utils.objectives import Objective, last_logprobs, text_logprobs
 from utils.packing import Batch
 from utils.plan import chunk_labels
 from utils.weight_sync import attempt
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED = 10  # steps in a row: what is wrong then is the model, and no other sample mends it
+
+
+class NotFinite(FailedTogether):
+    """A loss or gradient of an optimizer step is nan or infinite; raised on all ranks."""
 
 
 @dataclass
@@ -73,12 +82,17 @@ class Learner:
         torch.manual_seed(training.seed + ranks.rank)  # dropout differs between ranks
         self._base_lrs = {group["name"]: group["lr"] for group in groups}
         self._cfg, self._ranks, self._num_steps = cfg, ranks, num_steps
+        self._num_skipped = 0  # steps in a row
 
     def step(self, batches: Sequence[Batch], objective: Objective, step: int) -> StepResult:
         """One optimizer step over this rank's batches, equally many on all ranks (PCK-5).
 
         Every loss part is divided by its total weight over all ranks and micro-steps, so how tokens are laid out in
         rows does not change the gradient. DeepSpeed averages over ranks and micro-steps: that is multiplied out again.
+
+        Raises:
+            NotFinite: a loss or gradient is not, and `training.on_nan_loss` does not say to skip the step. Either way
+                weights and optimizer stay as they were.
         """
         totals, num_chunks = self._share_totals(objective.totals(batches), batches)
         score = partial(objective.loss, totals=totals, num_chunks=num_chunks)
@@ -89,21 +103,65 @@ class Learner:
         # DeepSpeed divides by the configured number of micro-steps, however many there are.
         scale = self._ranks.world_size * self.engine.gradient_accumulation_steps()
         numbers: list[dict[str, float]] = []
+        has_finite_loss: list[bool] = []
         for index, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             loss, own = self.engine(batch.to(self._ranks.device), score)
-            self.engine.backward(loss * scale)
-            self.engine.step()
+            value = loss.detach()
+            # x - x is nan for a loss that is not finite, else 0: then every gradient is nan and the step is skipped
+            self.engine.backward(loss * (scale + (value - value)))
+            is_dropped = index == len(batches) - 1 and self._drop_gradients_unless_finite()
+            if not is_dropped:
+                self.engine.step()
             numbers.append({name: float(value) for name, value in own.items()})
-        gathered = [own for part in self._ranks.gather(numbers) for own in part]
+            has_finite_loss.append(math.isfinite(value))
+        rows = list(zip(numbers, has_finite_loss, [batch.sample_ids for batch in batches], strict=True))
+        gathered = [row for part in self._ranks.gather(rows) for row in part]
         grad_norm = self.engine.get_global_grad_norm()
+        is_finite = not is_dropped and (grad_norm is None or math.isfinite(grad_norm))
+        self._check_finite(step, is_finite, [(good, ids) for _, good, ids in gathered])
         return StepResult(
-            losses=objective.report(gathered, totals),
+            losses=objective.report([own for own, _, _ in gathered], totals),
             grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
             learning_rates=learning_rates,
             num_tokens=sum(batch.num_tokens for batch in batches),
             fill_ratio=sum(batch.num_tokens for batch in batches) / sum(map(self._room, batches)),
         )
+
+    def _drop_gradients_unless_finite(self) -> bool:
+        """Drop gradients that are not finite, and say so, where DeepSpeed would not (all ranks hold the same ones).
+
+        Its own optimizers skip such a step; torch's plain one, which float32 has under ZeRO-0, would write nan into all
+        weights.
+        """
+        if type(self.engine.optimizer) is not torch.optim.AdamW:
+            return False
+        gradients = (parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None)
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return False
+        self.engine.zero_grad()
+        return True
+
+    def _check_finite(self, step: int, is_finite: bool, rows: Sequence[tuple[bool, list[str]]]) -> None:
+        """Stop, or say that the step was skipped, unless all losses and the gradient are finite.
+
+        Args:
+            is_finite: the gradient. float16 overflows as a matter of course, which is its loss scale's business.
+            rows: of all ranks: whether the loss is finite, and the samples.
+        """
+        bad = [ids for good, ids in rows if not good]
+        what = "the loss" if bad else "the gradient"
+        if not bad and (is_finite or self._cfg.model.dtype == "float16"):
+            self._num_skipped = 0
+            return
+        self._num_skipped += 1
+        names = ", ".join(name for ids in bad or [ids for _, ids in rows] for name in ids) or "none, an empty row"
+        words = f"{what} of optimizer step {step + 1} is not finite; samples: {names}"
+        if self._cfg.training.on_nan_loss == "stop":
+            raise NotFinite(f"{words}. The weights are as before it; look at these samples, learning rate and dtype")
+        if self._num_skipped == MAX_SKIPPED:
+            raise NotFinite(f"{words}. {MAX_SKIPPED} steps in a row were skipped: the weights themselves are broken")
+        logger.warning("%s; the step is skipped (training.on_nan_loss)", words)
 
     def save_state(self, folder: Path) -> None:
         """Trained parameters, optimizer and counters into `folder`, one shard per rank (collective).

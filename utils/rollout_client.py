@@ -112,6 +112,7 @@ class RolloutClient:
         self.world_sizes: list[int] = []
         self.boot_ids: list[str] = []
         self.models: list[str] = []
+        self.model_digests: list[str | None] = []
         self.owner: str | None = None
         self.run_tokens: dict[int, str] = {}
         self.stats: Counter[str] = Counter(calls=0, retries=0, timeouts=0, splits=0, given_up=0)
@@ -217,8 +218,22 @@ class RolloutClient:
         old = self.boot_ids or [None] * len(found)
         self.boot_ids = [health["boot_id"] for health, _ in found]
         self.models = [health.get("model") for health, _ in found]
+        self.model_digests = [health.get("model_digest") for health, _ in found]
         self.world_sizes = [size for _, size in found]
         return [index for index, boot_id in enumerate(self.boot_ids) if boot_id != old[index]]
+
+    def check_model(self, path: str, digest: str | None) -> None:
+        """Every server generates with the architecture and tokenizer that `path` holds (CON-4).
+
+        Raises:
+            RolloutError: names the first server with another model, and both.
+        """
+        for index, (model, own) in enumerate(zip(self.models, self.model_digests, strict=True)):
+            if None not in (own, digest) and own != digest:
+                raise RolloutError(
+                    f"{self.url(index)} serves another model than this run trains: {model}, model.path={path} (their "
+                    "config.json or tokenizer.json differ); start a server with this run's config"
+                )
 
     def _poll_until_ready(self, index: int, deadline: float) -> tuple[dict[str, Any], int] | Exception:
         """(health, world size), or the last failure once `deadline` has passed or waiting cannot help."""

@@ -425,6 +425,16 @@ class Training(Section):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="decay of AdamW's second moment")
     adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this norm; 0 is off")
+    on_nan_loss: Literal["stop", "skip"] = Field(
+        "stop",
+        description="a loss or gradient that is not finite ends the run, or its optimizer step is skipped (ten in a row"
+        " end the run all the same); the samples are named",
+    )
+    rank_timeout_s: PositiveFloat = Field(
+        1800.0,
+        description="a rank that keeps the others waiting for so long (frozen, stuck) ends the run on all of them; set"
+        " it above what one rollout, sync or save may take",
+    )
     gradient_checkpointing: bool = Field(True, description="recompute activations in the backward pass to save memory")
     fused_kernels: bool = Field(False, description="fused kernels for norm, rotary embedding and MLP")
     eval_steps: int = Field(0, ge=0, description="optimizer steps between evaluations; 0: only at the end")

@@ -146,6 +146,7 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
             "weight_version": gate.version,
             "world_size": engine.world_size,
             "model": engine.model_path,
+            "model_digest": engine.model_digest,
             "owner": updates.owner,
             "running": sum(engine.num_running),
             "waiting": gate.num_waiting,

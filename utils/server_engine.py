@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from utils.data import model_digest
 from utils.images import ImageRefused, ImageStore
 from utils.prompts import render_prompt, to_chat_messages
 from utils.protocol import (
@@ -115,6 +116,7 @@ class RolloutEngine:
         self.processor = processor
         self.images = images
         self.model_path = model_path
+        self.model_digest = model_digest(model_path)
         self.world_size = world_size
         self.boot_id = uuid.uuid4().hex
         self.gate = Gate()

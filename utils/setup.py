@@ -29,6 +29,7 @@ from utils.data import (
     fingerprint,
     load_processor,
     load_samples,
+    model_digest,
     prompt_chat,
 )
 from utils.dist import Ranks
@@ -67,7 +68,7 @@ def open_session(
     Raises:
         SystemExit: status 2 with one message on rank 0, for a user's mistake.
     """
-    ranks = Ranks()
+    ranks = Ranks(cfg.training.rank_timeout_s)
     try:
         check_world_size(cfg, ranks.world_size)
         check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
@@ -205,7 +206,12 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         infer_timeout_s=server.infer_timeout_s,
         max_failed_fraction=cfg.rm.max_failed_fraction,
     )
-    ranks.raise_together(attempt(client.wait_ready), "reaching the rollout servers")
+
+    def reach() -> None:
+        client.wait_ready()
+        client.check_model(cfg.model.path, model_digest(cfg.model.path))
+
+    ranks.raise_together(attempt(reach), "reaching the rollout servers")
     return client
 
 

@@ -10,6 +10,7 @@ from types import FrameType
 
 import torch
 
+from utils.dist import FailedTogether
 from utils.resume import checkpoint_folders, problem_of_sizes
 
 STOPPED_STATUS = 75  # EX_TEMPFAIL: whoever supervises the run may start it again with --resume auto
@@ -45,6 +46,8 @@ class StopRequest:
 def end_with(error: Exception, run_dir: Path, config: str, step: int | None, version: str | None) -> int:
     """Rank 0's last words about what ended the run; returns the exit status.
 
+    Rank 1 says them, too, where the error is not one that all ranks agreed on: rank 0 may have been killed.
+
     Args:
         config: the file as it was given.
         step: optimizer steps done; None before the first could begin.
@@ -53,8 +56,11 @@ def end_with(error: Exception, run_dir: Path, config: str, step: int | None, ver
     is_stop = isinstance(error, Stopped)
     if not is_stop:
         traceback.print_exception(error)
-    if _IS_MAIN:
-        print("\n".join(last_words(error, run_dir, config, step, version)), file=sys.stderr, flush=True)
+    speaks_for_rank_0 = os.environ.get("RANK") == "1" and not isinstance(error, FailedTogether | Stopped)
+    if _IS_MAIN or speaks_for_rank_0:
+        words = ["rank 1, should rank 0 be gone:"] if speaks_for_rank_0 else []
+        words += last_words(error, run_dir, config, step, version)
+        print("\n".join(words), file=sys.stderr, flush=True)
     return STOPPED_STATUS if is_stop else 1
 
 

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.processes import ENVIRONMENT, ROOT, START_S, alive, free_port, write_yaml
-from tools.launch import family_of
+from tools.launch import family_of, ranks_below
 from utils.resume import checkpoint_folders, problem_of_sizes, rank_file
 
 DORA = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "dropout": 0.1, "modules_to_save": ["embed_tokens"]}
@@ -53,13 +54,21 @@ def config_of(folder: Path, model: Path, name: str, deepspeed: str = "zero2", **
 
 
 class LearnerProcess:
-    """`deepspeed --num_gpus 2 train_stage2.py` in a process group of its own, or another launcher of it."""
+    """`deepspeed --num_gpus 2 train_stage2.py` in a process group of its own, or another launcher or script of it."""
 
-    def __init__(self, config: Path, *arguments: str, num_ranks: int = 2, launcher: tuple[str, ...] = ("deepspeed",)):
+    def __init__(
+        self,
+        config: Path,
+        *arguments: str,
+        num_ranks: int = 2,
+        launcher: tuple[str, ...] = ("deepspeed",),
+        script: Path = ROOT / "train_stage2.py",
+        master_port: int | None = None,
+    ):
         self.log = config.with_suffix(f".{time.monotonic_ns()}.log")
-        command = [*launcher, "--num_gpus", str(num_ranks), "--master_port", str(free_port())]
+        command = [*launcher, "--num_gpus", str(num_ranks), "--master_port", str(master_port or free_port())]
         command[0] = command[0] if command[0] == sys.executable else str(Path(sys.executable).parent / command[0])
-        command += [str(ROOT / "train_stage2.py"), "--config", str(config), *arguments]
+        command += [str(script), "--config", str(config), *arguments]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
                 command, stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, env=ENVIRONMENT, start_new_session=True
@@ -85,6 +94,11 @@ class LearnerProcess:
             time.sleep(0.02)
         return True
 
+    def rank(self, number: int) -> psutil.Process:
+        """The process of one rank."""
+        (process,) = [p for p in ranks_below(self.process.pid) if f"--local_rank={number}" in p.cmdline()]
+        return process
+
     def kill(self) -> None:
         """SIGKILL to the launcher and all ranks at once; and to those that a launcher keeps in another session."""
         family = family_of(self.process.pid)
@@ -101,6 +115,26 @@ class LearnerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the learner did not end in {timeout_s} s:\n{self.output[-6000:]}") from None
+
+
+def assert_clean_end(learner: LearnerProcess, family: list[psutil.Process], words: str, run: Path, step: int) -> None:
+    """It has ended with an error on all ranks, and its last lines say what happened, at which step and version, which
+    checkpoint to resume from and with which command.
+
+    Args:
+        family: its processes while it ran.
+        words: in the line about what happened.
+        step: of the newest checkpoint; the run saved after every step, and may have been about to.
+    """
+    assert learner.process.returncode not in (0, None), learner.output[-6000:]
+    assert not alive(family), [process.cmdline() for process in alive(family)]
+    last = learner.output[learner.output.rindex(f"run {run}: ") :]
+    assert words in last, last
+    assert re.search(rf"it ended after optimizer step ({step}|{step + 1}), generating weights ", last), last
+    assert f"newest complete checkpoint: {run / f'checkpoint-{step}'}" in last, last
+    config = learner.log.with_name(learner.log.name.split(".")[0] + ".yaml")
+    assert re.search(rf"go on from it with: deepspeed .*train_stage2.py --config {config} --resume auto", last), last
+    assert newest_step(run) == step
 
 
 def newest_step(run: Path) -> int:
