@@ -169,6 +169,29 @@ class Drawn:
 
 
 @dataclass
+class Asked:
+    """A prompt and what was answered.
+
+    Attributes:
+        judged: the answers with their rewards, once `judge_group` was called.
+    """
+
+    sample: Sample
+    prompt: EncodedPrompt
+    results: list[RolloutResult]
+    judged: Group | None = None
+
+
+@dataclass
+class AskedMicroStep:
+    """Answers of one micro-step, on their way to `finish`."""
+
+    groups: list[Asked]
+    num_drawn: int  # prompts
+    behind: dict[str, Any]  # the data position behind them
+
+
+@dataclass
 class MicroStep:
     """Judged answers of one micro-step."""
 
@@ -193,7 +216,7 @@ def make_prefetcher(run: Run) -> Prefetcher[MicroStep]:
     return Prefetcher(
         draw=partial(draw, run),
         ask=partial(ask, run),
-        finish=lambda made, step: made,
+        finish=partial(finish, run),
         micro_steps=run.cfg.training.gradient_accumulation_steps,
         window=window,
         queue_limit=prefetch.queue_limit,
@@ -216,14 +239,15 @@ def draw(run: Run) -> Drawn:
     return Drawn(run.stream.next(run.redrawn.popleft()), run.stream.state_dict())
 
 
-def ask(run: Run, drawn: Drawn, step: int, micro_step_idx: int) -> MicroStep:
-    """Groups of judged answers for `step`; with `dynamic_sample` a group without a signal makes way for that of
-    another prompt, as long as there are rounds left."""
+def ask(run: Run, drawn: Drawn, step: int, micro_step_idx: int) -> AskedMicroStep:
+    """Answers for `step`; with `dynamic_sample` a prompt without a signal makes way for another one, as long as there
+    are rounds left. Only then are answers judged here, where the next request waits for it."""
     cfg, num_micro_steps = run.cfg.rlhf, run.cfg.training.gradient_accumulation_steps
     used = run.cfg.training.per_device_train_batch_size
     groups = answer_groups(run, drawn.samples[:used], step, micro_step_idx)
     for turn in range(1, cfg.max_resample_times + 1) if cfg.dynamic_sample else ():
-        dull = np.flatnonzero(~has_signal(groups, run.reward_weights)).tolist()
+        judged = [judge_group(run, group) for group in groups]
+        dull = np.flatnonzero(~has_signal(judged, run.reward_weights)).tolist()
         if not any_rank(run, bool(dull)):
             break
         if drawn.behind is None:
@@ -234,7 +258,12 @@ def ask(run: Run, drawn: Drawn, step: int, micro_step_idx: int) -> MicroStep:
         for place, group in zip(dull, fresh, strict=False):
             groups[place] = group
     drawn.behind = drawn.behind or run.stream.state_dict()
-    return MicroStep(groups, len(drawn.samples), drawn.behind)
+    return AskedMicroStep(groups, len(drawn.samples), drawn.behind)
+
+
+def finish(run: Run, asked: AskedMicroStep, step: int) -> MicroStep:
+    """Answers to judged answers, in the thread that holds up no request however slow a reward function is."""
+    return MicroStep([judge_group(run, group) for group in asked.groups], asked.num_drawn, asked.behind)
 
 
 def any_rank(run: Run, wanted: bool) -> bool:
@@ -242,18 +271,26 @@ def any_rank(run: Run, wanted: bool) -> bool:
     return wanted if run.client is not None else any(run.ranks.gather(wanted))
 
 
-def answer_groups(run: Run, samples: Sequence[Sample], step: int, micro_step_idx: int) -> list[Group]:
-    """`num_generations` judged answers to each sample, each with a seed of its own (DIS-6)."""
+def answer_groups(run: Run, samples: Sequence[Sample], step: int, micro_step_idx: int) -> list[Asked]:
+    """`num_generations` answers to each sample, each with a seed of its own (DIS-6)."""
     size, strict = run.cfg.rlhf.num_generations, not run.cfg.rm.async_.enabled
     with run.timed("prepare"):
         prompts = run.encode(samples)
     with run.timed("rollout"):
-        repeated = [(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True) for _ in range(size)]
-        asked = [sample for sample, _ in repeated], [prompt for _, prompt in repeated]
-        results = run.roll_out(*asked, decoding(run.cfg), step, micro_step_idx, strict)
-    with run.timed("prepare"):
-        answers = [make_answer(run, *of, result) for of, result in zip(repeated, results, strict=True)]
-    return [answers[first : first + size] for first in range(0, len(answers), size)]
+        repeated = [[item for item in items for _ in range(size)] for items in (samples, prompts)]
+        results = run.roll_out(*repeated, decoding(run.cfg), step, micro_step_idx, strict)
+    return [
+        Asked(sample, prompt, results[index * size : (index + 1) * size])
+        for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
+    ]
+
+
+def judge_group(run: Run, asked: Asked) -> Group:
+    """The answers to one prompt with their rewards; judged once however often this is called."""
+    if asked.judged is None:
+        with run.timed("prepare"):
+            asked.judged = [make_answer(run, asked.sample, asked.prompt, result) for result in asked.results]
+    return asked.judged
 
 
 def make_answer(run: Run, sample: Sample, prompt: EncodedPrompt, result: RolloutResult) -> Answer:
@@ -263,7 +300,8 @@ def make_answer(run: Run, sample: Sample, prompt: EncodedPrompt, result: Rollout
         RewardError: a reward function failed.
         ValueError: prompt and answer are longer than a row (PCK-3).
     """
-    ends = [run.processor.tokenizer.eos_token_id] if result.finish_reason == "stop" else []
+    ends = [] if result.stop_token_id is None else [result.stop_token_id]
+    end_logprobs = [] if result.stop_logprob is None else [result.stop_logprob]
     segment = policy_segment(
         sample.id,
         **vars(prompt),
@@ -277,7 +315,7 @@ def make_answer(run: Run, sample: Sample, prompt: EncodedPrompt, result: Rollout
         segment,
         result.text,
         np.zeros(len(run.rewards)) if is_failed else judge(run, sample, result),
-        result.logprobs or [],
+        [*(result.logprobs or []), *end_logprobs],
         is_valid=not is_failed and not (is_truncated and run.cfg.rlhf.overlong_filter),
         is_truncated=is_truncated,
         is_failed=is_failed,
