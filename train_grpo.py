@@ -311,12 +311,14 @@ def make_answer(run: Run, sample: Sample, prompt: EncodedPrompt, result: Rollout
     if run.cfg.global_max_length is not None:
         check_fits([segment], run.cfg.global_max_length)
     is_failed, is_truncated = result.error is not None, result.finish_reason == "length"
+    # An image placeholder that was sampled: in a row the learner would take it for a place where an image's features go.
+    is_unusable = is_failed or run.processor.image_token_id in result.response_token_ids
     return Answer(
         segment,
         result.text,
         np.zeros(len(run.rewards)) if is_failed else judge(run, sample, result),
         [*(result.logprobs or []), *end_logprobs],
-        is_valid=not is_failed and not (is_truncated and run.cfg.rlhf.overlong_filter),
+        is_valid=not is_unusable and not (is_truncated and run.cfg.rlhf.overlong_filter),
         is_truncated=is_truncated,
         is_failed=is_failed,
     )

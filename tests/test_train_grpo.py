@@ -188,6 +188,13 @@ def test_truncated_and_failed_answers_GRP_6_CON_3(folder, start_model):
     assert failed.is_failed and not failed.is_valid and failed.num_tokens == 0 and not failed.rewards.any()
 
 
+def test_an_answer_with_an_image_placeholder_is_left_out_GRP_6(folder, start_model):
+    """GRP-6: sampling draws any token now and then; this one a row cannot hold beside real images."""
+    image_id = load_processor(start_model).image_token_id
+    drawn = answer(folder, start_model, RolloutResult([7, image_id], [5, 6], "ab", "stop", "r:0", stop_token_id=9))
+    assert not drawn.is_valid and not drawn.is_failed and drawn.rewards.any()
+
+
 def test_an_unknown_reward_ends_the_dry_run_GRP_5(folder, start_model, capsys, monkeypatch):
     """GRP-5: one message, status 2, before anything is touched."""
     config = config_of(folder, start_model, "unknown", reward_funcs=["od"], reward_weights=None)
