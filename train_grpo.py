@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,11 @@ from utils.monitor import collapse_warnings
 from utils.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyOptions, policy_segment
-from utils.prefetch import Prefetcher
 from utils.program import run_program
 from utils.request_plan import EVAL_MICRO_STEP
 from utils.rewards import REWARDS, Completion, RewardFunction, data_problems, load_rewards, score
-from utils.rollout import Decoding, RolloutResult, policy_step
-from utils.session import Session
+from utils.rollout import Decoding, RolloutResult, policy_lags
+from utils.session import Session, make_prefetcher
 from utils.setup import open_session
 
 logger = logging.getLogger("train_grpo")
@@ -64,14 +64,7 @@ class Run(Session):
     redrawn: deque[int] = field(default_factory=deque)  # how many prompts each micro-step of a checkpoint had drawn
 
     def __post_init__(self) -> None:
-        self.prefetcher = make_prefetcher(self)
-
-    def quiesce(self) -> None:
-        self.prefetcher.stop()
-
-    def close(self) -> None:
-        self.prefetcher.stop(timeout_s=10.0)
-        super().close()
+        self.prefetcher = make_prefetcher(self, draw, ask, finish, versions_of)
 
 
 def set_up(cfg: Config, resume: str | None) -> Run:
@@ -89,11 +82,7 @@ def set_up(cfg: Config, resume: str | None) -> Run:
         reward_weights=np.ones(len(rewards)) if weights is None else np.array(weights),
         data_position=session.stream.state_dict(),
     )
-    if run.resumed is not None:
-        try:
-            restore(run, run.resumed)
-        except ValueError as error:
-            exit_with(str(error), run.ranks.is_main)
+    run.resume(partial(restore, run))
     return run
 
 
@@ -137,10 +126,7 @@ def train(run: Run) -> None:
     Raises:
         Stopped: a signal came; the step it came in is finished and saved.
     """
-    cfg = run.cfg.training
-    run.stop.install()
-    if run.owes_evaluation or (cfg.eval_at_start and run.resumed is None):
-        evaluate(run, run.steps_done)
+    run.begin(partial(evaluate, run))
     for step in range(run.steps_done, run.num_steps):
         with run.timed("step"):
             micro_steps = prepare(run, step)
@@ -206,23 +192,6 @@ class MicroStep:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "MicroStep":
         return cls(**state | {"groups": groups_from_state(state["groups"])})
-
-
-def make_prefetcher(run: Run) -> Prefetcher[MicroStep]:
-    """What prepares micro-steps: within their step, or with `async` before it (LRN-8); only servers can be asked in the
-    background."""
-    prefetch = run.cfg.rm.async_
-    window = prefetch.version_window if prefetch.enabled else 0
-    return Prefetcher(
-        draw=partial(draw, run),
-        ask=partial(ask, run),
-        finish=partial(finish, run),
-        micro_steps=run.cfg.training.gradient_accumulation_steps,
-        window=window,
-        queue_limit=prefetch.queue_limit,
-        is_fresh=lambda made, step: max(policy_lags(made.groups, step), default=0) <= window,
-        background=run.client is not None,
-    )
 
 
 def prepare(run: Run, step: int) -> list[MicroStep]:
@@ -311,7 +280,7 @@ def make_answer(run: Run, sample: Sample, prompt: EncodedPrompt, result: Rollout
     if run.cfg.global_max_length is not None:
         check_fits([segment], run.cfg.global_max_length)
     is_failed, is_truncated = result.error is not None, result.finish_reason == "length"
-    # An image placeholder that was sampled: in a row the learner would take it for a place where an image's features go.
+    # A sampled image placeholder: in a row the learner would take it for a place where an image's features go.
     is_unusable = is_failed or run.processor.image_token_id in result.response_token_ids
     return Answer(
         segment,
@@ -351,10 +320,9 @@ def update(run: Run, weighed: Weighed, step: int) -> StepResult:
     return [run.learner.step(batches, objective, step) for _ in range(cfg.num_iterations)][-1]
 
 
-def policy_lags(groups: Sequence[Group], step: int) -> list[int]:
-    """How many steps older than `step`'s are the weights that answered, for each answer that there is."""
-    answers = [answer for group in groups for answer in group if not answer.is_failed]
-    return [step - policy_step(answer.segment.policy_version) for answer in answers]
+def versions_of(made: MicroStep) -> list[str | None]:
+    """The weights that answered, for each answer that there is."""
+    return [answer.segment.policy_version for group in made.groups for answer in group if not answer.is_failed]
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -409,7 +377,7 @@ def log_step(run: Run, step: int, result: StepResult, weighed: Weighed, micro_st
             "advantages": weighed.advantages,
             "has_signal": weighed.has_signal,
             "replaced": sum(made.num_drawn for made in micro_steps) - len(groups),
-            "lags": policy_lags(groups, step - 1),
+            "lags": policy_lags(chain.from_iterable(map(versions_of, micro_steps)), step - 1),
             "seconds": run.take_seconds(),
             "num_tokens": result.num_tokens,
             "signal_name": run.stop.signal_name,

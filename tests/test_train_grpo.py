@@ -22,6 +22,7 @@ from utils.dist import Ranks
 from utils.groups import Answer
 from utils.policy_loss import policy_segment
 from utils.rollout import RolloutResult
+from utils.session import make_prefetcher
 
 REWARDS = """
 def odd(completion, sample):
@@ -306,12 +307,15 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
             rewards={"slow": slow},
             reward_weights=np.ones(1),
             table=None,
+            processor=SimpleNamespace(image_token_id=99),
             timed=lambda part: nullcontext(),
             encode=lambda samples: [train_grpo.EncodedPrompt([5], None, None) for _ in samples],
             roll_out=roll_out,
         )
 
-    prefetcher = train_grpo.make_prefetcher(asked_run())
+    prefetcher = make_prefetcher(
+        asked_run(), train_grpo.draw, train_grpo.ask, train_grpo.finish, train_grpo.versions_of
+    )
     made = prefetcher.take(0)
     prefetcher.stop()
     assert judged == ["0"] * 4 + ["1"] * 4 and [len(group) for micro in made for group in micro.groups] == [2] * 4

@@ -8,7 +8,6 @@ a table and runs/demo_grpo/summary.json. It only starts the commands that a user
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 from functools import partial
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tools.demo import WORLD_SIZE, run, say, start_server, stop, wait_healthy
+from tools.demo import run, say, serve_and_train
 from tools.make_demo import build_start_model, cached, make_dataset
 from tools.warmup_sft import load_parts, load_warmup_config, save, train
 from utils.config import load_config_or_exit
@@ -40,6 +39,7 @@ def main() -> None:
     parser.add_argument("--make-only", action="store_true", help="make data and start model, then end")
     args = parser.parse_args()
     start = time.monotonic()
+    output = Path(load_config_or_exit(CONFIG).training.output_dir)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     say("1/3 data and start model (made once, kept under runs/demo_grpo)")
     if args.make_only:
@@ -49,24 +49,7 @@ def main() -> None:
         [sys.executable, "-m", "tools.demo_grpo", "--make-only"], environment | {"OMP_NUM_THREADS": str(os.cpu_count())}
     )
     seconds = {"make": time.monotonic() - start}
-
-    cfg = load_config_or_exit(CONFIG)
-    output = Path(cfg.training.output_dir)
-    say("2/3 rollout server: python rollout_server.py --config " + CONFIG)
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    began = time.monotonic()
-    server = start_server(CONFIG, environment, output / "server.log")
-    try:
-        wait_healthy(server, cfg.servers()[0].base_url, output / "server.log")
-        seconds["server_start"] = time.monotonic() - began
-        command = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", str(WORLD_SIZE), "train_grpo.py"]
-        say("3/3 learner: deepspeed " + " ".join(command[1:]) + " --config " + CONFIG)
-        began = time.monotonic()
-        run([*command, "--config", CONFIG], environment)
-        seconds["learner"] = time.monotonic() - began
-    finally:
-        stop(server)
+    seconds |= serve_and_train("train_grpo.py", CONFIG, environment)
     seconds["total"] = time.monotonic() - start
     report(output, ROOT / "summary.json", seconds)
 

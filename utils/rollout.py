@@ -4,7 +4,7 @@ The types, the checks that hold for every backend, and the backend that asks rol
 reached and shared is `utils.rollout_client`'s job, parsing what they say is `utils.parsing`'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -181,6 +181,12 @@ def read_output(output: dict[str, Any]) -> RolloutResult:
 def policy_step(version: str) -> int:
     """The optimizer step of weights called `run id:step` (SYN-8)."""
     return int(version.rpartition(":")[2])
+
+
+def policy_lags(versions: Iterable[str | None], step: int) -> list[int]:
+    """How many optimizer steps older than `step`'s are the weights of each version; None, where nobody answered, has
+    none."""
+    return [step - policy_step(version) for version in versions if version is not None]
 
 
 def check_versions(
