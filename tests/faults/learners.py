@@ -53,13 +53,20 @@ def config_of(folder: Path, model: Path, name: str, deepspeed: str = "zero2", **
 
 
 class LearnerProcess:
-    """`deepspeed --num_gpus 2 train_stage2.py` in a process group of its own, or another launcher of it."""
+    """`deepspeed --num_gpus 2 train_stage2.py` in a process group of its own, or another launcher or program."""
 
-    def __init__(self, config: Path, *arguments: str, num_ranks: int = 2, launcher: tuple[str, ...] = ("deepspeed",)):
+    def __init__(
+        self,
+        config: Path,
+        *arguments: str,
+        num_ranks: int = 2,
+        launcher: tuple[str, ...] = ("deepspeed",),
+        script: str = "train_stage2.py",
+    ):
         self.log = config.with_suffix(f".{time.monotonic_ns()}.log")
         command = [*launcher, "--num_gpus", str(num_ranks), "--master_port", str(free_port())]
         command[0] = command[0] if command[0] == sys.executable else str(Path(sys.executable).parent / command[0])
-        command += [str(ROOT / "train_stage2.py"), "--config", str(config), *arguments]
+        command += [str(ROOT / script), "--config", str(config), *arguments]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
                 command, stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, env=ENVIRONMENT, start_new_session=True
