@@ -6,6 +6,7 @@ a table and runs/demo_grpo/summary.json. It only starts the commands that a user
 """
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -60,7 +61,8 @@ def main() -> None:
 def make(root: Path) -> None:
     """Make `data`, `start` and `model` below `root`, each only if what it is made of changed."""
     warmup = load_warmup_config(WARMUP_CONFIG)
-    sources = [Path(__file__).read_text(), Path(make_dataset.__code__.co_filename).read_text()]
+    parts = (inspect.getmodule(make_dataset), make_data, summary_of, supervised_summary)
+    sources = [inspect.getsource(part) for part in parts]
     cached(root / "data", sources, "synthetic scenes with summaries", make_data)
     cached(root / "start", sources, "an untrained Qwen3-VL", build_start_model)
 
