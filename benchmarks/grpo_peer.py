@@ -85,7 +85,7 @@ def train_trl(python: str, steps: int, turn: int, environment: dict[str, str]) -
 def trl_job(cfg: Config, steps: int, seed: int) -> dict[str, Any]:
     """The config's settings as `benchmarks.baselines.trl_grpo` reads them."""
     training, tuner, rlhf = cfg.training, cfg.tuner, cfg.rlhf
-    options = TunerOptions(**{name: getattr(tuner, name) for name in ("type", "freeze_vit", "freeze_aligner")})
+    targets = adapter_targets(load_model(cfg.model.path, "float32"), TunerOptions(**tuner.model_dump()))
     return {
         "model": cfg.model.path,
         "train_jsonl": cfg.custom.train_files()[0].path,
@@ -95,6 +95,7 @@ def trl_job(cfg: Config, steps: int, seed: int) -> dict[str, Any]:
         "prompts_per_step": training.per_device_train_batch_size * WORLD_SIZE,
         "num_generations": rlhf.num_generations,
         "max_new_tokens": rlhf.max_new_tokens,
+        "temperature": rlhf.decoding.temperature,
         "reward_funcs": rlhf.reward_funcs,
         "reward_weights": rlhf.reward_weights,
         "loss_type": rlhf.loss_type,
@@ -102,7 +103,7 @@ def trl_job(cfg: Config, steps: int, seed: int) -> dict[str, Any]:
         "max_grad_norm": training.max_grad_norm,
         "rank": tuner.rank,
         "alpha": tuner.alpha,
-        "target_modules": adapter_targets(load_model(cfg.model.path, "float32"), options),
+        "target_modules": targets,
     }
 
 

@@ -105,7 +105,7 @@ def report(output: Path, summary_file: Path, seconds: dict[str, float]) -> None:
     """`summary.json`, and the same for people."""
     finished = json.loads((output / "finished.json").read_text())
     curves = EventAccumulator(str(output)).Reload()
-    tags = [tag for tag in curves.Tags()["scalars"] if tag == "reward" or tag.startswith("reward/")]
+    tags = [tag for tag in curves.Tags()["scalars"] if tag.split("/")[0] == "reward" and not tag.endswith("_std")]
     ends = {tag: first_and_last([event.value for event in curves.Scalars(tag)]) for tag in tags}
     before, after = (json.loads((output / f"eval/step_{step:06d}.json").read_text()) for step in (0, finished["steps"]))
     seconds = {**finished["seconds"], **seconds}
@@ -115,7 +115,7 @@ def report(output: Path, summary_file: Path, seconds: dict[str, float]) -> None:
         "steps": finished["steps"],
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
         "world_size": finished["world_size"],
-        "held_out": {"before": before["reward"], "after": after["reward"], "num_samples": after["num_samples"]},
+        "held_out": {"before": before["reward"], "after": after["reward"], "num_samples": int(after["num_samples"])},
         "rewards": {tag.removeprefix("reward/"): ends[tag] for tag in tags if tag != "reward"},
     }
     summary_file.write_text(json.dumps(summary, indent=2) + "\n")
@@ -123,7 +123,7 @@ def report(output: Path, summary_file: Path, seconds: dict[str, float]) -> None:
     table = Table(title=f"{finished['steps']} steps, mean over {NUM_COMPARED} steps")
     for column in ("", "first", "last", "change"):
         table.add_column(column, justify="right")
-    for tag in [tag for tag in tags if not tag.endswith("_std")]:
+    for tag in tags:
         first, last = ends[tag]
         table.add_row(tag, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
     held_out = before["reward"], after["reward"]

@@ -41,7 +41,7 @@ def main() -> None:
             lr_scheduler_type="constant",
             max_grad_norm=job["max_grad_norm"],
             loss_type=job["loss_type"],
-            temperature=1.0,
+            temperature=job["temperature"],
             beta=0.0,
             gradient_checkpointing=False,
             logging_steps=1,
