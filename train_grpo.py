@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,11 @@ from utils.monitor import collapse_warnings
 from utils.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyOptions, policy_segment
-from utils.prefetch import Prefetcher
 from utils.program import run_program
 from utils.request_plan import EVAL_MICRO_STEP
 from utils.rewards import REWARDS, Completion, RewardFunction, data_problems, load_rewards, score
-from utils.rollout import Decoding, RolloutResult, policy_step
-from utils.session import Session
+from utils.rollout import Decoding, RolloutResult, policy_lags
+from utils.session import Session, make_prefetcher
 from utils.setup import open_session
 
 logger = logging.getLogger("train_grpo")
@@ -64,14 +64,7 @@ class Run(Session):
     redrawn: deque[int] = field(default_factory=deque)  # how many prompts each micro-step of a checkpoint had drawn
 
     def __post_init__(self) -> None:
-        self.prefetcher = make_prefetcher(self)
-
-    def quiesce(self) -> None:
-        self.prefetcher.stop()
-
-    def close(self) -> None:
-        self.prefetcher.stop(timeout_s=10.0)
-        super().close()
+        self.prefetcher = make_prefetcher(self, draw, ask, finish, versions_of)
 
 
 def set_up(cfg: Config, resume: str | None) -> Run:
@@ -89,11 +82,7 @@ def set_up(cfg: Config, resume: str | None) -> Run:
         reward_weights=np.ones(len(rewards)) if weights is None else np.array(weights),
         data_position=session.stream.state_dict(),
     )
-    if run.resumed is not None:
-        try:
-            restore(run, run.resumed)
-        except ValueError as error:
-            exit_with(str(error), run.ranks.is_main)
+    run.resume(partial(restore, run))
     return run
 
 
@@ -137,10 +126,7 @@ def train(run: Run) -> None:
     Raises:
         Stopped: a signal came; the step it came in is finished and saved.
     """
-    cfg = run.cfg.training
-    run.stop.install()
-    if run.owes_evaluation or (cfg.eval_at_start and run.resumed is None):
-        evaluate(run, run.steps_done)
+    run.begin(partial(evaluate, run))
     for step in range(run.steps_done, run.num_steps):
         with run.timed("step"):
             micro_steps = prepare(run, step)
@@ -169,6 +155,29 @@ class Drawn:
 
 
 @dataclass
+class Asked:
+    """A prompt and what was answered.
+
+    Attributes:
+        judged: the answers with their rewards, once `judge_group` was called.
+    """
+
+    sample: Sample
+    prompt: EncodedPrompt
+    results: list[RolloutResult]
+    judged: Group | None = None
+
+
+@dataclass
+class AskedMicroStep:
+    """Answers of one micro-step, on their way to `finish`."""
+
+    groups: list[Asked]
+    num_drawn: int  # prompts
+    behind: dict[str, Any]  # the data position behind them
+
+
+@dataclass
 class MicroStep:
     """Judged answers of one micro-step."""
 
@@ -185,23 +194,6 @@ class MicroStep:
         return cls(**state | {"groups": groups_from_state(state["groups"])})
 
 
-def make_prefetcher(run: Run) -> Prefetcher[MicroStep]:
-    """What prepares micro-steps: within their step, or with `async` before it (LRN-8); only servers can be asked in the
-    background."""
-    prefetch = run.cfg.rm.async_
-    window = prefetch.version_window if prefetch.enabled else 0
-    return Prefetcher(
-        draw=partial(draw, run),
-        ask=partial(ask, run),
-        finish=lambda made, step: made,
-        micro_steps=run.cfg.training.gradient_accumulation_steps,
-        window=window,
-        queue_limit=prefetch.queue_limit,
-        is_fresh=lambda made, step: max(policy_lags(made.groups, step), default=0) <= window,
-        background=run.client is not None,
-    )
-
-
 def prepare(run: Run, step: int) -> list[MicroStep]:
     """Judged answers for `step`; a failure anywhere stops all ranks."""
     micro_steps = run.on_current_weights(step, lambda: run.prefetcher.take(step), f"preparing step {step}")
@@ -216,14 +208,15 @@ def draw(run: Run) -> Drawn:
     return Drawn(run.stream.next(run.redrawn.popleft()), run.stream.state_dict())
 
 
-def ask(run: Run, drawn: Drawn, step: int, micro_step_idx: int) -> MicroStep:
-    """Groups of judged answers for `step`; with `dynamic_sample` a group without a signal makes way for that of
-    another prompt, as long as there are rounds left."""
+def ask(run: Run, drawn: Drawn, step: int, micro_step_idx: int) -> AskedMicroStep:
+    """Answers for `step`; with `dynamic_sample` a prompt without a signal makes way for another one, as long as there
+    are rounds left. Only then are answers judged here, where the next request waits for it."""
     cfg, num_micro_steps = run.cfg.rlhf, run.cfg.training.gradient_accumulation_steps
     used = run.cfg.training.per_device_train_batch_size
     groups = answer_groups(run, drawn.samples[:used], step, micro_step_idx)
     for turn in range(1, cfg.max_resample_times + 1) if cfg.dynamic_sample else ():
-        dull = np.flatnonzero(~has_signal(groups, run.reward_weights)).tolist()
+        judged = [judge_group(run, group) for group in groups]
+        dull = np.flatnonzero(~has_signal(judged, run.reward_weights)).tolist()
         if not any_rank(run, bool(dull)):
             break
         if drawn.behind is None:
@@ -234,7 +227,12 @@ def ask(run: Run, drawn: Drawn, step: int, micro_step_idx: int) -> MicroStep:
         for place, group in zip(dull, fresh, strict=False):
             groups[place] = group
     drawn.behind = drawn.behind or run.stream.state_dict()
-    return MicroStep(groups, len(drawn.samples), drawn.behind)
+    return AskedMicroStep(groups, len(drawn.samples), drawn.behind)
+
+
+def finish(run: Run, asked: AskedMicroStep, step: int) -> MicroStep:
+    """Answers to judged answers, in the thread that holds up no request however slow a reward function is."""
+    return MicroStep([judge_group(run, group) for group in asked.groups], asked.num_drawn, asked.behind)
 
 
 def any_rank(run: Run, wanted: bool) -> bool:
@@ -242,18 +240,26 @@ def any_rank(run: Run, wanted: bool) -> bool:
     return wanted if run.client is not None else any(run.ranks.gather(wanted))
 
 
-def answer_groups(run: Run, samples: Sequence[Sample], step: int, micro_step_idx: int) -> list[Group]:
-    """`num_generations` judged answers to each sample, each with a seed of its own (DIS-6)."""
+def answer_groups(run: Run, samples: Sequence[Sample], step: int, micro_step_idx: int) -> list[Asked]:
+    """`num_generations` answers to each sample, each with a seed of its own (DIS-6)."""
     size, strict = run.cfg.rlhf.num_generations, not run.cfg.rm.async_.enabled
     with run.timed("prepare"):
         prompts = run.encode(samples)
     with run.timed("rollout"):
-        repeated = [(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True) for _ in range(size)]
-        asked = [sample for sample, _ in repeated], [prompt for _, prompt in repeated]
-        results = run.roll_out(*asked, decoding(run.cfg), step, micro_step_idx, strict)
-    with run.timed("prepare"):
-        answers = [make_answer(run, *of, result) for of, result in zip(repeated, results, strict=True)]
-    return [answers[first : first + size] for first in range(0, len(answers), size)]
+        repeated = [[item for item in items for _ in range(size)] for items in (samples, prompts)]
+        results = run.roll_out(*repeated, decoding(run.cfg), step, micro_step_idx, strict)
+    return [
+        Asked(sample, prompt, results[index * size : (index + 1) * size])
+        for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
+    ]
+
+
+def judge_group(run: Run, asked: Asked) -> Group:
+    """The answers to one prompt with their rewards; judged once however often this is called."""
+    if asked.judged is None:
+        with run.timed("prepare"):
+            asked.judged = [make_answer(run, asked.sample, asked.prompt, result) for result in asked.results]
+    return asked.judged
 
 
 def make_answer(run: Run, sample: Sample, prompt: EncodedPrompt, result: RolloutResult) -> Answer:
@@ -263,7 +269,8 @@ def make_answer(run: Run, sample: Sample, prompt: EncodedPrompt, result: Rollout
         RewardError: a reward function failed.
         ValueError: prompt and answer are longer than a row (PCK-3).
     """
-    ends = [run.processor.tokenizer.eos_token_id] if result.finish_reason == "stop" else []
+    ends = [] if result.stop_token_id is None else [result.stop_token_id]
+    end_logprobs = [] if result.stop_logprob is None else [result.stop_logprob]
     segment = policy_segment(
         sample.id,
         **vars(prompt),
@@ -273,12 +280,14 @@ def make_answer(run: Run, sample: Sample, prompt: EncodedPrompt, result: Rollout
     if run.cfg.global_max_length is not None:
         check_fits([segment], run.cfg.global_max_length)
     is_failed, is_truncated = result.error is not None, result.finish_reason == "length"
+    # A sampled image placeholder: in a row the learner would take it for a place where an image's features go.
+    is_unusable = is_failed or run.processor.image_token_id in result.response_token_ids
     return Answer(
         segment,
         result.text,
         np.zeros(len(run.rewards)) if is_failed else judge(run, sample, result),
-        result.logprobs or [],
-        is_valid=not is_failed and not (is_truncated and run.cfg.rlhf.overlong_filter),
+        [*(result.logprobs or []), *end_logprobs],
+        is_valid=not is_unusable and not (is_truncated and run.cfg.rlhf.overlong_filter),
         is_truncated=is_truncated,
         is_failed=is_failed,
     )
@@ -311,10 +320,9 @@ def update(run: Run, weighed: Weighed, step: int) -> StepResult:
     return [run.learner.step(batches, objective, step) for _ in range(cfg.num_iterations)][-1]
 
 
-def policy_lags(groups: Sequence[Group], step: int) -> list[int]:
-    """How many steps older than `step`'s are the weights that answered, for each answer that there is."""
-    answers = [answer for group in groups for answer in group if not answer.is_failed]
-    return [step - policy_step(answer.segment.policy_version) for answer in answers]
+def versions_of(made: MicroStep) -> list[str | None]:
+    """The weights that answered, for each answer that there is."""
+    return [answer.segment.policy_version for group in made.groups for answer in group if not answer.is_failed]
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -369,7 +377,7 @@ def log_step(run: Run, step: int, result: StepResult, weighed: Weighed, micro_st
             "advantages": weighed.advantages,
             "has_signal": weighed.has_signal,
             "replaced": sum(made.num_drawn for made in micro_steps) - len(groups),
-            "lags": policy_lags(groups, step - 1),
+            "lags": policy_lags(chain.from_iterable(map(versions_of, micro_steps)), step - 1),
             "seconds": run.take_seconds(),
             "num_tokens": result.num_tokens,
             "signal_name": run.stop.signal_name,

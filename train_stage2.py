@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from utils import targets
-from utils.config import Config, exit_with
+from utils.config import Config
 from utils.data import EncodedPrompt, Sample
 from utils.evaluation import count_sample, prediction_record, scores
 from utils.geometry import iou_matrix
@@ -32,12 +32,11 @@ from utils.monitor import collapse_warnings
 from utils.objectives import MatchingObjective
 from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import parse_answer
-from utils.prefetch import Prefetcher
 from utils.program import run_program
 from utils.records import Example, SampleDump
 from utils.request_plan import EVAL_MICRO_STEP
-from utils.rollout import Decoding, RolloutResult, policy_step
-from utils.session import Session
+from utils.rollout import Decoding, RolloutResult, policy_lags
+from utils.session import Session, make_prefetcher
 from utils.setup import open_session
 from utils.targets import Segment, TargetOptions, build_target
 
@@ -56,14 +55,7 @@ class Run(Session):
     dump: SampleDump
 
     def __post_init__(self) -> None:
-        self.prefetcher = make_prefetcher(self)
-
-    def quiesce(self) -> None:
-        self.prefetcher.stop()
-
-    def close(self) -> None:
-        self.prefetcher.stop(timeout_s=10.0)
-        super().close()
+        self.prefetcher = make_prefetcher(self, draw, ask, finish_micro_step, versions_of)
 
 
 def set_up(cfg: Config, resume: str | None = None) -> Run:
@@ -73,14 +65,7 @@ def set_up(cfg: Config, resume: str | None = None) -> Run:
     dump_options = cfg.rm.monitor_dump.model_dump()
     dump = SampleDump(Path(cfg.training.output_dir), session.table, **dump_options, enabled=session.ranks.is_main)
     run = Run(**vars(session), buffer=buffer, dump=dump)
-    problem = None
-    if run.resumed is not None:
-        try:
-            restore(run, run.resumed)
-        except ValueError as error:
-            problem = str(error)
-    if problem := next(filter(None, run.ranks.gather(problem)), None):  # whichever rank's
-        exit_with(f"training.resume_from_checkpoint: {problem}", run.ranks.is_main)
+    run.resume(partial(restore, run))
     return run
 
 
@@ -115,17 +100,15 @@ def train(run: Run) -> None:
     Raises:
         Stopped: a signal came; the step it came in is finished and saved.
     """
-    cfg = run.cfg.training
-    run.stop.install()
-    if run.owes_evaluation or (cfg.eval_at_start and run.resumed is None):
-        evaluate(run, run.steps_done)
+    run.begin(partial(evaluate, run))
     for step in range(run.steps_done, run.num_steps):
         with run.timed("step"):
             rows, rollouts = prepare_rows(run, step)
             with run.timed("train"):
                 result = run.learner.step([run.collate(row) for row in rows], objective(run.cfg), step)
         run.steps_done = step + 1
-        signal_name = log_step(run, step + 1, result, rollouts, policy_lags(rows, step))
+        lags = policy_lags((segment.policy_version for row in rows for segment in row), step)
+        signal_name = log_step(run, step + 1, result, rollouts, lags)
         run.end_step(signal_name, partial(evaluate, run), partial(rank_state, run))
     run.finish(segments_left=sum(run.ranks.gather(len(run.buffer))))
 
@@ -170,23 +153,6 @@ class MicroStep:
         return cls(segments_from_state(state["segments"]), Rollouts(Counter(state["counts"]), state["lengths"]))
 
 
-def make_prefetcher(run: Run) -> Prefetcher[MicroStep]:
-    """What prepares micro-steps: within their step, or with `async` before it (LRN-8). Only servers can be asked in the
-    background: the other backends generate on all ranks together, with the weights that train."""
-    cfg, prefetch = run.cfg.training, run.cfg.rm.async_
-    window = prefetch.version_window if prefetch.enabled else 0
-    return Prefetcher(
-        draw=lambda: run.stream.next(cfg.per_device_train_batch_size),
-        ask=partial(ask, run),
-        finish=partial(finish_micro_step, run),
-        micro_steps=cfg.gradient_accumulation_steps,
-        window=window,
-        queue_limit=prefetch.queue_limit,
-        is_fresh=lambda made, step: max(policy_lags([made.segments], step), default=0) <= window,
-        background=run.client is not None,
-    )
-
-
 def prepare_rows(run: Run, step: int) -> tuple[list[list[Segment]], Rollouts]:
     """Rollouts and finished rows of all micro-steps of optimizer step `step`; a failure anywhere stops all ranks."""
     micro_steps = run.on_current_weights(step, lambda: run.prefetcher.take(step), f"preparing step {step}")
@@ -196,12 +162,6 @@ def prepare_rows(run: Run, step: int) -> tuple[list[list[Segment]], Rollouts]:
     return [next_row(run, made.segments) for made in micro_steps], rollouts
 
 
-def policy_lags(rows: Sequence[Sequence[Segment]], step: int) -> list[int]:
-    """How many optimizer steps older than `step`'s are the weights that answered, for each segment with an answer."""
-    versions = [segment.policy_version for row in rows for segment in row]
-    return [step - policy_step(version) for version in versions if version is not None]
-
-
 def next_row(run: Run, segments: list[Segment]) -> list[Segment]:
     """What a micro-step trains, given its own finished segments (PCK-2, PCK-6)."""
     if not run.cfg.training.packing:
@@ -209,6 +169,11 @@ def next_row(run: Run, segments: list[Segment]) -> list[Segment]:
         return segments
     run.buffer.extend(segments)
     return run.buffer.pop_row()
+
+
+def draw(run: Run) -> list[Sample]:
+    """The next micro-step's samples (PCK-7)."""
+    return run.stream.next(run.cfg.training.per_device_train_batch_size)
 
 
 def ask(run: Run, samples: Sequence[Sample], step: int, micro_step_idx: int) -> Answered:
@@ -237,6 +202,11 @@ def finish_micro_step(run: Run, asked: Answered, step: int) -> MicroStep:
             for index, (sample, prompt) in enumerate(zip(asked.samples, asked.prompts, strict=True))
         ]
     return MicroStep(segments, rollouts)
+
+
+def versions_of(made: MicroStep) -> list[str | None]:
+    """The weights that answered, for each segment; None for a teacher-forced one."""
+    return [segment.policy_version for segment in made.segments]
 
 
 def teacher_forced(run: Run, step: int, micro_step_idx: int, num_samples: int) -> np.ndarray:

@@ -3,17 +3,20 @@ anything."""
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import bench_cpu_work, bench_learner, bench_sync
+from benchmarks import bench_cpu_work, bench_learner, bench_sync, grpo_peer
 from benchmarks.__main__ import RESULTS
 from benchmarks.baselines.token_scanner import Scanner
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
+from tools.demo_grpo import CONFIG as GRPO_CONFIG
 from tools.make_demo import build_tokenizer
+from utils.config import load_config
 from utils.geometry import iou_matrix
 from utils.losses import PARTS
 from utils.matching import match
@@ -148,3 +151,32 @@ def test_the_synced_model_is_of_smollm2s_size():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**bench_sync.SMOLLM2_135M))
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+
+
+def test_trl_gets_the_settings_of_the_demo(tmp_path, start_model):
+    """GRP-6: the same model, data, rewards, number of answers and adapters; two ranks of four prompts are eight."""
+    path = tmp_path / "grpo.yaml"
+    path.write_text(json.dumps({"extends": str(Path(GRPO_CONFIG).resolve()), "model": {"path": str(start_model)}}))
+    cfg = load_config(path)
+    job = grpo_peer.trl_job(cfg, steps=5, seed=1)
+    assert job["prompts_per_step"] == 2 * cfg.training.per_device_train_batch_size
+    for name in ("num_generations", "max_new_tokens", "reward_funcs", "reward_weights", "loss_type"):
+        assert job[name] == getattr(cfg.rlhf, name)
+    assert job["temperature"] == cfg.rlhf.decoding.temperature
+    assert all("language_model" in name for name in job["target_modules"]) == cfg.tuner.freeze_vit
+    assert len(job["reward_funcs"]) == len(job["reward_weights"])
+
+
+def test_the_peers_table_is_of_steps_behind_the_warm_up(tmp_path, monkeypatch):
+    """The first three steps of a run do not count; runs are pooled; rewards are of the first and last third."""
+    monkeypatch.setattr(grpo_peer, "FOLDER", tmp_path)
+
+    def run(second: float) -> list[grpo_peer.Step]:
+        times = [0.0, 50.0, 100.0] + [100 + second * number for number in (1, 2, 3)]
+        return [{"time": time, "reward": 0.1 * number, "new_tokens": 8.0} for number, time in enumerate(times)]
+
+    assert grpo_peer.step_seconds(run(2.0)) == [2.0, 2.0, 2.0]
+    grpo_peer.report({"ours": [run(2.0), run(2.0)], "TRL": [run(5.0), run(7.0)]}, 6)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["times_faster"] == 3.0 and summary["rounds"] == 2
+    assert [summary["ours"][key] for key in ("reward_first", "reward_last")] == pytest.approx([0.05, 0.45])

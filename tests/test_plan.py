@@ -285,6 +285,13 @@ def test_CFG_16_several_servers_and_other_machines() -> None:
     assert plan_layout(config(RS=settings(device="cuda")), 1, "f.yaml") is None
 
 
+def test_CFG_16_GRP_3_a_grpo_plan_names_its_own_program() -> None:
+    """CFG-16, GRP-3: six GPUs for the server, two for the learners, as the preset's header says."""
+    layout = plan_layout(load_config("configs/grpo/summary_1024.yaml"), 2, "f.yaml")
+    assert layout.commands == ["make server GPUS=0,1,2,3,4,5 CONFIG=f.yaml", "make grpo GPUS=6,7 CONFIG=f.yaml"]
+    assert layout.places[-1] == ("GPU 7", "train_grpo.py, rank 1: trains")
+
+
 def test_CFG_16_learners_that_generate_say_so() -> None:
     """CFG-16."""
     hf = config(RM__rollout_backend="hf", RM__vllm={})

@@ -110,6 +110,8 @@ def test_syn_8_without_expectation_the_version_is_only_told():
 def test_rol_1_logprobs_are_per_token():
     """ROL-1: lists per turn become one list."""
     assert read_output(output([4, 5]) | {"rollout_logprobs": [[-0.5, -1.0]]}).logprobs == [-0.5, -1.0]
+    stopped = read_output(output([4, 5], stop_token_id=9, stop_logprob=-2.0))
+    assert (stopped.stop_token_id, stopped.stop_logprob) == (9, -2.0)
 
 
 def words(ids):

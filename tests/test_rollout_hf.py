@@ -122,6 +122,7 @@ def test_greedy_answers_are_those_of_plain_generate_ROL_1_ROL_4_ROL_6(parts, dec
     for request, result in zip(parts.requests, results, strict=True):
         expected = plain_generate(parts.merged, request, repetition_penalty=repetition_penalty)
         got = result.response_token_ids, result.finish_reason
+        assert result.stop_token_id in (stop_ids if result.finish_reason == "stop" else [None])
         assert same_but_for_ties(parts.merged, request, got, expected, repetition_penalty)
         assert not set(stop_ids) & set(result.response_token_ids)
         assert result.finish_reason == "stop" or len(result.response_token_ids) == NEW_TOKENS

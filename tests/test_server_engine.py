@@ -158,11 +158,31 @@ def test_answers_are_cut_before_the_stop_token_and_fail_alone():
             RequestConfig(),
         )
         assert good.response_token_ids == [[7, 8]] and good.response.choices[0].finish_reason == "stop"
-        assert good.response.choices[0].token_ids == [7, 8] and good.rollout_infos == {"weight_version": None}
+        assert good.response.choices[0].token_ids == [7, 8]
+        assert good.rollout_infos == {"weight_version": None, "stop_token_id": 2}
         assert bad.rollout_infos["error"] == "bad prompt" and "refused" not in bad.rollout_infos
         assert refused.rollout_infos["refused"] is True
 
     asyncio.run(run())
+
+
+def test_the_stop_token_is_the_one_that_the_engine_generated_ROL_1_GRP_6():
+    """ROL-1, GRP-6: of several stop tokens the one sampled, with its log-probability; none behind a stop string or a
+    cut."""
+    _, engine, _ = make()
+
+    def infos(finish_reason, stop_reason):
+        steps = [{token: SimpleNamespace(logprob=-float(token), decoded_token="x")} for token in (7, 9)]
+        answer = SimpleNamespace(
+            token_ids=[7, 9], text="", finish_reason=finish_reason, stop_reason=stop_reason, logprobs=steps,
+            weight_versions=[],
+        )  # fmt: skip
+        output = engine._rollout_output(SimpleNamespace(prompt_token_ids=[1], outputs=[answer]), [])
+        return output.response_token_ids, output.rollout_logprobs, output.rollout_infos
+
+    stopped = {"weight_version": None, "stop_token_id": 9, "stop_logprob": -9.0}
+    assert infos("stop", None) == infos("stop", 9) == ([[7]], [[-7.0]], stopped)
+    assert infos("stop", "text") == infos("length", None) == ([[7, 9]], [[-7.0, -9.0]], {"weight_version": None})
 
 
 def test_an_update_in_order_then_answers_carry_the_version():
@@ -179,7 +199,7 @@ def test_an_update_in_order_then_answers_carry_the_version():
         answer = {"digests": [{"w": "digest0"}, {"w": "digest1"}], "parameters": {"w": ["model.w"]}}
         assert await updates.update(UPDATE) == answer
         assert await updates.finish(FINISH) == {"weight_version": "a:1", "missing": []}
-        assert (await late)[0].rollout_infos == {"weight_version": "a:1"}
+        assert (await late)[0].rollout_infos == {"weight_version": "a:1", "stop_token_id": 2}
         steps = [f"{step}@{i}" for step in ("init", "start", "update", "finish") for i in (0, 1)]
         caches = ["reset mm", "reset encoder", "reset prefix False", "resume"]
         assert llm.log == [*steps[:2], "reset mm", "pause wait", *steps[2:], *caches]
@@ -202,7 +222,7 @@ def test_running_requests_finish_first_or_are_made_again(pause):
         await updates.update(UPDATE)
         await updates.finish(FINISH)
         version = None if pause == "wait" else "a:1"
-        assert [output.rollout_infos for output in await early] == [{"weight_version": version}] * 2
+        assert [output.rollout_infos["weight_version"] for output in await early] == [version] * 2
         assert sorted(llm.seeds) == ([3, 4] if pause == "wait" else [3, 3, 4, 4])
 
     asyncio.run(run())
@@ -241,7 +261,7 @@ def test_a_failed_update_leaves_the_server_dirty_until_a_full_one(step):
         await updates.start(START)
         await updates.update(UPDATE)
         await updates.finish(FINISH)
-        assert (await engine.infer(ask("x"), RequestConfig()))[0].rollout_infos == {"weight_version": "a:1"}
+        assert (await engine.infer(ask("x"), RequestConfig()))[0].rollout_infos["weight_version"] == "a:1"
 
     asyncio.run(run())
 

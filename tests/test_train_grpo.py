@@ -1,7 +1,9 @@
 """GRPO's program in one process: transformers generates, the real learner trains (GRP-1, GRP-6)."""
 
 import json
+import threading
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from utils.dist import Ranks
 from utils.groups import Answer
 from utils.policy_loss import policy_segment
 from utils.rollout import RolloutResult
+from utils.session import make_prefetcher
 
 REWARDS = """
 def odd(completion, sample):
@@ -166,19 +169,31 @@ def answer(folder: Path, start_model: Path, result: RolloutResult, **rlhf):
     )
     sample = SimpleNamespace(id="s", source="file:1", extra={})
     prompt = train_grpo.EncodedPrompt([5, 6], None, None)
-    return train_grpo.make_answer(fake, sample, prompt, result), fake.processor.tokenizer.eos_token_id
+    return train_grpo.make_answer(fake, sample, prompt, result)
 
 
 def test_truncated_and_failed_answers_GRP_6_CON_3(folder, start_model):
-    """GRP-6, CON-3: the end token is scored where the model set it; truncated answers are left out when asked."""
-    ended, eos = answer(folder, start_model, RolloutResult([7, 8], [5, 6], "ab", "stop", "r:0", logprobs=[-1.0, -2.0]))
-    assert ended.segment.text_label.tolist() == [7, 8, eos] and ended.is_valid and ended.rewards.tolist() == [0.5, 1.0]
+    """GRP-6, CON-3: the stop token is scored where the model set it, whichever of its stop tokens it is; truncated
+    answers are left out when asked."""
+    stop = {"stop_token_id": 9, "stop_logprob": -3.0}
+    ended = answer(
+        folder, start_model, RolloutResult([7, 8], [5, 6], "ab", "stop", "r:0", logprobs=[-1.0, -2.0], **stop)
+    )
+    assert ended.segment.text_label.tolist() == [7, 8, 9] and ended.engine_logprobs == [-1.0, -2.0, -3.0]
+    assert ended.is_valid and ended.rewards.tolist() == [0.5, 1.0]
     cut = RolloutResult([7, 8], [5, 6], "ab", "length", "r:0")
-    kept, _ = answer(folder, start_model, cut)
+    kept = answer(folder, start_model, cut)
     assert kept.segment.text_label.tolist() == [7, 8] and kept.is_valid and kept.is_truncated
-    assert not answer(folder, start_model, cut, overlong_filter=True)[0].is_valid
-    failed, _ = answer(folder, start_model, RolloutResult([], [], "", None, None, error="unreadable"))
+    assert not answer(folder, start_model, cut, overlong_filter=True).is_valid
+    failed = answer(folder, start_model, RolloutResult([], [], "", None, None, error="unreadable"))
     assert failed.is_failed and not failed.is_valid and failed.num_tokens == 0 and not failed.rewards.any()
+
+
+def test_an_answer_with_an_image_placeholder_is_left_out_GRP_6(folder, start_model):
+    """GRP-6: sampling draws any token now and then; this one a row cannot hold beside real images."""
+    image_id = load_processor(start_model).image_token_id
+    drawn = answer(folder, start_model, RolloutResult([7, image_id], [5, 6], "ab", "stop", "r:0", stop_token_id=9))
+    assert not drawn.is_valid and not drawn.is_failed and drawn.rewards.any()
 
 
 def test_an_unknown_reward_ends_the_dry_run_GRP_5(folder, start_model, capsys, monkeypatch):
@@ -205,7 +220,7 @@ def test_samples_that_a_reward_cannot_use_end_the_run_DAT_3(folder, start_model,
     assert ended.value.code == 2 and f"{broken}:2: summary" in capsys.readouterr().err
 
 
-class Asked:
+class Engine:
     """In place of an engine: which prompts were asked in which micro-step, and groups whose rewards differ for some."""
 
     def __init__(self, monkeypatch, good: set[int], fails: int = 0):
@@ -217,13 +232,14 @@ class Asked:
         if len(self.calls) == self.fails:
             raise ConnectionError("server gone")
         segment = policy_segment("s", [1], [2])
-        return [
+        groups = [
             [
                 Answer(segment, str(sample), np.array([float(sample in self.good)]), []),
                 Answer(segment, "", np.zeros(1), []),
             ]
             for sample in samples
         ]
+        return [train_grpo.Asked(sample, None, [], group) for sample, group in zip(samples, groups, strict=True)]
 
 
 def resampling_run() -> SimpleNamespace:
@@ -239,12 +255,13 @@ def test_a_server_lost_between_rounds_loses_no_prompt_LRN_1_CON_4(monkeypatch):
     """LRN-1, CON-4: asked again, a micro-step asks the same prompts, stand-ins too. Each round
     has seeds of its own (DIS-6)."""
     order, run = SampleStream([list(range(40))], seed=3).next(12), resampling_run()
-    asked = Asked(monkeypatch, good={order[1], order[3]}, fails=2)
+    engine = Engine(monkeypatch, good={order[1], order[3]}, fails=2)
     drawn = train_grpo.draw(run)
     with pytest.raises(ConnectionError):
         train_grpo.ask(run, drawn, 0, 0)
-    made = train_grpo.ask(run, drawn, 0, 0)
-    assert asked.calls == [(0, order[:2]), (2, order[2:3]), (0, order[:2]), (2, order[2:3]), (4, order[3:4])]
+    asked = train_grpo.ask(run, drawn, 0, 0)
+    made = train_grpo.finish(run, asked, 0)
+    assert engine.calls == [(0, order[:2]), (2, order[2:3]), (0, order[:2]), (2, order[2:3]), (4, order[3:4])]
     assert [group[0].text for group in made.groups] == [str(order[3]), str(order[1])]
     assert made.num_drawn == 4 and train_grpo.draw(run).samples == order[4:6]
 
@@ -252,7 +269,7 @@ def test_a_server_lost_between_rounds_loses_no_prompt_LRN_1_CON_4(monkeypatch):
 def test_what_a_checkpoint_holds_ahead_is_drawn_again_as_it_was_LRN_5(monkeypatch):
     """LRN-5: the position behind the last step taken, then as many prompts as each micro-step ahead had used."""
     run = resampling_run()
-    Asked(monkeypatch, good=set())
+    Engine(monkeypatch, good=set())
     taken, ahead = (train_grpo.ask(run, train_grpo.draw(run), 0, micro) for micro in range(2))
     following = run.stream.next(2)
     resumed = resampling_run()
@@ -263,3 +280,47 @@ def test_what_a_checkpoint_holds_ahead_is_drawn_again_as_it_was_LRN_5(monkeypatc
     assert train_grpo.draw(resumed).samples == following
     assert train_grpo.ask(resumed, again, 1, 0).num_drawn == 6  # too old and made again: from the same prompts
     assert resumed.stream.state_dict()["position"] == 6 + 6 + 2
+
+
+def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
+    """GRP-5, LRN-8: the second micro-step is asked while the first one's answers are still being judged; with
+    `dynamic_sample`, whose further requests follow from rewards, they are judged before, and only once."""
+    second_is_asked, judged = threading.Event(), []
+
+    def slow(completion, sample):
+        judged.append(str(completion))
+        assert second_is_asked.wait(20), "the second micro-step waits for rewards"
+        return len(judged) % 2
+
+    def roll_out(samples, prompts, sampling, step, micro_step_idx, strict):
+        if micro_step_idx:
+            second_is_asked.set()
+        return [RolloutResult([7], [5], f"{micro_step_idx}", "length", "r:0") for _ in samples]
+
+    def asked_run(**rlhf) -> SimpleNamespace:
+        cfg = load_config(config_of(folder, start_model, "slow", num_generations=2, **rlhf))
+        return SimpleNamespace(
+            cfg=cfg,
+            client=object(),
+            stream=SampleStream([[SimpleNamespace(id="s", source="file:1")]], seed=0),
+            redrawn=deque(),
+            rewards={"slow": slow},
+            reward_weights=np.ones(1),
+            table=None,
+            processor=SimpleNamespace(image_token_id=99),
+            timed=lambda part: nullcontext(),
+            encode=lambda samples: [train_grpo.EncodedPrompt([5], None, None) for _ in samples],
+            roll_out=roll_out,
+        )
+
+    prefetcher = make_prefetcher(
+        asked_run(), train_grpo.draw, train_grpo.ask, train_grpo.finish, train_grpo.versions_of
+    )
+    made = prefetcher.take(0)
+    prefetcher.stop()
+    assert judged == ["0"] * 4 + ["1"] * 4 and [len(group) for micro in made for group in micro.groups] == [2] * 4
+    judged.clear()
+    run = asked_run(dynamic_sample=True)
+    asked = train_grpo.ask(run, train_grpo.draw(run), 0, 0)
+    assert judged == ["0"] * 4
+    assert train_grpo.finish(run, asked, 0).groups == [group.judged for group in asked.groups] and len(judged) == 4

@@ -31,8 +31,7 @@ METRICS = ("f1", "f1_no_label", "precision", "recall", "parse_rate")
 
 def main() -> None:
     start = time.monotonic()
-    cfg = load_config_or_exit(CONFIG)
-    output = Path(cfg.training.output_dir)
+    output = Path(load_config_or_exit(CONFIG).training.output_dir)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     seconds = {}
 
@@ -40,23 +39,35 @@ def main() -> None:
     run([sys.executable, "-m", "tools.make_demo"], {**environment, "OMP_NUM_THREADS": str(os.cpu_count())})
     seconds["make_demo"] = time.monotonic() - start
 
-    say("2/3 rollout server: python rollout_server.py --config " + CONFIG)
+    seconds |= serve_and_train("train_stage2.py", CONFIG, environment)
+    seconds["total"] = time.monotonic() - start
+    report(output, Path("runs/demo"), seconds)
+
+
+def serve_and_train(script: str, config: str, environment: dict[str, str]) -> dict[str, float]:
+    """Server and learner of `config` as a user would start them, in a fresh run directory, until the learner ends.
+
+    Returns:
+        Seconds until the server answered (`server_start`) and of the learner's process (`learner`).
+    """
+    cfg, seconds = load_config_or_exit(config), {}
+    output = Path(cfg.training.output_dir)
+    say("2/3 rollout server: python rollout_server.py --config " + config)
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     began = time.monotonic()
-    server = start_server(CONFIG, environment, output / "server.log")
+    server = start_server(config, environment, output / "server.log")
     try:
         wait_healthy(server, cfg.servers()[0].base_url, output / "server.log")
         seconds["server_start"] = time.monotonic() - began
-        command = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", str(WORLD_SIZE), "train_stage2.py"]
-        say("3/3 learner: deepspeed " + " ".join(command[1:]) + " --config " + CONFIG)
+        command = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", str(WORLD_SIZE), script]
+        say("3/3 learner: deepspeed " + " ".join(command[1:]) + " --config " + config)
         began = time.monotonic()
-        run([*command, "--config", CONFIG], environment)
+        run([*command, "--config", config], environment)
         seconds["learner"] = time.monotonic() - began
     finally:
         stop(server)
-    seconds["total"] = time.monotonic() - start
-    report(output, Path("runs/demo"), seconds)
+    return seconds
 
 
 def start_server(config: str, environment: dict[str, str], log: Path) -> subprocess.Popen:

@@ -6,9 +6,9 @@ a table and runs/demo_grpo/summary.json. It only starts the commands that a user
 """
 
 import argparse
+import inspect
 import json
 import os
-import shutil
 import sys
 import time
 from functools import partial
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tools.demo import WORLD_SIZE, run, say, start_server, stop, wait_healthy
+from tools.demo import run, say, serve_and_train
 from tools.make_demo import build_start_model, cached, make_dataset
 from tools.warmup_sft import load_parts, load_warmup_config, save, train
 from utils.config import load_config_or_exit
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--make-only", action="store_true", help="make data and start model, then end")
     args = parser.parse_args()
     start = time.monotonic()
+    output = Path(load_config_or_exit(CONFIG).training.output_dir)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     say("1/3 data and start model (made once, kept under runs/demo_grpo)")
     if args.make_only:
@@ -49,24 +50,7 @@ def main() -> None:
         [sys.executable, "-m", "tools.demo_grpo", "--make-only"], environment | {"OMP_NUM_THREADS": str(os.cpu_count())}
     )
     seconds = {"make": time.monotonic() - start}
-
-    cfg = load_config_or_exit(CONFIG)
-    output = Path(cfg.training.output_dir)
-    say("2/3 rollout server: python rollout_server.py --config " + CONFIG)
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    began = time.monotonic()
-    server = start_server(CONFIG, environment, output / "server.log")
-    try:
-        wait_healthy(server, cfg.servers()[0].base_url, output / "server.log")
-        seconds["server_start"] = time.monotonic() - began
-        command = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", str(WORLD_SIZE), "train_grpo.py"]
-        say("3/3 learner: deepspeed " + " ".join(command[1:]) + " --config " + CONFIG)
-        began = time.monotonic()
-        run([*command, "--config", CONFIG], environment)
-        seconds["learner"] = time.monotonic() - began
-    finally:
-        stop(server)
+    seconds |= serve_and_train("train_grpo.py", CONFIG, environment)
     seconds["total"] = time.monotonic() - start
     report(output, ROOT / "summary.json", seconds)
 
@@ -77,7 +61,8 @@ def main() -> None:
 def make(root: Path) -> None:
     """Make `data`, `start` and `model` below `root`, each only if what it is made of changed."""
     warmup = load_warmup_config(WARMUP_CONFIG)
-    sources = [Path(__file__).read_text(), Path(make_dataset.__code__.co_filename).read_text()]
+    parts = (inspect.getmodule(make_dataset), make_data, summary_of, supervised_summary)
+    sources = [inspect.getsource(part) for part in parts]
     cached(root / "data", sources, "synthetic scenes with summaries", make_data)
     cached(root / "start", sources, "an untrained Qwen3-VL", build_start_model)
 
@@ -120,7 +105,7 @@ def report(output: Path, summary_file: Path, seconds: dict[str, float]) -> None:
     """`summary.json`, and the same for people."""
     finished = json.loads((output / "finished.json").read_text())
     curves = EventAccumulator(str(output)).Reload()
-    tags = [tag for tag in curves.Tags()["scalars"] if tag == "reward" or tag.startswith("reward/")]
+    tags = [tag for tag in curves.Tags()["scalars"] if tag.split("/")[0] == "reward" and not tag.endswith("_std")]
     ends = {tag: first_and_last([event.value for event in curves.Scalars(tag)]) for tag in tags}
     before, after = (json.loads((output / f"eval/step_{step:06d}.json").read_text()) for step in (0, finished["steps"]))
     seconds = {**finished["seconds"], **seconds}
@@ -130,7 +115,7 @@ def report(output: Path, summary_file: Path, seconds: dict[str, float]) -> None:
         "steps": finished["steps"],
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
         "world_size": finished["world_size"],
-        "held_out": {"before": before["reward"], "after": after["reward"], "num_samples": after["num_samples"]},
+        "held_out": {"before": before["reward"], "after": after["reward"], "num_samples": int(after["num_samples"])},
         "rewards": {tag.removeprefix("reward/"): ends[tag] for tag in tags if tag != "reward"},
     }
     summary_file.write_text(json.dumps(summary, indent=2) + "\n")
@@ -138,7 +123,7 @@ def report(output: Path, summary_file: Path, seconds: dict[str, float]) -> None:
     table = Table(title=f"{finished['steps']} steps, mean over {NUM_COMPARED} steps")
     for column in ("", "first", "last", "change"):
         table.add_column(column, justify="right")
-    for tag in [tag for tag in tags if not tag.endswith("_std")]:
+    for tag in tags:
         first, last = ends[tag]
         table.add_row(tag, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
     held_out = before["reward"], after["reward"]

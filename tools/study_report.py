@@ -62,8 +62,8 @@ other scenes most of which list one object only. What there is to gain is going 
 
 To read the parse rate: what stands in the prefix and was matched with nothing carries no loss (TGT-6), neither a
 needless object nor broken syntax between two good ones. Without trimming nothing tells the model where it should have
-closed; it goes on until it is cut off, and its syntax decays. Trimmed, such an answer ends behind its last right object,
-where the model learns to close.
+closed; it goes on until it is cut off, and its syntax decays. Trimmed, such an answer ends behind its last right
+object, where the model learns to close.
 
 *Supervised, 294 steps* is one longer run on the side.
 """,

@@ -27,10 +27,10 @@ class Answer:
     """One sampled answer.
 
     Attributes:
-        segment: prompt and answer, with the end token behind it where the model ended it itself.
+        segment: prompt and answer, with the stop token behind it that the model ended it with, if it did.
         text: what was sampled, as text.
         rewards: float64 `[F]`, one per reward function; zeros for a failed request.
-        engine_logprobs: of the sampled tokens, without the end token; empty where the engine did not report them.
+        engine_logprobs: of the sampled tokens, the end token included; empty where the engine did not report them.
         is_valid: it counts in its group and in the loss.
         is_truncated, is_failed: it was cut at `max_new_tokens`; the request failed alone and there is no answer.
     """

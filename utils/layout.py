@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from utils.rules import is_colocate
-from utils.schema import Config, ServerAddress, ServerSettings
+from utils.schema import SCRIPTS, Config, ServerAddress, ServerSettings
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:
         (f"GPU {gpus[rank]}" if gpus else "CPU", _learner_process(cfg, rank, len(addresses)))
         for rank in range(world_size)
     ]
-    commands.append(f"make train{_option(gpus) or f' RANKS={world_size}'} CONFIG={file}")
+    target = "grpo" if cfg.custom.trainer_variant == "grpo" else "train"
+    commands.append(f"make {target}{_option(gpus) or f' RANKS={world_size}'} CONFIG={file}")
     return Layout(places, commands)
 
 
@@ -74,4 +75,4 @@ def _learner_process(cfg: Config, rank: int, num_servers: int) -> str:
         tasks.append("generates")
     if rank == 0:
         tasks += ["sends weights", "writes logs"] if num_servers else ["writes logs"]
-    return f"train_stage2.py, rank {rank}: {', '.join(tasks)}"
+    return f"{SCRIPTS[cfg.custom.trainer_variant]}, rank {rank}: {', '.join(tasks)}"

@@ -144,8 +144,8 @@ def policy_tokens(
     token `i` is what `text_pos[i]` and `text_label[i]` of the collated batch score.
 
     Args:
-        engine_logprobs: per answer and token; a shorter list is filled up with nan at its end, since an engine does
-            not report the stop token that the learner scores.
+        engine_logprobs: per answer and token; a shorter list is filled up with nan at its end (no correction there), an
+            empty one where the engine reports none.
     """
     size = torch.tensor(lengths, dtype=torch.int64)
     engine = None

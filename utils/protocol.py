@@ -143,8 +143,9 @@ class ChatCompletionResponse(BaseModel):
 class RolloutOutput(BaseModel):
     """One answer. Lists are per turn as in ms-swift, here always one turn (none if the request failed).
 
-    `rollout_infos` holds `weight_version` (with `last_weight_version` where the weights changed under way), and for a
-    request that failed `error`, with `refused: true` where the content was not allowed rather than unreadable.
+    `rollout_infos` holds `weight_version` (with `last_weight_version` where the weights changed under way); where a
+    token ended the answer `stop_token_id`, and `stop_logprob` where asked for; and for a request that failed `error`,
+    with `refused: true` where the content was not allowed rather than unreadable.
     """
 
     response: ChatCompletionResponse

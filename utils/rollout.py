@@ -4,7 +4,7 @@ The types, the checks that hold for every backend, and the backend that asks rol
 reached and shared is `utils.rollout_client`'s job, parsing what they say is `utils.parsing`'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -57,8 +57,9 @@ class RolloutResult:
     `response_token_ids`: the assistant's tokens, cut before the stop token. `prompt_token_ids`: what the engine saw.
     `weight_version`: the weights that made it; `last_weight_version` those at its end, another only where running
     requests were held over a sync (SYN-9). `logprobs`: one per response token, where asked for
-    (the hf backend has none: it generates with the weights that train). With `error` set the
-    request failed alone: no ids at all, an empty rollout (CON-3).
+    (the hf backend has none: it generates with the weights that train). `stop_token_id`: which of the model's stop
+    tokens the policy ended the answer with, None where it was cut off; `stop_logprob` is that token's. With `error` set
+    the request failed alone: no ids at all, an empty rollout (CON-3).
     """
 
     response_token_ids: list[int]
@@ -69,6 +70,8 @@ class RolloutResult:
     error: str | None = None
     logprobs: list[float] | None = None
     last_weight_version: str | None = None
+    stop_token_id: int | None = None
+    stop_logprob: float | None = None
 
 
 class RolloutBackend(Protocol):
@@ -170,12 +173,20 @@ def read_output(output: dict[str, Any]) -> RolloutResult:
         weight_version=version,
         logprobs=_flat(logprobs) if logprobs else None,
         last_weight_version=infos.get("last_weight_version", version),
+        stop_token_id=infos.get("stop_token_id"),
+        stop_logprob=infos.get("stop_logprob"),
     )
 
 
 def policy_step(version: str) -> int:
     """The optimizer step of weights called `run id:step` (SYN-8)."""
     return int(version.rpartition(":")[2])
+
+
+def policy_lags(versions: Iterable[str | None], step: int) -> list[int]:
+    """How many optimizer steps older than `step`'s are the weights of each version; None, where nobody answered, has
+    none."""
+    return [step - policy_step(version) for version in versions if version is not None]
 
 
 def check_versions(

@@ -278,16 +278,16 @@ def read_output(output: RequestOutput, version: str | None) -> RolloutResult:
     """vLLM's answer as a result: the stop token, which is the last one generated, is cut (ROL-1)."""
     answer = output.outputs[0]
     token_ids = list(answer.token_ids)
-    if answer.finish_reason == "stop":
-        del token_ids[-1]
-    logprobs = answer.logprobs and [
-        step[token].logprob for token, step in zip(token_ids, answer.logprobs, strict=False)
-    ]
+    logprobs = [step[token].logprob for token, step in zip(token_ids, answer.logprobs or [], strict=False)]
+    is_stopped = answer.finish_reason == "stop"
+    num_kept = len(token_ids) - is_stopped
     return RolloutResult(
-        response_token_ids=token_ids,
+        response_token_ids=token_ids[:num_kept],
         prompt_token_ids=list(output.prompt_token_ids),
         text=answer.text,
         finish_reason=answer.finish_reason,
         weight_version=version,
-        logprobs=logprobs,
+        logprobs=logprobs[:num_kept] if answer.logprobs else None,
+        stop_token_id=token_ids[-1] if is_stopped else None,
+        stop_logprob=logprobs[-1] if is_stopped and logprobs else None,
     )

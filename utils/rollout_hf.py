@@ -110,6 +110,7 @@ class HfBackend:
             text=self.tokenizer.decode(response),
             finish_reason="length" if end is None else "stop",
             weight_version=version,
+            stop_token_id=None if end is None else new_ids[end],
         )
 
 

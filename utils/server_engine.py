@@ -306,10 +306,14 @@ class RolloutEngine:
     def _rollout_output(self, output: RequestOutput, images_size: list[tuple[int, int]]) -> RolloutOutput:
         answer = output.outputs[0]
         token_ids, steps = list(answer.token_ids), list(answer.logprobs or [])
+        stopped: dict[str, Any] = {}
         # An end-of-sequence token has no stop_reason, another stop token its id; both are the last generated token. A
         # stop string is cut from the text only: it need not end at a token border.
         if answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str) and token_ids:
-            token_ids, steps = token_ids[:-1], steps[: len(token_ids) - 1]
+            stop_id = token_ids.pop()
+            stopped = {"stop_token_id": stop_id}
+            if steps:
+                stopped["stop_logprob"] = steps.pop()[stop_id].logprob
         versions = [span.version for span in answer.weight_versions or []]
         versions = [None if version == NO_VERSION else version for version in versions] or [self.gate.version]
         infos = {"weight_version": versions[0]} | ({"last_weight_version": versions[-1]} if len(versions) > 1 else {})
@@ -334,7 +338,7 @@ class RolloutEngine:
             ),
             response_token_ids=[token_ids],
             rollout_logprobs=[[step[t].logprob for t, step in zip(token_ids, steps, strict=True)]] if steps else [],
-            rollout_infos=infos,
+            rollout_infos=infos | stopped,
         )
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,18 @@ import torch
 
 from utils.adapter_sync import FallbackSync
 from utils.checkpoint import save_adapter, save_merged
-from utils.config import Config
+from utils.config import Config, exit_with
 from utils.data import EncodedPrompt, Sample, SampleStream, encode_prompt, prompt_chat
 from utils.dist import Ranks
 from utils.learner import Learner
 from utils.monitor import Monitor
 from utils.packing import Batch
 from utils.parsing import TokenTable
+from utils.prefetch import Prefetcher
 from utils.records import RolloutLog, ServerWatch, evaluation_file, write_evaluation
 from utils.recovery import through_restarts
 from utils.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
-from utils.rollout import Decoding, RolloutBackend, RolloutRequest, RolloutResult, check_prompt
+from utils.rollout import Decoding, RolloutBackend, RolloutRequest, RolloutResult, check_prompt, policy_lags
 from utils.rollout_client import RolloutClient
 from utils.shutdown import Stopped, StopRequest
 from utils.targets import Segment
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Session:
-    """Everything a run holds; `utils.setup.open_session` makes it."""
+    """Everything a run holds; `utils.setup.open_session` makes it, and the program its `prefetcher`."""
 
     cfg: Config
     ranks: Ranks
@@ -63,6 +65,7 @@ class Session:
     resumed: dict[str, Any] | None = None  # this rank's state in the checkpoint that the run goes on from
     owes_evaluation: bool = False  # a stop came ahead of the one due at `steps_done`
     stop: StopRequest = field(default_factory=StopRequest)
+    prefetcher: Prefetcher = field(init=False)
     version: str | None = None  # the policy that generates
     best: float = -math.inf  # of `metric`, so far
     sync_values: dict[str, float] = field(default_factory=dict)  # of the last sync, until a step or evaluation logs it
@@ -91,10 +94,7 @@ class Session:
             self.sync.open()
 
         where = f"{where} with weights of step {step}"
-        return through_restarts(synced, where, self.ranks, self.client, self.quiesce, reopen)
-
-    def quiesce(self) -> None:
-        """Nothing is asked in the background any more; a program that does so overrides this."""
+        return through_restarts(synced, where, self.ranks, self.client, self.prefetcher.stop, reopen)
 
     def sync_weights(self, step: int) -> None:
         """The engine that generates gets the weights of `step` unless it has them (SYN-2)."""
@@ -182,6 +182,27 @@ class Session:
             write_evaluation(Path(self.cfg.training.output_dir), step, result, gathered, is_best)
             shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
             logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
+
+    def resume(self, restore: Callable[[dict[str, Any]], None]) -> None:
+        """Go on from the checkpoint, where there is one; exit status 2 where any rank cannot (collective).
+
+        Args:
+            restore: takes this rank's state; raises ValueError where it does not fit.
+        """
+        problem = None
+        if self.resumed is not None:
+            try:
+                restore(self.resumed)
+            except ValueError as error:
+                problem = str(error)
+        if problem := next(filter(None, self.ranks.gather(problem)), None):  # whichever rank's
+            exit_with(f"training.resume_from_checkpoint: {problem}", self.ranks.is_main)
+
+    def begin(self, evaluate: Callable[[int], None]) -> None:
+        """What precedes the first step: from here on signals are heeded; an evaluation that is due is made."""
+        self.stop.install()
+        if self.owes_evaluation or (self.cfg.training.eval_at_start and self.resumed is None):
+            evaluate(self.steps_done)
 
     def end_step(
         self, signal_name: str | None, evaluate: Callable[[int], None], rank_state: Callable[[bool], dict[str, Any]]
@@ -280,9 +301,38 @@ class Session:
 
     def close(self) -> None:
         """Leave servers and process groups; the servers stay up (GRP-4)."""
+        self.prefetcher.stop(timeout_s=10.0)
         self.watch.close()
         self.monitor.close()
         self.sync.close()
         self.ranks.close()
         if self.lock is not None:
             self.lock.close()
+
+
+def make_prefetcher(
+    run: Any,
+    draw: Callable[[Any], Any],
+    ask: Callable[[Any, Any, int, int], Any],
+    finish: Callable[[Any, Any, int], Any],
+    versions_of: Callable[[Any], list[str | None]],
+) -> Prefetcher:
+    """What prepares a run's micro-steps: within their step, or with `async` before it (LRN-8). Only servers can be
+    asked in the background: the other backends generate on all ranks together, with the weights that train.
+
+    Args:
+        run: a `Session`, given to the functions ahead of what `Prefetcher` gives them.
+        versions_of: the weights that made the answers of a finished micro-step.
+    """
+    prefetch = run.cfg.rm.async_
+    window = prefetch.version_window if prefetch.enabled else 0
+    return Prefetcher(
+        draw=partial(draw, run),
+        ask=partial(ask, run),
+        finish=partial(finish, run),
+        micro_steps=run.cfg.training.gradient_accumulation_steps,
+        window=window,
+        queue_limit=prefetch.queue_limit,
+        is_fresh=lambda made, step: max(policy_lags(versions_of(made), step), default=0) <= window,
+        background=run.client is not None,
+    )

@@ -1,13 +1,17 @@
 """GRPO on real parts: one vLLM server, DeepSpeed with two ranks, merged weights between them, run after run."""
 
 import json
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.processes import Server, free_port, run_learner, write_yaml
+from tests.e2e.processes import Server, alive, free_port, launch, run_learner, write_yaml
 from tools.demo_grpo import make_data
 from utils.records import read_rollout_log
 
@@ -110,6 +114,19 @@ def test_the_server_holds_the_last_policy_and_groups_have_seeds_of_their_own_GRP
     assert min(curves(first_run)["reward/odd_std"]) > 0
 
 
+def test_the_evaluation_is_the_mean_reward_of_greedy_answers_GRP_1_LRN_7(first_run):
+    """GRP-1, LRN-7: every validation sample once, over both ranks; mean and parts are those of the answers on disk."""
+    result = json.loads((first_run / "eval" / f"step_{NUM_STEPS:06d}.json").read_text())
+    answers = [json.loads(line) for line in (first_run / "eval" / f"step_{NUM_STEPS:06d}.jsonl").open()]
+    assert len({answer["id"] for answer in answers}) == len(answers) == result["num_samples"] == 6
+    assert result["reward"] == pytest.approx(sum(answer["reward"] for answer in answers) / 6)
+    assert result["reward"] == result["reward/odd"] > 0
+    assert curves(first_run)["eval/reward"] == pytest.approx([result["reward"]])
+    lines = [line for line in read_rollout_log(first_run / "rollouts.jsonl") if line["phase"] == "eval"]
+    assert [line["weight_version"].rpartition(":")[2] for line in lines] == [str(NUM_STEPS)]
+    assert {call["decoding"]["temperature"] for line in lines for call in line["calls"]} == {0.0}
+
+
 def test_a_second_learner_starts_on_the_same_server_GRP_4_LRN_8(first_run, folder, server, start_model):
     """GRP-4: ending the learner leaves the server running, and the next one needs nothing but its own command.
     GRP-1, LRN-8: full fine-tuning, padded batches, answers prepared up to one step ahead and resampled prompts."""
@@ -154,3 +171,38 @@ def test_colocate_is_two_edits_away_GRP_2_ROL_7(folder, server, start_model):
     assert result.returncode == 0, result.stdout[-6000:]
     found = curves(folder / "colocate")
     assert 0 < max(found["policy/engine_gap_max"]) < 1e-3 and len(found["reward/odd"]) == 2
+
+
+@pytest.mark.slow
+def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4_LRN_1(folder, server, start_model):
+    """CON-4, LRN-1, SYN-8: the server is killed while answers are prepared ahead and started again by its own command.
+    The run waits, sends all weights and trains every step, each prompt once."""
+    num_steps, run_dir = 10, folder / "restart"
+    config = grpo_config(folder, server, start_model, "restart", training={"max_steps": num_steps, "eval_steps": 0})
+    content = yaml.safe_load(config.read_text())
+    content["custom"]["extra"]["rollout_matching"] = {"async": {"enabled": True, "version_window": 1}}
+    write_yaml(config, content)
+    results: list[subprocess.CompletedProcess] = []
+    learner = threading.Thread(target=lambda: results.append(run_learner("train_grpo.py", config, num_ranks=2)))
+    learner.start()
+    log, deadline = run_dir / "rollouts.jsonl", time.monotonic() + 400
+    while not (log.exists() and len(read_rollout_log(log)) >= 3) and learner.is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    server.process.kill()
+    for child in alive(server.children):
+        child.kill()
+    server.process.wait()
+    server.process = launch(server.config, server.log, None)
+    server.wait_ready()
+    learner.join()
+    assert results and results[0].returncode == 0, results and results[0].stdout[-6000:]
+    assert "the run goes on" in results[0].stdout
+    found = curves(run_dir)
+    assert len(found["reward"]) == num_steps and found["rollout/failed"] == [0.0] * num_steps
+    assert max(found["train/policy_lag_max"]) <= 1
+    assert found["sync/bytes"].count(max(found["sync/bytes"])) == 2  # all at the start and after the restart
+    state = torch.load(run_dir / f"checkpoint-{num_steps}" / "state" / "rank_00000.pt", weights_only=True)
+    assert state["stream"]["position"] == num_steps * 8  # 2 prompts x 2 micro-steps x 2 ranks
+    ledger = json.loads((run_dir / "weights.json").read_text())
+    assert server.get("/weight_version/").json()["weight_version"] == ledger["version"]

@@ -317,7 +317,7 @@ def test_weights_arrive_bit_for_bit_and_are_served(server, other_model, start_mo
         assert learner.digests == [{name: tensor_digest(tensor) for name, tensor in weights.items()}] * 2
         assert server.get("/health/").json()["weight_version"] == version
         assert_serves(server, model, asked[:2])
-        assert server.infer(asked[:1], **GREEDY)[0]["rollout_infos"] == {"weight_version": version}
+        assert server.infer(asked[:1], **GREEDY)[0]["rollout_infos"]["weight_version"] == version
 
 
 def test_frozen_tensors_need_not_be_sent_again(server, other_model, start_model, asked, tmp_path):
@@ -383,7 +383,8 @@ def test_requests_that_are_running_when_weights_change(server, start_model, othe
         "keep": {"weight_version": "run-d:1", "last_weight_version": "run-d:2"},
     }
     long = [output for output in outputs if len(output["response_token_ids"][0]) > 300]
-    assert long and [output["rollout_infos"] for output in long] == [expected[pause]] * len(long)
+    told = [{name: value for name, value in output["rollout_infos"].items() if "version" in name} for output in long]
+    assert long and told == [expected[pause]] * len(long)
     assert_serves(server, other_model, asked[:2])
 
 
@@ -478,7 +479,9 @@ def test_ms_swifts_forms_are_met_field_by_field(server, asked):
         assert usage.prompt_tokens == len(response.prompt_token_ids) and 0 <= usage.completion_tokens - len(ids) <= 1
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
         assert response.model and response.id.startswith("chatcmpl-") and abs(response.created - time.time()) < 600
-        assert len(response.images_size or []) == num_images and set(output.rollout_infos) == {"weight_version"}
+        assert len(response.images_size or []) == num_images
+        stopped = {"stop_token_id", "stop_logprob"} if choice.finish_reason == "stop" else set()
+        assert set(output.rollout_infos) == {"weight_version"} | stopped
         assert output.messages is None and output.response_loss_mask == [] and output.prompt_logprobs is None
     assert failed.rollout_infos["refused"] and failed.response_token_ids == [] and failed.rollout_logprobs == []
     assert failed.response.choices[0].finish_reason is None

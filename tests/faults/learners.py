@@ -62,13 +62,13 @@ class LearnerProcess:
         *arguments: str,
         num_ranks: int = 2,
         launcher: tuple[str, ...] = ("deepspeed",),
-        script: Path = ROOT / "train_stage2.py",
+        script: str | Path = "train_stage2.py",
         master_port: int | None = None,
     ):
         self.log = config.with_suffix(f".{time.monotonic_ns()}.log")
         command = [*launcher, "--num_gpus", str(num_ranks), "--master_port", str(master_port or free_port())]
         command[0] = command[0] if command[0] == sys.executable else str(Path(sys.executable).parent / command[0])
-        command += [str(script), "--config", str(config), *arguments]
+        command += [str(ROOT / script), "--config", str(config), *arguments]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
                 command, stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, env=ENVIRONMENT, start_new_session=True
