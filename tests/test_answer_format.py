@@ -421,7 +421,7 @@ def check_target(ids: list[int], gt: list[Object], options: TargetOptions, kind:
         return
     # In the prefix every label goes on from what was generated to what should have been: for some value of some matched
     # object it is the beginning of that value's truth (` "` before a label may be tokenized otherwise, too). Behind the
-    # prefix all learns itself, but for the seam.
+    # prefix all learns itself, but for the seam; so do brackets at the cut that had to be spelled anew.
     truths = []
     for p, g in matches:
         pred, truth = (
@@ -440,7 +440,8 @@ def check_target(ids: list[int], gt: list[Object], options: TargetOptions, kind:
     ends = np.cumsum([len(independent_bytes(kind, [token])) for token in target.answer_ids]).tolist()
     for index, label in zip(target.text_index.tolist(), target.text_label.tolist(), strict=True):
         own = label == target.answer_ids[index]
-        if index >= start and own:
+        at_cut = data[ends[index - 1] if index else 0 : ends[start - 1]] if index < start else b""
+        if own and (index >= start or target.respelled and not at_cut.strip(b'"]}, \r\n\t')):
             continue
         said = (data[: ends[index - 1]] if index else b"") + independent_bytes(kind, [label])
         fits = [text for at, text in truths if _agree(text, said) and (own or len(said) >= at - 2)]
