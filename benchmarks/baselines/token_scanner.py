@@ -83,7 +83,6 @@ class Scanner:
             ids = token_ids[:last] + self.table.encode(missed + "]}") + [self.table.eos_id]
         else:  # tokenized together with what follows, as utils.targets does
             ids = token_ids[:last] + self.table.encode(cut[:num_kept] + missed + "]}") + [self.table.eos_id]
-            last += len(self.table.encode(cut[:num_kept])) if missed else 0
         coords, labels = {}, {}
         for index in range(last, len(ids)):
             if ids[index] in self.bin_of:
