@@ -205,7 +205,7 @@ class Strike:
             if self.moment == "syncing":
                 for child in psutil.Process(self.server.process.pid).children(recursive=True):
                     child.suspend()
-            threading.Timer(0.1 if self.moment == "generating" else 1.0, self._do).start()
+            threading.Timer(0.02 if self.moment == "generating" else 1.0, self._do).start()
 
     def _do(self) -> None:
         self.strike()
