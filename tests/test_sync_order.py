@@ -1,6 +1,7 @@
 """What WeightSync does when a server misbehaves. The server is a stand-in here, because a real one does not fail on
 demand; everything that works is tested against the real one in tests/e2e."""
 
+import socket
 import threading
 
 import numpy as np
@@ -8,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.e2e.processes import free_port
 from utils.weight_sync import GlooTransport, MergedWeights, Probe, WeightSync
 from utils.wire import tensor_digest
+
+PORTS = free_port(), free_port()
 
 
 class OneRank:
@@ -94,7 +98,7 @@ def sync_with(server: StandIn, verify: str = "first", probe: Probe | None = None
         server.weights,
         OneRank(server.events),
         server,
-        [("127.0.0.1", 1), ("127.0.0.1", 2)],
+        [("127.0.0.1", port) for port in PORTS],
         run_id="run",
         bucket_bytes=1 << 20,
         timeout_s=5,
@@ -176,8 +180,17 @@ def test_a_closed_port_is_explained_CON_1(weights):
     server = StandIn(weights, fail_at="/init_communicator/")
     with pytest.raises(RuntimeError) as raised:
         sync_with(server).open()
-    for words in ("group port 2", "server1/init_communicator/ refused", "RM.rollout_backend: hf"):
+    for words in (f"group port {PORTS[1]}", "server1/init_communicator/ refused", "RM.rollout_backend: hf"):
         assert words in str(raised.value)
+
+
+def test_a_group_port_that_is_taken_is_found_before_any_server_is_asked_CON_1(weights):
+    """CON-1: a server that was asked would wait at that port, for whoever has it, until its time-out."""
+    server = StandIn(weights)
+    with socket.create_server(("127.0.0.1", PORTS[1])), pytest.raises(RuntimeError) as raised:
+        sync_with(server).open()
+    assert f"group port {PORTS[1]} on 127.0.0.1" in str(raised.value) and "in use" in str(raised.value)
+    assert not [event for event in server.events if "/init_communicator/" in event]
 
 
 @pytest.fixture

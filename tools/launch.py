@@ -4,7 +4,8 @@
 
 On SIGTERM the `deepspeed` command itself ends and leaves its ranks running; on Ctrl-C its inner launcher gives them 30
 seconds and then kills them, checkpoint or not (DeepSpeed 0.19). So it runs in a session of its own here; SIGTERM,
-SIGINT and SIGHUP go to the ranks as SIGTERM; and their exit status comes back.
+SIGINT and SIGHUP go to the ranks as SIGTERM; and their exit status comes back. Where a rank was killed, and others with
+it before they could speak, the last words are said here.
 """
 
 import signal
@@ -27,7 +28,33 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, pass_on)
     status = process.wait()
+    if 256 - status in set(signal.Signals):  # of a rank that a signal ended
+        print("\n".join(words_for_the_killed(256 - status, sys.argv[1:])), file=sys.stderr, flush=True)
     sys.exit(status if status >= 0 else 128 - status)
+
+
+def words_for_the_killed(number: int, arguments: list[str]) -> list[str]:
+    """How far the run has come and how to go on, as far as the run directory tells.
+
+    Args:
+        number: of the signal.
+        arguments: as for this program.
+    """
+    from utils.config import load_config
+    from utils.records import read_rollout_log
+    from utils.shutdown import newest_checkpoint
+
+    run_dir = Path(load_config(arguments[arguments.index("--config") + 1]).training.output_dir)
+    log, newest = run_dir / "rollouts.jsonl", newest_checkpoint(run_dir)
+    lines = read_rollout_log(log) if log.exists() else []
+    command = f"python -m tools.launch {' '.join(arguments)}" + " --resume auto" * ("--resume" not in arguments)
+    return [
+        f"run {run_dir}: a rank was ended by {signal.Signals(number).name}"
+        + "; where memory runs out, the kernel does so (dmesg)" * (number == signal.SIGKILL),
+        *(f"  last step on record: {line['step']}, with weights {line['weight_version']}" for line in lines[-1:]),
+        f"  newest complete checkpoint: {newest}" if newest else "  no checkpoint is complete",
+        f"  {'go on from it' if newest else 'start again'} with: {command}",
+    ]
 
 
 def ranks_below(pid: int) -> list[psutil.Process]:

@@ -137,9 +137,14 @@ def watch(learner: subprocess.Popen, server_pid: int, folder: Path, seconds: flo
         if status != STOPPED_STATUS:
             sys.exit(f"asked to end, the learner ended with status {status}; see {log}")
     finally:
-        for process in family_of(learner.pid):
-            process.kill()
+        end_all(learner)
     return samples
+
+
+def end_all(learner: subprocess.Popen) -> None:
+    """What is left of a learner, launcher first: it would wait for the ranks."""
+    for process in family_of(learner.pid):
+        process.kill()
 
 
 def check_runs(learner: subprocess.Popen, log: Path) -> None:
@@ -200,7 +205,11 @@ def go_on(config: Path, folder: Path, url: str) -> list[str]:
     content["training"]["max_steps"] = done + 1
     last = config.with_name("last.yaml")
     last.write_text(yaml.safe_dump(content))
-    status = start_learner(last, folder / "last.log").wait(timeout=600)
+    learner = start_learner(last, folder / "last.log")
+    try:
+        status = learner.wait(timeout=600)
+    finally:
+        end_all(learner)
     if status:
         return [f"going on from the last checkpoint ended with status {status}; see {folder / 'last.log'}"]
     ledger = json.loads((folder / "run" / "weights.json").read_text())

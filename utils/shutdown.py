@@ -68,11 +68,16 @@ def last_words(error: Exception, run_dir: Path, config: str, step: int | None, v
     """What happened, at which step and version, which checkpoint there is, which command goes on from it."""
     what = str(error) if isinstance(error, Stopped) else f"failed: {type(error).__name__}: {error}"
     where = "before the first step" if step is None else f"after optimizer step {step}, generating weights {version}"
-    newest = next((path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None), None)
+    newest = newest_checkpoint(run_dir)
     lines = [f"run {run_dir}: {what}", f"  it ended {where}"]
     if newest is None:
         return [*lines, f"  no checkpoint is complete; start again with: {resume_command(config)}"]
     return [*lines, f"  newest complete checkpoint: {newest}", f"  go on from it with: {resume_command(config)}"]
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete one, as far as names and sizes tell."""
+    return next((path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None), None)
 
 
 def resume_command(config: str) -> str:

@@ -507,6 +507,8 @@ class WeightSync:
         sizes = self.client.world_sizes
         self._servers_are_whole = False
         self.transport.close()  # left over from before a failure
+        if (taken := attempt(_check_free, self.addresses)) is not None:  # or a server would wait for us at that port
+            raise ConnectionError(_open_message(self.addresses, [], taken)) from taken
         with ThreadPoolExecutor(len(sizes)) as pool:
             answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
             ours = attempt(self.transport.open, self.addresses, sizes)
@@ -672,6 +674,12 @@ def _raise_early(futures: list[Future]) -> None:
     for future in futures:
         if future.done():
             future.result()
+
+
+def _check_free(addresses: Sequence[tuple[str, int]]) -> None:
+    """Raises OSError, with the address, where one cannot be listened at."""
+    for address in addresses:
+        socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET).close()
 
 
 def _open_message(addresses: list[tuple[str, int]], problems: list[Exception], ours: Exception | None) -> str:

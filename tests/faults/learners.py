@@ -128,7 +128,7 @@ def assert_clean_end(learner: LearnerProcess, family: list[psutil.Process], word
     """
     assert learner.process.returncode not in (0, None), learner.output[-6000:]
     assert not alive(family), [process.cmdline() for process in alive(family)]
-    last = learner.output[learner.output.rindex(f"run {run}: ") :]
+    last = learner.output[learner.output.rindex(f"run {run}: failed: ") :]
     assert words in last, last
     assert re.search(rf"it ended after optimizer step ({step}|{step + 1}), generating weights ", last), last
     assert f"newest complete checkpoint: {run / f'checkpoint-{step}'}" in last, last

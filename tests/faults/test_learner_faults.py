@@ -3,6 +3,7 @@
 import math
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -32,9 +33,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def stop_at_step_2(config: Path, run: Path, victim: int, number: signal.Signals) -> tuple[LearnerProcess, list, float]:
-    """A learner of which one rank got a signal some time behind its second checkpoint: it, its processes, and the
-    seconds until all had ended."""
-    learner = LearnerProcess(config)
+    """A learner, started as `make train` does, of which one rank got a signal some time behind its second checkpoint:
+    it, its processes, and the seconds until all had ended."""
+    learner = LearnerProcess(config, launcher=(sys.executable, "-m", "tools.launch"))
     try:
         assert learner.wait_for(lambda: newest_step(run) >= 2), learner.output[-6000:]
         family = family_of(learner.process.pid)
@@ -60,6 +61,7 @@ def test_a_rank_that_is_lost_ends_the_run_on_all_LRN_5(folder, start_model, vict
     print(f"{name}: ended after {seconds:.1f} s")
     assert_clean_end(learner, family, "failed: ", run, step)
     assert ("rank 1, should rank 0 be gone:" in learner.output) >= (victim == 0)
+    assert (f"run {run}: a rank was ended by SIGKILL" in learner.output) == (number == signal.SIGKILL)
     config = config_of(folder, start_model, name, **geometry | {"max_steps": step + 1})
     again = LearnerProcess(config)
     assert again.end() == 0 and again.steps() == [step + 1], again.output[-6000:]

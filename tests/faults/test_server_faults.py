@@ -205,7 +205,7 @@ class Strike:
             if self.moment == "syncing":
                 for child in psutil.Process(self.server.process.pid).children(recursive=True):
                     child.suspend()
-            threading.Timer(0.1 if self.moment == "generating" else 1.0, self._do).start()
+            threading.Timer(0.02 if self.moment == "generating" else 1.0, self._do).start()
 
     def _do(self) -> None:
         self.strike()
@@ -327,6 +327,7 @@ def test_a_group_port_that_is_taken_ends_the_run_CON_1(folder, server):
         assert learner.end() == 0, learner.output[-6000:]
 
 
+@pytest.mark.slow
 def test_a_server_with_another_model_is_refused_by_name_CON_4(folder, server, start_model):
     """CON-4: before anything is sent to it."""
     other = folder / "other_model"
