@@ -150,6 +150,24 @@ def test_stop_waits_for_the_call_that_runs_and_keeps_what_is_finished(engine, pr
     assert engine.asked.count((2, 0)) == 1
 
 
+def test_a_finishing_that_failed_ahead_is_raised_by_take_not_by_the_checkpoint(engine, prefetch):
+    """LRN-8, LRN-5: the take of its step is where all ranks hear of it; a checkpoint holds what is whole before it."""
+
+    def finish(answered, step):
+        if answered[0] == [3]:
+            raise ValueError("no reward")
+        return answered
+
+    engine.finish = finish
+    prefetcher = prefetch(window=1, queue_limit=2)
+    prefetcher.take(0)
+    assert until(lambda: len(engine.asked) == 4)
+    prefetcher.stop()
+    assert prefetcher.ahead(1) == ([([2], 0)], 2)
+    with pytest.raises(ValueError, match="no reward"):
+        prefetcher.take(1)
+
+
 def test_what_is_prepared_goes_on_in_another_process_with_the_same_samples(engine, prefetch):
     """LRN-5, LRN-8: finished work is kept, the rest is drawn and asked again; no sample is lost or doubled."""
     prefetcher = prefetch(window=2, queue_limit=3)

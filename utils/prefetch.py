@@ -83,11 +83,12 @@ class Prefetcher(Generic[Item]):
 
     def ahead(self, step: int) -> tuple[list[Item], int]:
         """What a checkpoint in front of `step` holds: finished micro-steps from there on, in order and without a gap,
-        and how many have been drawn, these included."""
+        and how many have been drawn, these included. What failed is left to the `take` that raises it."""
         with self._changed:
             drawn = sorted(key for key in self._samples if key[0] >= step)
-            finished = list(itertools.takewhile(lambda key: key in self._items, drawn))
-        return [self._items[key].result() for key in finished], len(drawn)
+            asked = [self._items[key] for key in itertools.takewhile(lambda key: key in self._items, drawn)]
+        finished = itertools.takewhile(lambda item: item.exception() is None, asked)
+        return [item.result() for item in finished], len(drawn)
 
     def restore(self, step: int, items: Sequence[Item]) -> None:
         """Go on in front of `step` with what `ahead` gave; `draw` gives again what had been drawn from there on."""
