@@ -1,6 +1,7 @@
 """Prefetch (LRN-8): one optimizer step against the larger of its two halves, rollouts and learner, and their sum.
 
-The real server on one core and the real learner (one rank) on another, so that neither takes time from the other.
+The real server on one core and the real learner (one rank) on another, so that neither takes time from the other. One
+run: its prefetch is off and on by turns (overlap_learner.py).
 """
 
 import os
@@ -14,11 +15,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.harness import Result, at_most, reported
+from benchmarks.overlap_learner import NUM_STEPS, counts, is_ahead
 from tests.e2e.processes import Server, run_learner, write_yaml
 from tools.make_demo import build_start_model, make_dataset
 
-NUM_STEPS = 16
-WARM_UP_STEPS = 4  # the first step waits for its own rollouts, and everything is cold
 NEW_TOKENS = 40  # an untrained model never stops by itself; with these rollouts take about as long as training
 PREFETCH = {"enabled": True, "version_window": 1, "queue_limit": 2}
 
@@ -32,13 +32,15 @@ def run() -> list[Result]:
             server = Server(folder, folder / "model")
         try:
             server.wait_ready()
-            runs = [
-                (train(server, folder / f"plain{turn}", {}), train(server, folder / f"ahead{turn}", PREFETCH))
-                for turn in range(2)
-            ]
+            steps = train(server, folder / "run")
         finally:
             server.end()
-    plain, ahead = ([seconds for pair in runs for seconds in pair[side]] for side in (0, 1))
+    return compared(steps)
+
+
+def compared(steps: list[dict[str, float]]) -> list[Result]:
+    """Bars from the seconds by part of every step of a run, in order."""
+    plain, ahead = ([steps[i] for i in range(NUM_STEPS) if counts(i) and is_ahead(i) is side] for side in (False, True))
     rollout = statistics.median(step["rollout"] for step in plain)
     learner = statistics.median(step["train"] + step["sync"] + step["prepare"] for step in plain)
     step = statistics.median(step["step"] for step in ahead)
@@ -50,11 +52,11 @@ def run() -> list[Result]:
     ]
 
 
-def train(server: Server, run_dir: Path, prefetch: dict) -> list[dict[str, float]]:
-    """Seconds by part of every step but the first ones."""
+def train(server: Server, run_dir: Path) -> list[dict[str, float]]:
+    """Seconds by part of every step."""
     config = yaml.safe_load(server.config.read_text())
     matching = config["custom"]["extra"]["rollout_matching"]
-    matching |= {"decode_batch_size": 32, "max_new_tokens": NEW_TOKENS, "async": prefetch}
+    matching |= {"decode_batch_size": 32, "max_new_tokens": NEW_TOKENS, "async": PREFETCH}
     config["tuner"] = {"type": "lora", "use_dora": True, "freeze_vit": False, "freeze_aligner": False}
     config["training"] = {
         "output_dir": str(run_dir),
@@ -67,13 +69,13 @@ def train(server: Server, run_dir: Path, prefetch: dict) -> list[dict[str, float
     }
     config["global_max_length"] = 3072
     with on_core(1):
-        result = run_learner("train_stage2.py", write_yaml(run_dir.with_suffix(".yaml"), config), num_ranks=1)
+        result = run_learner("benchmarks/overlap_learner.py", write_yaml(run_dir.with_suffix(".yaml"), config), 1)
     if result.returncode:
         raise RuntimeError(f"the learner failed:\n{result.stdout[-4000:]}")
     events = EventAccumulator(str(run_dir)).Reload()
     parts = ("rollout", "train", "sync", "prepare", "step")
     curves = {part: [event.value for event in events.Scalars(f"seconds/{part}")] for part in parts}
-    return [{part: curves[part][step] for part in parts} for step in range(WARM_UP_STEPS, NUM_STEPS)]
+    return [{part: curves[part][step] for part in parts} for step in range(NUM_STEPS)]
 
 
 @contextmanager

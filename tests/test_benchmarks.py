@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import bench_cpu_work, bench_learner, bench_sync
+from benchmarks import bench_cpu_work, bench_learner, bench_overlap, bench_sync, overlap_learner
 from benchmarks.__main__ import RESULTS
 from benchmarks.baselines.token_scanner import Scanner
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
@@ -148,3 +148,15 @@ def test_the_synced_model_is_of_smollm2s_size():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**bench_sync.SMOLLM2_135M))
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+
+
+def test_prefetch_is_measured_by_turns_and_steps_at_a_border_do_not_count():
+    """LRN-8: rollouts take 2 s, the learner 1.5 s; ahead steps 2.2 s: 1.1 of the larger, 0.63 of the sum."""
+    steps = []
+    for step in range(overlap_learner.NUM_STEPS):
+        border, ahead = not overlap_learner.counts(step), overlap_learner.is_ahead(step)
+        seconds = {"rollout": 2.0, "train": 1.0, "sync": 0.3, "prepare": 0.2, "step": 2.2 if ahead else 3.5}
+        steps.append({part: 99.0 for part in seconds} if border else seconds)
+    whole, parts, balance = bench_overlap.compared(steps)
+    assert whole.holds and math.isclose(whole.ratio, 1.1) and math.isclose(parts.ratio, 2.2 / 3.5)
+    assert math.isclose(balance.ratio, 2.0 / 1.5)
