@@ -29,6 +29,7 @@ from benchmarks.baselines.per_tensor_sync import sync_per_tensor
 from benchmarks.harness import Result, at_least, at_most, reported, take_turns, wall
 from tests.e2e.processes import run_program
 from utils.dist import Ranks
+from utils.predict import write_constants
 from utils.rollout_client import RolloutClient
 from utils.schema import ServerAddress
 from utils.weight_sync import MergedWeights, WeightSync
@@ -69,6 +70,7 @@ def full_sync(address: ServerAddress, model_dir: Path, rounds: int) -> list[Resu
     per_tensor = wall(lambda: sync_per_tensor(sync, tensors, "per tensor"))
     seconds = take_turns({**parts_and_whole(sync, model_dir), "per tensor": per_tensor}, rounds)
     sync.close()
+    write_constants("cpu", {"sync_bytes_per_s": sum(e.num_bytes for e in sync.weights.entries) / seconds["sync"]})
     return [
         reported("sync: broadcast alone, over loading alone", "s", seconds["broadcast"], seconds["load"]),
         at_most("sync: full, over larger + 0.3 x smaller part", "s", seconds["sync"], allowed(seconds), 1.15),

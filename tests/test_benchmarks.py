@@ -19,6 +19,8 @@ from utils.losses import PARTS
 from utils.matching import match
 from utils.packing import collate_packed, collate_padded
 from utils.parsing import TokenTable, parse_answer
+from utils.plan import ModelSize
+from utils.predict import calibrate
 from utils.targets import TargetOptions, build_target
 
 
@@ -160,3 +162,13 @@ def test_prefetch_is_measured_by_turns_and_steps_at_a_border_do_not_count():
     whole, parts, balance = bench_overlap.compared(steps)
     assert whole.holds and math.isclose(whole.ratio, 1.1) and math.isclose(parts.ratio, 2.2 / 3.5)
     assert math.isclose(balance.ratio, 2.0 / 1.5)
+
+
+def test_the_prediction_of_a_step_that_costs_in_proportion_is_exact():
+    size = ModelSize(total=1000, trainable=100)
+    step = {"rollout": 2.0, "train": 4.0, "prepare": 1.0, "sync": 0.5, "step": 7.5}
+    whole = step | {"answers": 8.0, "new_tokens": 10.0, "tokens": 400.0}
+    half = {"rollout": 1.0, "train": 2.0, "prepare": 0.5, "sync": 0.5, "answers": 4.0, "new_tokens": 10.0}
+    constants = calibrate(bench_overlap.work_of_step(whole, size), bench_overlap.time_of(whole))
+    result = bench_overlap.prediction(half | {"tokens": 200.0}, size, constants)
+    assert math.isclose(result.ours, 4.0) and math.isclose(result.ratio, 1.0) and result.bar is None
