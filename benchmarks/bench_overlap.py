@@ -1,8 +1,11 @@
 """Prefetch (LRN-8): one optimizer step against the larger of its two halves, rollouts and learner, and their sum.
 
-The real server on one core and the real learner (one rank) on another, so that neither takes time from the other.
+The real server on one core and the real learner (one rank) on another, so that neither takes time from the other. One
+run: its prefetch is off and on by turns (overlap_learner.py). What its steps without prefetch cost is also what
+utils/predict.py calculates with, and a second, short run of another geometry tells how well that does.
 """
 
+import math
 import os
 import statistics
 import tempfile
@@ -14,13 +17,17 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.harness import Result, at_most, reported
+from benchmarks.overlap_learner import NUM_STEPS, WARM_UP_STEPS, counts, is_ahead
 from tests.e2e.processes import Server, run_learner, write_yaml
 from tools.make_demo import build_start_model, make_dataset
+from utils.plan import ModelSize, model_size
+from utils.predict import Constants, StepTime, Work, calibrate, predict, write_constants
+from utils.schema import Tuner
 
-NUM_STEPS = 16
-WARM_UP_STEPS = 4  # the first step waits for its own rollouts, and everything is cold
 NEW_TOKENS = 40  # an untrained model never stops by itself; with these rollouts take about as long as training
 PREFETCH = {"enabled": True, "version_window": 1, "queue_limit": 2}
+OTHER, OTHER_STEPS = (6, 24), WARM_UP_STEPS + 6  # samples per micro-step and new tokens, for the prediction's test
+TUNER = Tuner(type="lora", use_dora=True, freeze_vit=False, freeze_aligner=False)
 
 
 def run() -> list[Result]:
@@ -32,13 +39,22 @@ def run() -> list[Result]:
             server = Server(folder, folder / "model")
         try:
             server.wait_ready()
-            runs = [
-                (train(server, folder / f"plain{turn}", {}), train(server, folder / f"ahead{turn}", PREFETCH))
-                for turn in range(2)
-            ]
+            steps = train(
+                server, folder / "turns", "benchmarks/overlap_learner.py", NUM_STEPS, 16, NEW_TOKENS, PREFETCH
+            )
+            others = train(server, folder / "other", "train_stage2.py", OTHER_STEPS, *OTHER, {})[WARM_UP_STEPS:]
         finally:
             server.end()
-    plain, ahead = ([seconds for pair in runs for seconds in pair[side]] for side in (0, 1))
+        size = model_size(folder / "model", TUNER)
+    plain = median_step([steps[i] for i in range(NUM_STEPS) if counts(i) and not is_ahead(i)])
+    constants = calibrate(work_of_step(plain, size), time_of(plain))
+    write_constants("cpu", constants)
+    return [*compared(steps), prediction(median_step(others), size, constants)]
+
+
+def compared(steps: list[dict[str, float]]) -> list[Result]:
+    """Bars from the seconds by part of every step of a run, in order."""
+    plain, ahead = ([steps[i] for i in range(NUM_STEPS) if counts(i) and is_ahead(i) is side] for side in (False, True))
     rollout = statistics.median(step["rollout"] for step in plain)
     learner = statistics.median(step["train"] + step["sync"] + step["prepare"] for step in plain)
     step = statistics.median(step["step"] for step in ahead)
@@ -50,16 +66,44 @@ def run() -> list[Result]:
     ]
 
 
-def train(server: Server, run_dir: Path, prefetch: dict) -> list[dict[str, float]]:
-    """Seconds by part of every step but the first ones."""
+def prediction(other: dict[str, float], size: ModelSize, constants: dict[str, float]) -> Result:
+    """The demo's step in another geometry as utils/predict.py predicts it, over the measured one."""
+    known = Constants(**constants, sync_bytes_per_s=math.inf)  # the demo's model is too small for it to show
+    predicted = predict(work_of_step(other, size), known, learners=1, rollout_devices=1, prefetch=False)
+    return reported("plan: predicted over measured step of the demo", "s", predicted.step, time_of(other).step)
+
+
+def median_step(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+
+
+def work_of_step(step: dict[str, float], size: ModelSize) -> Work:
+    return Work(
+        num_answers=round(step["answers"]),
+        new_tokens=step["new_tokens"],
+        num_tokens=step["tokens"],
+        parameters=size.total,
+        trainable=size.trainable,
+        sync_bytes=0.0,
+    )
+
+
+def time_of(step: dict[str, float]) -> StepTime:
+    return StepTime(step["rollout"], step["train"], step["prepare"], step["sync"], prefetch=False)
+
+
+def train(
+    server: Server, run_dir: Path, script: str, num_steps: int, batch_size: int, new_tokens: int, prefetch: dict
+) -> list[dict[str, float]]:
+    """Seconds by part of every step, and how much work it was."""
     config = yaml.safe_load(server.config.read_text())
     matching = config["custom"]["extra"]["rollout_matching"]
-    matching |= {"decode_batch_size": 32, "max_new_tokens": NEW_TOKENS, "async": prefetch}
-    config["tuner"] = {"type": "lora", "use_dora": True, "freeze_vit": False, "freeze_aligner": False}
+    matching |= {"decode_batch_size": 32, "max_new_tokens": new_tokens, "async": prefetch}
+    config["tuner"] = TUNER.model_dump(include={"type", "use_dora", "freeze_vit", "freeze_aligner"})
     config["training"] = {
         "output_dir": str(run_dir),
-        "max_steps": NUM_STEPS,
-        "per_device_train_batch_size": 16,
+        "max_steps": num_steps,
+        "per_device_train_batch_size": batch_size,
         "gradient_accumulation_steps": 2,
         "packing_buffer": 64,
         "gradient_checkpointing": False,
@@ -67,13 +111,15 @@ def train(server: Server, run_dir: Path, prefetch: dict) -> list[dict[str, float
     }
     config["global_max_length"] = 3072
     with on_core(1):
-        result = run_learner("train_stage2.py", write_yaml(run_dir.with_suffix(".yaml"), config), num_ranks=1)
+        result = run_learner(script, write_yaml(run_dir.with_suffix(".yaml"), config), num_ranks=1)
     if result.returncode:
         raise RuntimeError(f"the learner failed:\n{result.stdout[-4000:]}")
     events = EventAccumulator(str(run_dir)).Reload()
-    parts = ("rollout", "train", "sync", "prepare", "step")
-    curves = {part: [event.value for event in events.Scalars(f"seconds/{part}")] for part in parts}
-    return [{part: curves[part][step] for part in parts} for step in range(WARM_UP_STEPS, NUM_STEPS)]
+    parts = {part: f"seconds/{part}" for part in ("rollout", "train", "sync", "prepare", "step")}
+    parts |= {"new_tokens": "rollout/new_tokens_mean", "tokens": "train/tokens_per_s", "answers": "rollout/num_images"}
+    curves = {part: [event.value for event in events.Scalars(tag)] for part, tag in parts.items()}
+    steps = [{part: curves[part][step] for part in parts} for step in range(num_steps)]
+    return [step | {"tokens": step["tokens"] * step["step"]} for step in steps]
 
 
 @contextmanager

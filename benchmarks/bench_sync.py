@@ -5,6 +5,7 @@ values. The two parts that no sync can avoid are timed alone in the same process
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.baselines.per_tensor_sync import sync_per_tensor
 from benchmarks.harness import Result, at_least, at_most, reported, take_turns, wall
+from tests.e2e.processes import run_program
 from utils.dist import Ranks
+from utils.predict import write_constants
 from utils.rollout_client import RolloutClient
 from utils.schema import ServerAddress
 from utils.weight_sync import MergedWeights, WeightSync
@@ -47,12 +50,16 @@ BUCKET_MIB = 32  # the largest tensor has 54 MiB; the default of 256 would hold 
 
 
 def run(rounds: int = ROUNDS) -> list[Result]:
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = save_model(Path(folder) / "model")
-        with server(Path(folder), model_dir) as address:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model_dir = save_model(folder / "model")
+        with server(folder, model_dir) as address:
             results = full_sync(address, model_dir, rounds)
             for use_dora in (False, True):
                 results += adapter_syncs(address, model_dir, use_dora, rounds)
+            results += sharded_sync(address, model_dir, folder / "sharded.json", rounds // 2)
+        with server(folder, model_dir, num_engines=2) as address:
+            results += two_engines(address, model_dir, rounds)
     return results
 
 
@@ -60,21 +67,61 @@ def full_sync(address: ServerAddress, model_dir: Path, rounds: int) -> list[Resu
     """One engine, one learner rank, merged weights at hand."""
     sync = open_sync(address, load(model_dir))
     tensors = dict(sync.weights.tensors())
-    seconds = take_turns(
-        {
-            "broadcast": lambda: bare_broadcast(sync),
-            "load": lambda: bench_step(sync, "load", {"path": str(model_dir / "model.safetensors")}),
-            "sync": wall(lambda: sync.sync("full")),
-            "per tensor": wall(lambda: sync_per_tensor(sync, tensors, "per tensor")),
-        },
-        rounds,
-    )
+    per_tensor = wall(lambda: sync_per_tensor(sync, tensors, "per tensor"))
+    seconds = take_turns({**parts_and_whole(sync, model_dir), "per tensor": per_tensor}, rounds)
     sync.close()
-    larger, smaller = sorted((seconds["broadcast"], seconds["load"]), reverse=True)
+    write_constants("cpu", {"sync_bytes_per_s": sum(e.num_bytes for e in sync.weights.entries) / seconds["sync"]})
     return [
         reported("sync: broadcast alone, over loading alone", "s", seconds["broadcast"], seconds["load"]),
-        at_most("sync: full, over larger + 0.3 x smaller part", "s", seconds["sync"], larger + 0.3 * smaller, 1.15),
+        at_most("sync: full, over larger + 0.3 x smaller part", "s", seconds["sync"], allowed(seconds), 1.15),
         at_least("sync: full, against one call per tensor", "s", seconds["sync"], seconds["per tensor"], 3),
+    ]
+
+
+def parts_and_whole(sync: WeightSync, model_dir: Path) -> dict[str, Callable[[], float]]:
+    """The two parts that no full sync can avoid, each alone, and the sync."""
+    return {
+        "broadcast": lambda: bare_broadcast(sync),
+        "load": lambda: bench_step(sync, "load", {"path": str(model_dir / "model.safetensors")}),
+        "sync": wall(lambda: sync.sync("full")),
+    }
+
+
+def allowed(seconds: dict[str, float]) -> float:
+    """What a full sync is measured against: the larger part and 0.3 of the smaller one."""
+    larger, smaller = sorted((seconds["broadcast"], seconds["load"]), reverse=True)
+    return larger + 0.3 * smaller
+
+
+def two_engines(address: ServerAddress, model_dir: Path, rounds: int) -> list[Result]:
+    """One learner rank, a server of two engines; no bar, since they and the learner share two cores."""
+    sync = open_sync(address, load(model_dir))
+    walk = wall(lambda: merge(sync.weights, sync.weights.entries))
+    seconds = take_turns({**parts_and_whole(sync, model_dir), "walk": walk}, rounds)
+    sync.close()
+    return [
+        reported("sync: two engines, full, over larger + 0.3 x smaller part", "s", seconds["sync"], allowed(seconds)),
+        reported("sync: two engines, gather and merge alone, over the sync", "s", seconds["walk"], seconds["sync"]),
+    ]
+
+
+def sharded_sync(address: ServerAddress, model_dir: Path, out: Path, rounds: int) -> list[Result]:
+    """Two learner ranks under ZeRO-3 with DoRA on all linear layers, full syncs to one engine; no bar.
+
+    What overlaps is seen against doing one after the other: gathering and merging alone, then what merged weights cost.
+    """
+    sync = open_sync(address, load(model_dir))
+    merged = take_turns({"sync": wall(lambda: sync.sync("full"))}, rounds)["sync"]
+    sync.close()
+    arguments = (str(model_dir), address.base_url, str(address.group_port), str(rounds), str(out))
+    result = run_program("benchmarks/sync_learner.py", num_ranks=2, arguments=arguments)
+    if result.returncode:
+        raise RuntimeError(f"the learner failed:\n{result.stdout[-4000:]}")
+    seconds = json.loads(out.read_text())
+    name, walk = "sync: W = 2, ZeRO-3, DoRA", seconds["gather and merge"]
+    return [
+        reported(f"{name}, gather and merge alone, over the sync", "s", walk, seconds["sync"]),
+        reported(f"{name}, over gather and merge + sync of merged weights", "s", seconds["sync"], walk + merged),
     ]
 
 
@@ -103,8 +150,7 @@ def adapter_syncs(address: ServerAddress, model_dir: Path, use_dora: bool, round
         sync.close()
         where = "q and v" if targets != "all-linear" else "all linear layers"
         name = f"sync: {kind} on {where}, after the first ({share:.0%} can change)"
-        allowed = 1.15 * share * seconds["full"] + 0.05
-        results.append(at_most(name, "s", seconds["partial"], allowed, 1.0))
+        results.append(at_most(name, "s", seconds["partial"], 1.15 * share * seconds["full"] + 0.05, 1.0))
         results.append(
             reported(f"sync: {kind} on {where}, merge alone, over the sync", "s", seconds["merge"], seconds["partial"])
         )
@@ -127,12 +173,13 @@ def load(model_dir: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
 
 
-def open_sync(address: ServerAddress, model: nn.Module) -> WeightSync:
+def open_sync(address: ServerAddress, model: nn.Module, ranks: Ranks | None = None) -> WeightSync:
+    """A sync of all ranks (default: one) with its communicator open."""
     client = RolloutClient([address], rank=0, world_size=1, decode_batch_size=4)
     client.wait_ready()
     sync = WeightSync(
         MergedWeights(model),
-        Ranks(),
+        ranks or Ranks(),
         client,
         [("127.0.0.1", address.group_port)],
         run_id="bench",

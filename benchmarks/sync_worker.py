@@ -14,14 +14,16 @@ class BenchExtension(WorkerExtension):
     _bench_tensors: list[tuple[str, torch.Tensor]] | None = None
 
     def _weight_bench_load(self, path: str) -> float:
-        """vLLM's own reload of tensors that lie in memory already: no transfer, no bookkeeping of ours."""
+        """vLLM's own reload of tensors that lie in memory already: no transfer, no bookkeeping of ours.
+
+        It ends as every load must: the output layer, which shares the embeddings' weight, gets its packed copy of it.
+        """
         if self._bench_tensors is None:
             self._bench_tensors = [(name, tensor.clone()) for name, tensor in load_file(path).items()]
         engine = self.weight_transfer_engine
         start = time.perf_counter()
         self.start_weight_update()
-        engine.model.load_weights(iter(self._bench_tensors))
-        engine.session.loaded = {name for name, _ in engine.model.named_parameters()}
+        engine.session.loaded = set(engine.model.load_weights(iter(self._bench_tensors)))
         self.finish_weight_update()
         return time.perf_counter() - start
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import bench_cpu_work, bench_learner, bench_sync, grpo_peer
+from benchmarks import bench_cpu_work, bench_learner, bench_overlap, bench_sync, grpo_peer, overlap_learner
 from benchmarks.__main__ import RESULTS
 from benchmarks.baselines.token_scanner import Scanner
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
@@ -22,6 +22,8 @@ from utils.losses import PARTS
 from utils.matching import match
 from utils.packing import collate_packed, collate_padded
 from utils.parsing import TokenTable, parse_answer
+from utils.plan import ModelSize
+from utils.predict import calibrate
 from utils.targets import TargetOptions, build_target
 
 
@@ -180,3 +182,25 @@ def test_the_peers_table_is_of_steps_behind_the_warm_up(tmp_path, monkeypatch):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["times_faster"] == 3.0 and summary["rounds"] == 2
     assert [summary["ours"][key] for key in ("reward_first", "reward_last")] == pytest.approx([0.05, 0.45])
+
+
+def test_prefetch_is_measured_by_turns_and_steps_at_a_border_do_not_count():
+    """LRN-8: rollouts take 2 s, the learner 1.5 s; ahead steps 2.2 s: 1.1 of the larger, 0.63 of the sum."""
+    steps = []
+    for step in range(overlap_learner.NUM_STEPS):
+        border, ahead = not overlap_learner.counts(step), overlap_learner.is_ahead(step)
+        seconds = {"rollout": 2.0, "train": 1.0, "sync": 0.3, "prepare": 0.2, "step": 2.2 if ahead else 3.5}
+        steps.append({part: 99.0 for part in seconds} if border else seconds)
+    whole, parts, balance = bench_overlap.compared(steps)
+    assert whole.holds and math.isclose(whole.ratio, 1.1) and math.isclose(parts.ratio, 2.2 / 3.5)
+    assert math.isclose(balance.ratio, 2.0 / 1.5)
+
+
+def test_the_prediction_of_a_step_that_costs_in_proportion_is_exact():
+    size = ModelSize(total=1000, trainable=100)
+    step = {"rollout": 2.0, "train": 4.0, "prepare": 1.0, "sync": 0.5, "step": 7.5}
+    whole = step | {"answers": 8.0, "new_tokens": 10.0, "tokens": 400.0}
+    half = {"rollout": 1.0, "train": 2.0, "prepare": 0.5, "sync": 0.5, "answers": 4.0, "new_tokens": 10.0}
+    constants = calibrate(bench_overlap.work_of_step(whole, size), bench_overlap.time_of(whole))
+    result = bench_overlap.prediction(half | {"tokens": 200.0}, size, constants)
+    assert math.isclose(result.ours, 4.0) and math.isclose(result.ratio, 1.0) and result.bar is None

@@ -212,6 +212,15 @@ def test_after_the_first_sync_only_what_can_change_is_sent_with_its_module_SYN_6
     assert (partial.num_tensors, partial.num_bytes) == (2, 4 * (6 + 2))
 
 
+def test_tensors_larger_than_a_bucket_travel_last(tuned):
+    """Nothing can be loaded before the first bucket has arrived whole."""
+    server = StandIn(tuned)
+    sync = sync_with(server)
+    sync.bucket_bytes = 32  # the first layer's weight has 48 bytes
+    sync.sync("run:0")
+    assert server.names == ["0.bias", "1.weight", "1.bias", "0.weight"]
+
+
 def test_a_communicator_that_was_opened_again_gets_everything_SYN_6(tuned):
     """SYN-6: the server behind it may be a new one."""
     server = StandIn(tuned)

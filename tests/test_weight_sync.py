@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
-from utils.weight_sync import Adapter, MergedWeights, _merge_into
+from utils.weight_sync import _MERGE_BLOCK_BYTES, Adapter, MergedWeights, _merge_into
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_merging_in_blocks_of_rows_equals_merging_at_once_SYN_5(monkeypatch):
     adapter = Adapter(*(torch.nn.Parameter(t) for t in (a, b)), scaling=2.0, magnitude=torch.nn.Parameter(m))
     whole, blocks = torch.empty(37, 24), torch.empty(37, 24)
     _merge_into(whole, weight, adapter)
-    monkeypatch.setattr("utils.weight_sync._MERGE_BLOCK_BYTES", 5 * 24 * 4)
+    monkeypatch.setitem(_MERGE_BLOCK_BYTES, "cpu", 5 * 24 * 4)
     _merge_into(blocks, weight, adapter)
     torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
 

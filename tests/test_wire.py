@@ -22,10 +22,15 @@ def test_buckets_hold_every_tensor_once_in_order_and_respect_the_limit_SYN_5(siz
 
 
 def test_bucket_layout_by_hand():
-    small, alone, last = plan_buckets([10, 20, 100, 5], 64)
+    small, alone, last = plan_buckets([10, 20, 600, 5], 512)
     assert (small.first, small.last, small.offsets, small.num_bytes) == (0, 2, (0, 16), 36)
-    assert (alone.offsets, alone.num_bytes) == ((0,), 100)  # larger than a bucket: travels alone, whole
+    assert (alone.offsets, alone.num_bytes) == ((0,), 600)  # larger than a bucket: travels alone, whole
     assert last.first == 3
+
+
+def test_the_first_buckets_are_small_so_that_loading_begins_early():
+    """An eighth, a quarter, a half, then whole ones: a 16-byte tensor eight times over is a bucket of 128 bytes."""
+    assert [bucket.last - bucket.first for bucket in plan_buckets([16] * 32, 128)] == [1, 2, 4, 8, 8, 8, 1]
 
 
 @given(st.binary(min_size=1, max_size=64), st.data())

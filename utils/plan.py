@@ -95,7 +95,6 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     chunk = _chunk(cfg, servers, world_size)
     batch, gas = training.per_device_train_batch_size, training.gradient_accumulation_steps
     answers = batch * cfg.answers_per_sample
-    rows = gas if training.packing and not cfg.is_grpo else gas * answers  # GRPO makes as many rows as it takes
     num_samples = _samples_per_epoch(cfg)
     size = model_size(Path(cfg.model.path), cfg.tuner)
     known = training.max_steps is not None or num_samples is not None
@@ -110,13 +109,21 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         samples_per_step=world_size * batch * gas,
         num_samples=num_samples,
         num_steps=training.num_steps(num_samples or 0, world_size) if known else None,
-        max_tokens_per_step=world_size * rows * (cfg.global_max_length or 0),
+        max_tokens_per_step=max_tokens_per_step(cfg, world_size),
         model_size=size,
         learner_memory=size and learner_memory(cfg, engine, size, world_size),
         rollout_memory=size and _rollout_memory(cfg, size),
         layout=plan_layout(cfg, world_size, cfg._origin.file),
         cache=size and _cache_plan(cfg, size),
     )
+
+
+def max_tokens_per_step(cfg: Config, world_size: int) -> int:
+    """Tokens of an optimizer step whose rows are all full."""
+    training = cfg.training
+    answers = training.per_device_train_batch_size * cfg.answers_per_sample
+    rows = 1 if training.packing and not cfg.is_grpo else answers  # GRPO makes as many rows as it takes
+    return world_size * training.gradient_accumulation_steps * rows * (cfg.global_max_length or 0)
 
 
 def print_dry_run(cfg: Config, world_size: int) -> None:

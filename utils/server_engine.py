@@ -475,8 +475,7 @@ class WeightUpdates:
                     names = ", ".join(missing[:5])
                     raise UpdateFailed(f"after a failed update all tensors are needed; {len(missing)} missing: {names}")
                 engine.adapter = IN_MEMORY if self._carries_adapter else None
-                await engine.llm.update_weight_version(call.version)
-                await self._drop_caches()
+                await asyncio.gather(engine.llm.update_weight_version(call.version), self._drop_caches())
                 await engine.llm.resume_generation()
             except Exception as error:
                 await self._fail(f"finish of {call.version} failed: {error}")
@@ -507,11 +506,14 @@ class WeightUpdates:
         return info
 
     async def _drop_caches(self) -> None:
-        """Prefix, processor and encoder caches (SYN-9). Requests held over the change are computed anew."""
+        """Prefix, processor and encoder caches at once (SYN-9). Requests held over the change are computed anew."""
         llm = self.engine.llm
-        await llm.reset_mm_cache()
-        await llm.reset_encoder_cache()
-        if not await llm.reset_prefix_cache(reset_running_requests=self._held):
+        *_, was_dropped = await asyncio.gather(
+            llm.reset_mm_cache(),
+            llm.reset_encoder_cache(),
+            llm.reset_prefix_cache(reset_running_requests=self._held),
+        )
+        if not was_dropped:
             raise UpdateFailed("vLLM did not drop its prefix cache")
 
     async def _fail(self, reason: str) -> None:

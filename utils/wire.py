@@ -28,14 +28,15 @@ class BucketLayout:
 def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[BucketLayout]:
     """Cut tensors of `sizes` bytes into consecutive buckets of at most `bucket_bytes`.
 
-    A tensor is never split: one that is larger than `bucket_bytes` travels alone in a bucket of its own size.
-    Both ends call this with the same arguments, so no border ever has to be sent.
+    The first bucket is an eighth of that, the next a quarter, then a half: the engine has nothing to load before the
+    first one is packed and sent. A tensor is never split: one that is larger than its bucket's limit travels alone in a
+    bucket of its own size. Both ends call this with the same arguments, so no border ever has to be sent.
     """
     buckets: list[BucketLayout] = []
     first, end, offsets = 0, 0, []
     for index, size in enumerate(sizes):
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        if offsets and offset + size > bucket_bytes:
+        if offsets and offset + size > bucket_bytes >> max(0, 3 - len(buckets)):
             buckets.append(BucketLayout(first, index, tuple(offsets), end))
             first, offset, offsets = index, 0, []
         offsets.append(offset)

@@ -88,9 +88,16 @@ def run_learner(
     script: str, config: Path, num_ranks: int, timeout_s: float = 500.0, arguments: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
     """`deepspeed --num_gpus N SCRIPT --config FILE` to its end; output of all ranks in `stdout`."""
+    return run_program(script, num_ranks, ("--config", str(config), *arguments), timeout_s)
+
+
+def run_program(
+    script: str, num_ranks: int, arguments: tuple[str, ...], timeout_s: float = 500.0
+) -> subprocess.CompletedProcess:
+    """`deepspeed --num_gpus N SCRIPT ARGUMENTS` to its end; output of all ranks in `stdout`."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks)]
     port = free_port()
-    command = [*launcher, "--master_port", str(port), str(ROOT / script), "--config", str(config), *arguments]
+    command = [*launcher, "--master_port", str(port), str(ROOT / script), *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=ENVIRONMENT,
         start_new_session=True,

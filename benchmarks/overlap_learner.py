@@ -1,0 +1,38 @@
+"""The real stage-2 learner whose prefetch is switched off and on by turns, so that one run measures both (LRN-8).
+
+Launched by bench_overlap.py with a config that has prefetch on. `is_ahead` says which steps have it.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import train_stage2
+
+WARM_UP_STEPS = 3  # the first step waits for its own rollouts, and everything is cold
+TURN_STEPS = 4  # the first of each turn does not count: its rollouts were made under the other rule
+NUM_TURNS = 6
+NUM_STEPS = WARM_UP_STEPS + TURN_STEPS * NUM_TURNS
+
+prepare_rows = train_stage2.prepare_rows
+
+
+def is_ahead(step: int) -> bool:
+    """Whether rollouts of later steps are made while `step` (0-based) trains."""
+    return step >= WARM_UP_STEPS and (step - WARM_UP_STEPS) // TURN_STEPS % 2 == 1
+
+
+def counts(step: int) -> bool:
+    """Whether `step` and the one before it are under the same rule."""
+    return step > WARM_UP_STEPS and (step - WARM_UP_STEPS) % TURN_STEPS != 0
+
+
+def prepare_rows_by_turns(run: train_stage2.Run, step: int) -> tuple:
+    run.prefetcher._window = run.cfg.rm.async_.version_window if is_ahead(step) else 0
+    return prepare_rows(run, step)
+
+
+if __name__ == "__main__":
+    train_stage2.prepare_rows = prepare_rows_by_turns
+    train_stage2.main()

@@ -1,0 +1,112 @@
+"""How to split devices between learner and rollout servers, and how long a step then takes, by a small model.
+
+    python -m tools.plan --config FILE --nodes 2 --devices-per-node 8
+
+The config's own batch geometry and tuner are kept; learners and rollout devices are what varies. Memory is that of
+`--dry-run`; seconds are predicted by utils/predict.py from what `make bench` measured. Touches no device.
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from utils.config import ConfigError, check_world_size, engine_json, load_config_or_exit
+from utils.plan import DEVICE_GIB, GIB, learner_memory, model_size
+from utils.predict import Constants, StepTime, load_constants, predict, work_of
+from utils.schema import Config
+
+NUM_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to use the devices. `learner_bytes`: per learner device."""
+
+    learners: int
+    rollout_devices: int
+    time: StepTime
+    samples_per_s: float
+    learner_bytes: int
+    fits: bool
+
+
+def main() -> None:
+    args = parse_args()
+    cfg = load_config_or_exit(args.config)
+    kind = "cpu" if cfg.rs is not None and cfg.server_settings().device == "cpu" else "cuda"
+    try:
+        found = splits(cfg, load_constants(kind), args.nodes * args.devices_per_node, args)
+    except ValueError as error:
+        way_out = how_to_measure(kind) if "not measured" in str(error) else "give the path of a checkpoint"
+        print(f"{args.config}: no prediction for {kind} devices: {error}; {way_out}", file=sys.stderr)
+        sys.exit(2)
+    if not found:
+        print(f"{args.config}: no split of these devices works; use more of them", file=sys.stderr)
+        sys.exit(2)
+    show(found)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--devices-per-node", type=int, default=8)
+    parser.add_argument("--new-tokens", type=float, help="mean length of an answer; default: the longest allowed")
+    parser.add_argument("--segment-tokens", type=float, help="mean length of a sequence; default: rows are full")
+    parser.add_argument("--device-gib", type=float, default=DEVICE_GIB, help="memory of one device")
+    return parser.parse_args()
+
+
+def how_to_measure(kind: str) -> str:
+    return "run `make bench`" if kind == "cpu" else "run `make bench` and `python -m benchmarks.gpu_learner` there"
+
+
+def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.Namespace) -> list[Split]:
+    """Every split that the config allows, the one with most samples per second first; those that do not fit last.
+
+    Raises:
+        ValueError: a constant or the model's size is not known.
+    """
+    tensor = cfg.server_settings().vllm_tensor_parallel_size if cfg.rs is not None else 1
+    size = model_size(Path(cfg.model.path), cfg.tuner)
+    if size is None:
+        raise ValueError(f"model.path={cfg.model.path}: no checkpoint there and no released model's name")
+    found = []
+    for learners in range(1, num_devices):
+        rollout_devices = (num_devices - learners) // tensor * tensor
+        if not rollout_devices or cfg.rm.decode_batch_size * rollout_devices < learners:  # DIS-2
+            continue
+        try:
+            check_world_size(cfg, learners)
+        except ConfigError:  # the DeepSpeed JSON fixes a batch size that this number of learners contradicts
+            continue
+        work = work_of(cfg, size, learners, args.new_tokens, args.segment_tokens)
+        time = predict(work, constants, learners, rollout_devices, cfg.rm.async_.enabled)
+        memory = sum(learner_memory(cfg, engine_json(cfg, learners), size, learners).values())
+        samples_per_s = work.num_answers / cfg.answers_per_sample / time.step
+        fits = memory <= args.device_gib * GIB
+        found.append(Split(learners, rollout_devices, time, samples_per_s, memory, fits))
+    return sorted(found, key=lambda split: (not split.fits, -split.samples_per_s))
+
+
+def show(found: list[Split]) -> None:
+    table = Table(title="splits, best first; seconds per optimizer step")
+    columns = ("learners", "rollout devices", "rollout", "train", "prepare", "sync", "step", "samples/s", "GiB/learner")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for split in found[:NUM_SHOWN]:
+        time = split.time
+        seconds = (f"{value:.3g}" for value in (time.rollout, time.train, time.prepare, time.sync, time.step))
+        memory = f"{math.ceil(10 * split.learner_bytes / GIB) / 10:.1f}{'' if split.fits else ' (too much)'}"
+        row = (str(split.learners), str(split.rollout_devices), *seconds, f"{split.samples_per_s:.3g}", memory)
+        table.add_row(*row)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
