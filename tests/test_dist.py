@@ -18,7 +18,7 @@ def seen(tmp_path_factory) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    run = subprocess.run([*command, str(folder)], env=environment, timeout=120, capture_output=True, text=True)
+    run = subprocess.run([*command, str(folder)], env=environment, timeout=300, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
