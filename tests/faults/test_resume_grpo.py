@@ -10,7 +10,7 @@ from tests.faults import learners
 from tests.faults.learners import LearnerProcess, assert_same_checkpoint, curves, newest_step
 from tools.demo_grpo import make_data
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # tests/test_train_grpo.py resumes in one process
 NUM_STEPS = 5
 REWARDS = """
 def odd(completion, sample):
@@ -51,7 +51,7 @@ def config_of(folder: Path, model: Path, name: str, deepspeed: str) -> Path:
     return write_yaml(folder / f"{name}.yaml", config)
 
 
-@pytest.mark.parametrize("deepspeed", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("deepspeed", ["zero2", "zero3"])
 def test_a_killed_run_goes_on_exactly_GRP_1_LRN_5_LRN_2(folder, start_model, deepspeed):
     """GRP-1, LRN-5, LRN-2: SIGKILL to the group behind a checkpoint; sampled answers, weights, optimizer, data, random
     states, evaluations and curves are those of the run that was left alone, bit for bit."""
