@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import bench_cpu_work, bench_learner, bench_overlap, bench_sync, overlap_learner
+from benchmarks import bench_cpu_work, bench_learner, bench_overlap, bench_sync, gpu_learner, overlap_learner
 from benchmarks.__main__ import RESULTS
 from benchmarks.baselines.token_scanner import Scanner
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
 from tools.make_demo import build_tokenizer
 from utils.geometry import iou_matrix
+from utils.known_models import parameter_shapes
 from utils.losses import PARTS
 from utils.matching import match
 from utils.packing import collate_packed, collate_padded
@@ -172,3 +173,29 @@ def test_the_prediction_of_a_step_that_costs_in_proportion_is_exact():
     constants = calibrate(bench_overlap.work_of_step(whole, size), bench_overlap.time_of(whole))
     result = bench_overlap.prediction(half | {"tokens": 200.0}, size, constants)
     assert math.isclose(result.ours, 4.0) and math.isclose(result.ratio, 1.0) and result.bar is None
+
+
+def test_the_gpu_benchmark_runs_small_on_cpu_and_says_what_it_cannot_know(tmp_path, monkeypatch):
+    """LRN-4, PCK-4: every figure of benchmarks/gpu_learner.py, on a toy."""
+    out = tmp_path / "results.json"
+    monkeypatch.setattr("sys.argv", ["gpu_learner", "--small", "--out", str(out)])
+    gpu_learner.main()
+    results = json.loads(out.read_text())
+    if results["device"] == "cpu":
+        unknown = {name for name, value in results.items() if value is None}
+        assert unknown == {name for name in results if "utilisation" in name or "peak memory" in name}
+    measured = [value for value in results.values() if isinstance(value, float)]
+    assert len(measured) >= 9 and all(value > 0 for value in measured)
+
+
+def test_the_model_of_the_gpu_benchmark_has_about_2b_parameters():
+    shapes = parameter_shapes(gpu_learner.LARGE.config)
+    assert 2.0e9 < sum(math.prod(shape) for shape in shapes.values()) < 2.3e9
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run")
+def test_the_gpu_benchmark_asks_for_the_small_size_on_cpu(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_learner"])
+    with pytest.raises(SystemExit):
+        gpu_learner.main()
+    assert "--small" in capsys.readouterr().err
