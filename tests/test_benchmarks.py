@@ -21,7 +21,7 @@ from utils.matching import match
 from utils.packing import collate_packed, collate_padded
 from utils.parsing import TokenTable, parse_answer
 from utils.plan import ModelSize
-from utils.predict import calibrate
+from utils.predict import calibrate, time_of_step, work_of_step
 from utils.targets import TargetOptions, build_target
 
 
@@ -170,7 +170,7 @@ def test_the_prediction_of_a_step_that_costs_in_proportion_is_exact():
     step = {"rollout": 2.0, "train": 4.0, "prepare": 1.0, "sync": 0.5, "step": 7.5}
     whole = step | {"answers": 8.0, "new_tokens": 10.0, "tokens": 400.0}
     half = {"rollout": 1.0, "train": 2.0, "prepare": 0.5, "sync": 0.5, "answers": 4.0, "new_tokens": 10.0}
-    constants = calibrate(bench_overlap.work_of_step(whole, size), bench_overlap.time_of(whole))
+    constants = calibrate(work_of_step(whole, size), time_of_step(whole))
     result = bench_overlap.prediction(half | {"tokens": 200.0}, size, constants)
     assert math.isclose(result.ours, 4.0) and math.isclose(result.ratio, 1.0) and result.bar is None
 
