@@ -355,7 +355,7 @@ def main() -> None:
 
     from utils.config import ConfigError, dump_yaml, exit_with, load_config_or_exit
 
-    cfg = load_config_or_exit(args.config, for_learner=False)
+    cfg = load_config_or_exit(args.config)
     try:
         launch = resolve(cfg, args.server_index)
     except ConfigError as error:

@@ -14,14 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.harness import Result, at_most, reported
 from benchmarks.overlap_learner import NUM_STEPS, WARM_UP_STEPS, counts, is_ahead
 from tests.e2e.processes import Server, run_learner, write_yaml
 from tools.make_demo import build_start_model, make_dataset
 from utils.plan import ModelSize, model_size
-from utils.predict import Constants, StepTime, Work, calibrate, predict, write_constants
+from utils.predict import (
+    Constants,
+    calibrate,
+    median_step,
+    predict,
+    read_steps,
+    time_of_step,
+    work_of_step,
+    write_constants,
+)
 from utils.schema import Tuner
 
 NEW_TOKENS = 40  # an untrained model never stops by itself; with these rollouts take about as long as training
@@ -47,7 +55,7 @@ def run() -> list[Result]:
             server.end()
         size = model_size(folder / "model", TUNER)
     plain = median_step([steps[i] for i in range(NUM_STEPS) if counts(i) and not is_ahead(i)])
-    constants = calibrate(work_of_step(plain, size), time_of(plain))
+    constants = calibrate(work_of_step(plain, size), time_of_step(plain))
     write_constants("cpu", constants)
     return [*compared(steps), prediction(median_step(others), size, constants)]
 
@@ -70,26 +78,7 @@ def prediction(other: dict[str, float], size: ModelSize, constants: dict[str, fl
     """The demo's step in another geometry as utils/predict.py predicts it, over the measured one."""
     known = Constants(**constants, sync_bytes_per_s=math.inf)  # the demo's model is too small for it to show
     predicted = predict(work_of_step(other, size), known, learners=1, rollout_devices=1, prefetch=False)
-    return reported("plan: predicted over measured step of the demo", "s", predicted.step, time_of(other).step)
-
-
-def median_step(steps: list[dict[str, float]]) -> dict[str, float]:
-    return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
-
-
-def work_of_step(step: dict[str, float], size: ModelSize) -> Work:
-    return Work(
-        num_answers=round(step["answers"]),
-        new_tokens=step["new_tokens"],
-        num_tokens=step["tokens"],
-        parameters=size.total,
-        trainable=size.trainable,
-        sync_bytes=0.0,
-    )
-
-
-def time_of(step: dict[str, float]) -> StepTime:
-    return StepTime(step["rollout"], step["train"], step["prepare"], step["sync"], prefetch=False)
+    return reported("plan: predicted over measured step of the demo", "s", predicted.step, time_of_step(other).step)
 
 
 def train(
@@ -114,12 +103,7 @@ def train(
         result = run_learner(script, write_yaml(run_dir.with_suffix(".yaml"), config), num_ranks=1)
     if result.returncode:
         raise RuntimeError(f"the learner failed:\n{result.stdout[-4000:]}")
-    events = EventAccumulator(str(run_dir)).Reload()
-    parts = {part: f"seconds/{part}" for part in ("rollout", "train", "sync", "prepare", "step")}
-    parts |= {"new_tokens": "rollout/new_tokens_mean", "tokens": "train/tokens_per_s", "answers": "rollout/num_images"}
-    curves = {part: [event.value for event in events.Scalars(tag)] for part, tag in parts.items()}
-    steps = [{part: curves[part][step] for part in parts} for step in range(num_steps)]
-    return [step | {"tokens": step["tokens"] * step["step"]} for step in steps]
+    return read_steps(run_dir)
 
 
 @contextmanager

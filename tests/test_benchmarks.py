@@ -10,7 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import bench_cpu_work, bench_learner, bench_overlap, bench_sync, grpo_peer, overlap_learner
+from benchmarks import (
+    bench_cpu_work,
+    bench_learner,
+    bench_overlap,
+    bench_sync,
+    gpu_learner,
+    grpo_peer,
+    overlap_learner,
+)
 from benchmarks.__main__ import RESULTS
 from benchmarks.baselines.token_scanner import Scanner
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
@@ -18,12 +26,13 @@ from tools.demo_grpo import CONFIG as GRPO_CONFIG
 from tools.make_demo import build_tokenizer
 from utils.config import load_config
 from utils.geometry import iou_matrix
+from utils.known_models import parameter_shapes
 from utils.losses import PARTS
 from utils.matching import match
 from utils.packing import collate_packed, collate_padded
 from utils.parsing import TokenTable, parse_answer
 from utils.plan import ModelSize
-from utils.predict import calibrate
+from utils.predict import calibrate, time_of_step, work_of_step
 from utils.targets import TargetOptions, build_target
 
 
@@ -201,6 +210,32 @@ def test_the_prediction_of_a_step_that_costs_in_proportion_is_exact():
     step = {"rollout": 2.0, "train": 4.0, "prepare": 1.0, "sync": 0.5, "step": 7.5}
     whole = step | {"answers": 8.0, "new_tokens": 10.0, "tokens": 400.0}
     half = {"rollout": 1.0, "train": 2.0, "prepare": 0.5, "sync": 0.5, "answers": 4.0, "new_tokens": 10.0}
-    constants = calibrate(bench_overlap.work_of_step(whole, size), bench_overlap.time_of(whole))
+    constants = calibrate(work_of_step(whole, size), time_of_step(whole))
     result = bench_overlap.prediction(half | {"tokens": 200.0}, size, constants)
     assert math.isclose(result.ours, 4.0) and math.isclose(result.ratio, 1.0) and result.bar is None
+
+
+def test_the_gpu_benchmark_runs_small_on_cpu_and_says_what_it_cannot_know(tmp_path, monkeypatch):
+    """LRN-4, PCK-4: every figure of benchmarks/gpu_learner.py, on a toy."""
+    out = tmp_path / "results.json"
+    monkeypatch.setattr("sys.argv", ["gpu_learner", "--small", "--out", str(out)])
+    gpu_learner.main()
+    results = json.loads(out.read_text())
+    if results["device"] == "cpu":
+        unknown = {name for name, value in results.items() if value is None}
+        assert unknown == {name for name in results if "utilisation" in name or "peak memory" in name}
+    measured = [value for value in results.values() if isinstance(value, float)]
+    assert len(measured) >= 9 and all(value > 0 for value in measured)
+
+
+def test_the_model_of_the_gpu_benchmark_has_about_2b_parameters():
+    shapes = parameter_shapes(gpu_learner.LARGE.config)
+    assert 2.0e9 < sum(math.prod(shape) for shape in shapes.values()) < 2.3e9
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run")
+def test_the_gpu_benchmark_asks_for_the_small_size_on_cpu(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_learner"])
+    with pytest.raises(SystemExit):
+        gpu_learner.main()
+    assert "--small" in capsys.readouterr().err

@@ -29,7 +29,6 @@ from utils.config import (
     require_variant,
     resolve_yaml,
 )
-from utils.rules import UNBUILT
 from utils.schema import RM, RS, Config, Decoding, iter_fields
 
 ROOT = Path(__file__).parents[1]
@@ -111,8 +110,8 @@ def test_shipped_configs_open_with_purpose_command_hardware(path: Path) -> None:
 @pytest.mark.parametrize("path", [*SHIPPED, *GRPO_RUNS], ids=lambda path: path.name)
 def test_CFG_16_resolved_yaml_loads_to_the_same_config(path: Path, tmp_path: Path) -> None:
     """CFG-16."""
-    cfg = load_config(path, for_learner=False)
-    again = load_config(write(tmp_path, resolved=dump_yaml(cfg)), for_learner=False)
+    cfg = load_config(path)
+    again = load_config(write(tmp_path, resolved=dump_yaml(cfg)))
     assert again.model_dump() == cfg.model_dump()
 
 
@@ -456,14 +455,14 @@ def grpo(**rlhf: Any) -> dict[str, Any]:
 def grpo_problem(data: dict[str, Any]) -> str:
     """The only thing wrong with it."""
     with pytest.raises(ConfigError) as caught:
-        build_config(data, for_learner=False)
+        build_config(data)
     assert len(caught.value.problems) == 1, caught.value.problems
     return caught.value.problems[0]
 
 
 def test_CFG_4_grpo_is_the_other_program() -> None:
     """CFG-4: its files are for train_grpo.py, and the same to learner and server."""
-    assert build_config(grpo()) == build_config(grpo(), for_learner=False)
+    assert build_config(grpo()) == build_config(grpo())
 
 
 @pytest.mark.parametrize(
@@ -556,7 +555,7 @@ def test_GRP_2_connection_is_translated_into_the_form_of_stage_2(host: str) -> N
         "sync": {"bucket_mib": 4, "verify": "always"},
         "importance_correction_cap": None,
     }
-    cfg = build_config(grpo(**rlhf), for_learner=False)
+    cfg = build_config(grpo(**rlhf))
     (address,) = cfg.servers()
     assert (address.base_url, address.group_port, cfg.connection.timeout_s) == (f"http://{host}:8123", 9001, 12.0)
     assert require_server(cfg, 0) == address
@@ -571,7 +570,7 @@ def test_GRP_2_connection_is_translated_into_the_form_of_stage_2(host: str) -> N
 
 def test_GRP_2_defaults() -> None:
     """GRP-2."""
-    rlhf = build_config(grpo(), for_learner=False).rlhf
+    rlhf = build_config(grpo()).rlhf
     assert (rlhf.use_vllm, rlhf.vllm_mode, rlhf.vllm_server_group_port, rlhf.vllm_server_timeout) == (
         True,
         "server",
@@ -593,18 +592,18 @@ def test_GRP_2_back_to_colocate_in_two_edits(path: Path, keep_launch_settings: b
     if keep_launch_settings:
         settings |= {"vllm_enable_lora": True, "vllm_max_model_len": 5, "servers": [{}, {}]}
         data["custom"]["extra"]["rollout_server"] = settings | {"vllm_engine_kwargs": {"quantization": "fp8"}}
-    cfg = build_config(data, for_learner=False)
+    cfg = build_config(data)
     assert cfg.servers() == [] and cfg.connection is None and cfg.rm.vllm.mode == "colocate"
     check_engines(cfg, 2)
     data["rlhf"] |= {"vllm_server_host": ["10.0.0.1", "b"], "vllm_server_port": []}
-    assert build_config(data, for_learner=False).servers() == []
+    assert build_config(data).servers() == []
 
 
 def test_GRP_2_without_vllm_nothing_of_the_server_counts() -> None:
     """GRP-2, CFG-5: `use_vllm: false` is the hf backend."""
     data = grpo(use_vllm=False, vllm_server_host=["10.0.0.1"])
     del data["custom"]["extra"]["rollout_server"]
-    cfg = build_config(data, for_learner=False)
+    cfg = build_config(data)
     assert (cfg.rm.rollout_backend, cfg.connection) == ("hf", None)
 
 
@@ -614,7 +613,7 @@ def test_GRP_2_an_engine_that_cannot_work_is_named_by_the_keys_of_the_file() -> 
 
     data = grpo(vllm_mode="colocate", vllm_tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="rlhf.vllm_tensor_parallel_size=2: must divide the 3.*rlhf.use_vllm: false"):
-        check_engines(build_config(data, for_learner=False), 3)
+        check_engines(build_config(data), 3)
 
 
 @pytest.mark.parametrize(
@@ -640,7 +639,7 @@ def test_GRP_2_without_packing_the_row_length_may_be_left_out() -> None:
     """GRP-2, CFG-15: except where an engine in the learner's process takes its length from it."""
     data = grpo(max_new_tokens=4095)
     data |= {"global_max_length": None, "training": {"output_dir": "o", "packing": False}}
-    assert build_config(data, for_learner=False).global_max_length is None
+    assert build_config(data).global_max_length is None
     data["rlhf"]["max_new_tokens"] = 4096
     assert "rlhf.max_new_tokens=4096 fills it" in grpo_problem(data)
     data["rlhf"]["vllm_mode"] = "colocate"
@@ -656,7 +655,7 @@ def test_GRP_2_settings_of_stage_2_have_no_say_in_grpo(key: str, value: Any) -> 
     data["custom"]["extra"]["rollout_matching"] = {key: value, "monitor_dump": {"every_steps": 5}}
     assert f"{RM}.{key}=" in grpo_problem(data) and "is for stage 2" in grpo_problem(data)
     del data["custom"]["extra"]["rollout_matching"][key]
-    assert build_config(data, for_learner=False).rm.monitor_dump.every_steps == 5
+    assert build_config(data).rm.monitor_dump.every_steps == 5
 
 
 @pytest.mark.parametrize(
@@ -690,8 +689,8 @@ def test_GRP_6_importance_correction_needs_what_tokens_are_drawn_from() -> None:
     data = grpo(decoding={"temperature": 0.7})
     assert f"{RS}.vllm_engine_kwargs={{}}: importance correction" in grpo_problem(data)
     data["custom"]["extra"]["rollout_server"]["vllm_engine_kwargs"] = {"logprobs_mode": "processed_logprobs"}
-    build_config(data, for_learner=False)
-    build_config(grpo(decoding={"temperature": 0.7}, importance_correction_cap=None), for_learner=False)
+    build_config(data)
+    build_config(grpo(decoding={"temperature": 0.7}, importance_correction_cap=None))
 
 
 @pytest.mark.parametrize("path", GRPO_RUNS, ids=lambda path: path.stem)
@@ -700,7 +699,7 @@ def test_GRP_3_presets_are_what_the_contract_says(path: Path) -> None:
     from utils.plan import make_plan
     from utils.rewards import load_rewards
 
-    cfg = load_config(path, for_learner=False)
+    cfg = load_config(path)
     assert cfg.custom.trainer_variant == "grpo" and cfg.rlhf.use_vllm and cfg.rlhf.vllm_mode == "server"
     assert cfg.rlhf.vllm_server_port == [8080] and cfg.global_max_length == 12000
     settings = cfg.server_settings()
@@ -714,7 +713,7 @@ def test_GRP_3_presets_are_what_the_contract_says(path: Path) -> None:
 
 def test_GRP_3_presets_share_a_base_and_differ_in_rewards() -> None:
     """GRP-3."""
-    first, second = (load_config(path, for_learner=False) for path in GRPO_RUNS)
+    first, second = (load_config(path) for path in GRPO_RUNS)
     assert first.rlhf.reward_funcs != second.rlhf.reward_funcs
     assert second.rlhf.reward_weights[second.rlhf.reward_funcs.index("summary_attr_key_recall")] == 2.0
     same = {"reward_funcs": [], "reward_weights": None}
@@ -970,16 +969,27 @@ def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: st
     assert message in only_problem(edited(**changes))
 
 
-UNBUILT_SETTINGS = [
-    {"training__fused_kernels": True},
-]
+@pytest.mark.parametrize(
+    ("has_liger", "has_cuda", "message"),
+    [
+        (False, True, "needs the package liger-kernel (requirements-gpu.txt)"),
+        (True, False, "needs CUDA devices"),
+        (False, False, "needs the package liger-kernel"),
+        (True, True, None),
+    ],
+)
+def test_CFG_17_fused_kernels_that_cannot_work_name_the_way_out(has_liger, has_cuda, message) -> None:
+    """CFG-17."""
+    from utils.plan import check_kernels
 
-
-@pytest.mark.parametrize("changes", UNBUILT_SETTINGS, ids=lambda changes: next(iter(changes)))
-def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any]) -> None:
-    found = only_problem(edited(**changes))
-    assert "not built yet" in found
-    assert any(f" {path}=" in found for _, path, _ in UNBUILT)
+    check_kernels(build_config(edited()), False, False)
+    cfg = build_config(edited(training__fused_kernels=True))
+    if message is None:
+        check_kernels(cfg, has_liger, has_cuda)
+        return
+    with pytest.raises(ConfigError, match="training.fused_kernels=true.*set it to false") as caught:
+        check_kernels(cfg, has_liger, has_cuda)
+    assert message in caught.value.problems[0]
 
 
 @pytest.mark.parametrize(

@@ -510,3 +510,22 @@ def test_incomplete_checkpoint_is_refused_cfg_17(start, tmp_path):
 
 if __name__ == "__main__":
     zero_rank(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+
+
+def test_fused_kernels_patch_this_model_and_leave_the_loss_alone(monkeypatch):
+    """CFG-17: what liger is asked for; liger itself needs CUDA, so a stand-in listens."""
+    import sys
+    from types import ModuleType
+
+    from utils.model import fuse_kernels
+
+    asked = {}
+    liger = ModuleType("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_qwen3_vl = lambda **given: asked.update(given)
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    model = torch.nn.Linear(1, 1)
+    fuse_kernels(model)
+    assert asked.pop("model") is model
+    assert {name for name, on in asked.items() if on} == {"rope", "rms_norm", "swiglu"}
+    assert {name for name, on in asked.items() if not on} == {"cross_entropy", "fused_linear_cross_entropy"}

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan import splits
-from utils.config import load_config
+from tests.test_config import edited
+from tools.plan import measure, splits
+from utils.config import build_config, load_config
+from utils.monitor import write_run_json
 from utils.predict import Constants, StepTime, Work, calibrate, load_constants, predict, write_constants
 
 ROOT = Path(__file__).parents[1]
@@ -64,4 +66,41 @@ def test_without_constants_the_tool_says_how_to_measure_them():
     command = [sys.executable, "-m", "tools.plan", "--config", "configs/stage2/qwen3vl_8b_3v1.yaml", "--nodes", "2"]
     if load_constants("cuda").missing:
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == 2 and "benchmarks.gpu_learner" in result.stderr and "Traceback" not in result.stderr
+        assert result.returncode == 2 and "--run RUN_DIR" in result.stderr and "Traceback" not in result.stderr
+
+
+def finished_run(folder: Path, **changes) -> Path:
+    """What a run of two learners and a server of two devices leaves: five steps, the first three of them slow."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    from tests.test_plan import checkpoint
+
+    checkpoint(folder / "model")
+    cfg = build_config(edited(model__path=str(folder / "model"), **changes))
+    facts = {"world_size": 2, "server_world_sizes": [2]}
+    write_run_json(folder / "run", cfg.model_dump(mode="json", by_alias=True), **facts)
+    values = {"seconds/rollout": 4.0, "seconds/train": 2.0, "seconds/sync": 0.5, "seconds/prepare": 1.0}
+    values |= {"seconds/step": 8.0, "rollout/new_tokens_mean": 30.0, "train/tokens_per_s": 100.0}
+    values |= {"rollout/num_images": 16.0, "sync/bytes": 5e6}
+    with SummaryWriter(folder / "run") as writer:
+        for step in range(1, 6):
+            for tag, value in values.items():
+                writer.add_scalar(tag, value * (10 if step <= 3 else 1), step)
+    return folder / "run"
+
+
+def test_constants_of_a_finished_run_by_hand(tmp_path):
+    """90 parameters, full fine-tuning of what is not frozen (52: language and embeddings); 800 tokens, 16 answers."""
+    constants = measure(finished_run(tmp_path))
+    passes = 3 if build_config(edited()).training.gradient_checkpointing else 2
+    assert constants.train_flops_per_s == pytest.approx(800 * 2 * (passes * 90 + 52) / (2 * 2.0))
+    assert constants.rollout_flops_per_s == pytest.approx(16 * 30 * 2 * 90 / (2 * 4.0))
+    assert constants.prepare_s == pytest.approx(1.0 * 2 / 16)
+    assert (constants.sync_fixed_s, constants.sync_bytes_per_s) == (0.0, 1e7)
+
+
+def test_a_run_that_cannot_tell_says_why(tmp_path):
+    with pytest.raises(ValueError, match="no finished run there"):
+        measure(tmp_path)
+    with pytest.raises(ValueError, match="with prefetch a step's seconds are not its own"):
+        measure(finished_run(tmp_path, RM__async={"enabled": True}))

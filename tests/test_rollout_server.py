@@ -201,7 +201,7 @@ def test_a_grpo_server_uses_up_its_devices_exactly(model_dir, tmp_path, monkeypa
     from utils.config import load_config
 
     monkeypatch.setattr("rollout_server.count_cuda_devices", lambda: num_devices)
-    launch = resolve(load_config(grpo_config(model_dir, tmp_path), for_learner=False), 0)
+    launch = resolve(load_config(grpo_config(model_dir, tmp_path)), 0)
     assert (launch.host, launch.port, launch.world_size, launch.max_lora_rank) == ("127.0.0.1", 8080, 6, None)
     found = problems_of(launch, None)
     assert len(found) == (num_devices != 6)

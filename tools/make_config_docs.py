@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from utils.rules import UNBUILT
 from utils.schema import Config, Section, ServerOverride, brief, section_keys, section_of
 
 TARGET = Path(__file__).parents[1] / "docs" / "config.md"
@@ -26,8 +25,7 @@ with `python train_stage2.py --config FILE --dry-run --world-size N`.
 
 def render() -> str:
     """The whole page."""
-    unbuilt = [f"- `{path}`: {rule}" for _, path, rule in UNBUILT]
-    return "\n".join([_INTRO, *_section(Config, ""), "## Refused for now", "", *unbuilt, ""])
+    return "\n".join([_INTRO, *_section(Config, "")])
 
 
 def _section(section: type[Section], path: str) -> list[str]:

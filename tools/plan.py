@@ -7,6 +7,7 @@ The config's own batch geometry and tuner are kept; learners and rollout devices
 """
 
 import argparse
+import json
 import math
 import sys
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from utils.config import ConfigError, check_world_size, engine_json, load_config_or_exit
+from utils.config import ConfigError, build_config, check_world_size, engine_json, load_config_or_exit
 from utils.plan import DEVICE_GIB, GIB, learner_memory, model_size
-from utils.predict import Constants, StepTime, load_constants, predict, work_of
+from utils.predict import Constants, StepTime, constants_of_run, load_constants, predict, work_of
 from utils.schema import Config
 
 NUM_SHOWN = 8
@@ -40,10 +41,11 @@ def main() -> None:
     cfg = load_config_or_exit(args.config)
     kind = "cpu" if cfg.rs is not None and cfg.server_settings().device == "cpu" else "cuda"
     try:
-        found = splits(cfg, load_constants(kind), args.nodes * args.devices_per_node, args)
+        constants = measure(args.run) if args.run else load_constants(kind)
+        found = splits(cfg, constants, args.nodes * args.devices_per_node, args)
     except ValueError as error:
-        way_out = how_to_measure(kind) if "not measured" in str(error) else "give the path of a checkpoint"
-        print(f"{args.config}: no prediction for {kind} devices: {error}; {way_out}", file=sys.stderr)
+        way_out = f"; {how_to_measure(kind)}" if "not measured" in str(error) else ""
+        print(f"{args.config}: no prediction for {kind} devices: {error}{way_out}", file=sys.stderr)
         sys.exit(2)
     if not found:
         print(f"{args.config}: no split of these devices works; use more of them", file=sys.stderr)
@@ -58,12 +60,30 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--devices-per-node", type=int, default=8)
     parser.add_argument("--new-tokens", type=float, help="mean length of an answer; default: the longest allowed")
     parser.add_argument("--segment-tokens", type=float, help="mean length of a sequence; default: rows are full")
+    parser.add_argument("--run", type=Path, help="constants from this finished run's directory, not from benchmarks/")
     parser.add_argument("--device-gib", type=float, default=DEVICE_GIB, help="memory of one device")
     return parser.parse_args()
 
 
 def how_to_measure(kind: str) -> str:
-    return "run `make bench`" if kind == "cpu" else "run `make bench` and `python -m benchmarks.gpu_learner` there"
+    return "run `make bench`" if kind == "cpu" else "give a finished run there: --run RUN_DIR"
+
+
+def measure(run_dir: Path) -> Constants:
+    """What the devices of a finished stage-2 run with servers did.
+
+    Raises:
+        ValueError: no such run, or one that cannot tell.
+    """
+    try:
+        record = json.loads((run_dir / "run.json").read_text())
+    except OSError as error:
+        raise ValueError(f"{run_dir}: no finished run there ({error.strerror})") from None
+    cfg = build_config(record["config"])
+    size = model_size(Path(cfg.model.path), cfg.tuner)
+    if size is None or not record.get("server_world_sizes"):
+        raise ValueError(f"{run_dir}: its checkpoint {cfg.model.path} is gone, or it had no servers")
+    return constants_of_run(run_dir, cfg, size, record["world_size"], sum(record["server_world_sizes"]))
 
 
 def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.Namespace) -> list[Split]:
@@ -75,7 +95,7 @@ def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.N
     tensor = cfg.server_settings().vllm_tensor_parallel_size if cfg.rs is not None else 1
     size = model_size(Path(cfg.model.path), cfg.tuner)
     if size is None:
-        raise ValueError(f"model.path={cfg.model.path}: no checkpoint there and no released model's name")
+        raise ValueError(f"model.path={cfg.model.path}: neither a checkpoint nor a released model; give a path")
     found = []
     for learners in range(1, num_devices):
         rollout_devices = (num_devices - learners) // tensor * tensor

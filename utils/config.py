@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from utils.rules import RULES, batch_geometry, contradictions, read_deepspeed, refuse_unbuilt
+from utils.rules import RULES, batch_geometry, contradictions, read_deepspeed
 from utils.schema import RM, RS, SCRIPTS, Config, Section, ServerAddress, brief, iter_fields, section_keys, section_of
 
 Keys = tuple[str | int, ...]  # ("custom", "train_jsonl", 0, "path") is custom.train_jsonl[0].path
@@ -213,15 +213,15 @@ def _get(data: Any, keys: Keys, default: Any) -> Any:
 # loading
 
 
-def load_config(path: str | os.PathLike[str], for_learner: bool = True) -> Config:
+def load_config(path: str | os.PathLike[str]) -> Config:
     """Resolve and validate a file. Raises `ConfigError` with all problems of the file."""
-    return build_config(*_read(path), for_learner)
+    return build_config(*_read(path))
 
 
-def load_config_or_exit(path: str | os.PathLike[str], for_learner: bool = True) -> Config:
+def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
     """`load_config` for programs: problems go to stderr, exit status 2, no traceback."""
     try:
-        return load_config(path, for_learner)
+        return load_config(path)
     except ConfigError as error:
         exit_with(error)
 
@@ -239,11 +239,11 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
     return data, Origin(_shown(Path(os.path.abspath(path))), data, files)
 
 
-def build_config(data: dict[str, Any], origin: Origin | None = None, for_learner: bool = True) -> Config:
+def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
     """Validate a resolved mapping. What is not built yet concerns learners only; the rollout server serves it already.
 
     Raises:
-        ConfigError: with all problems, in the order fields, rules between them, parts that are not built yet.
+        ConfigError: with all problems, fields first, then rules between them.
     """
     origin = origin or Origin("config", data)
     cfg, bad, problems = _check_fields(Config, data, origin)
@@ -252,8 +252,6 @@ def build_config(data: dict[str, Any], origin: Origin | None = None, for_learner
         read_keys = [parse_path(path) for path in reads]
         if not any(a[: len(b)] == b[: len(a)] for a in bad for b in read_keys):
             problems += [problem(cfg, path, text) for path, text in rule(cfg)]
-    if for_learner:
-        problems += [problem(cfg, path, text) for path, text in refuse_unbuilt(cfg)]
     if problems:
         raise ConfigError(problems)
     return cfg

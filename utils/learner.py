@@ -22,6 +22,7 @@ from utils.model import (
     RowModel,
     apply_tuner,
     enable_gradient_checkpointing,
+    fuse_kernels,
     load_model,
     param_groups,
     start_policy,
@@ -63,6 +64,8 @@ class Learner:
         training = cfg.training
         set_seed(training.seed)  # adapters start alike on all ranks and in every run
         model = load_model(cfg.model.path, cfg.model.dtype, cfg.model.attn_implementation)
+        if training.fused_kernels:
+            fuse_kernels(model)
         self.model: nn.Module = apply_tuner(model, **cfg.tuner.model_dump())
         if training.gradient_checkpointing:
             enable_gradient_checkpointing(self.model)

@@ -66,6 +66,17 @@ def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementa
     return model
 
 
+def fuse_kernels(model: nn.Module) -> None:
+    """liger's norms, rotary embedding and MLP in place of transformers' own, for CUDA; call it before `apply_tuner`.
+
+    Its cross-entropy stays out: it has no coordinate terms, and logits exist at labels only already (LRN-4).
+    """
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3_vl
+
+    kernels = {"rope": True, "rms_norm": True, "swiglu": True}
+    apply_liger_kernel_to_qwen3_vl(model=model, **kernels, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
 def base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -19,7 +19,7 @@ from utils.config import ConfigError, check_world_size, dump_yaml, engine_json, 
 from utils.known_models import known_config, known_model, parameter_shapes
 from utils.layout import Layout, plan_layout
 from utils.request_plan import check_capacity, chunk_size
-from utils.rules import engine_problems, is_colocate
+from utils.rules import engine_problems, is_colocate, kernel_problems
 from utils.schema import RM, Config, Tuner
 
 GIB = 1 << 30
@@ -139,6 +139,12 @@ def print_dry_run(cfg: Config, world_size: int) -> None:
 def check_engines(cfg: Config, world_size: int, has_vllm: bool = True) -> None:
     """Raises `ConfigError` when `world_size` learners cannot generate as the config says (ROL-5)."""
     if found := [problem(cfg, path, rule) for path, rule in engine_problems(cfg, world_size, has_vllm)]:
+        raise ConfigError(found)
+
+
+def check_kernels(cfg: Config, has_liger: bool, has_cuda: bool) -> None:
+    """Raises `ConfigError` when learners on this machine cannot use fused kernels as the config says."""
+    if found := [problem(cfg, path, rule) for path, rule in kernel_problems(cfg, has_liger, has_cuda)]:
         raise ConfigError(found)
 
 

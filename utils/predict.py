@@ -12,6 +12,8 @@ the cost of more devices (all-reduce, tensor parallel) are left out, so it is a 
 """
 
 import json
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from utils.plan import ModelSize, max_tokens_per_step
 from utils.schema import Config
 
 CONSTANTS = Path(__file__).parents[1] / "benchmarks" / "constants.json"
+SETTLING_STEPS = 3  # of a run, which do not count: the first is cold and carries the first, full sync
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,69 @@ def predict(work: Work, constants: Constants, learners: int, rollout_devices: in
     )
 
 
-def calibrate(work: Work, measured: StepTime) -> dict[str, float]:
-    """The constants of one learner and one rollout device that would have predicted `measured`, but for the sync's
-    bandwidth, which a step of a small model does not show."""
+def calibrate(work: Work, measured: StepTime, learners: int = 1, rollout_devices: int = 1) -> dict[str, float]:
+    """The constants that would have predicted `measured`, but for the sync's bandwidth, which a step of a small model
+    does not show."""
     return {
-        "train_flops_per_s": work.train_flops / measured.train,
-        "rollout_flops_per_s": work.rollout_flops / measured.rollout,
-        "prepare_s": measured.prepare / work.num_answers,
+        "train_flops_per_s": work.train_flops / (learners * measured.train),
+        "rollout_flops_per_s": work.rollout_flops / (rollout_devices * measured.rollout),
+        "prepare_s": measured.prepare * learners / work.num_answers,
         "sync_fixed_s": measured.sync,
     }
+
+
+def read_steps(run_dir: Path) -> list[dict[str, float]]:
+    """From a run's curves, per optimizer step: seconds by part, `answers`, `new_tokens` (per answer), `tokens` (trained
+    on), `sync_bytes`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    tags = {part: f"seconds/{part}" for part in ("rollout", "train", "sync", "prepare", "step")}
+    tags |= {"new_tokens": "rollout/new_tokens_mean", "tokens": "train/tokens_per_s", "answers": "rollout/num_images"}
+    tags |= {"sync_bytes": "sync/bytes"}
+    curves = {part: {event.step: event.value for event in events.Scalars(tag)} for part, tag in tags.items()}
+    steps = [{part: curve.get(step, 0.0) for part, curve in curves.items()} for step in sorted(curves["step"])]
+    return [step | {"tokens": step["tokens"] * step["step"]} for step in steps]
+
+
+def median_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each figure's median on its own."""
+    return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+
+
+def work_of_step(step: Mapping[str, float], size: ModelSize, recompute: bool = False) -> Work:
+    """What a measured step amounted to; its sync is all in the fixed part."""
+    return Work(
+        num_answers=round(step["answers"]),
+        new_tokens=step["new_tokens"],
+        num_tokens=step["tokens"],
+        parameters=size.total,
+        trainable=size.trainable,
+        sync_bytes=0.0,
+        recompute=recompute,
+    )
+
+
+def time_of_step(step: Mapping[str, float]) -> StepTime:
+    return StepTime(step["rollout"], step["train"], step["prepare"], step["sync"], prefetch=False)
+
+
+def constants_of_run(run_dir: Path, cfg: Config, size: ModelSize, learners: int, rollout_devices: int) -> Constants:
+    """All constants from a finished run without prefetch; the sync counts as bandwidth alone there.
+
+    Raises:
+        ValueError: it had prefetch (the rollouts of a step then belong to another), or too few steps.
+    """
+    if cfg.rm.async_.enabled:
+        raise ValueError(f"{run_dir}: with prefetch a step's seconds are not its own; measure a run without")
+    steps = read_steps(run_dir)[SETTLING_STEPS:]
+    if not steps:
+        raise ValueError(f"{run_dir}: needs more than {SETTLING_STEPS} steps")
+    step = median_step(steps)
+    work = work_of_step(step, size, cfg.training.gradient_checkpointing)
+    constants = calibrate(work, time_of_step(step), learners, rollout_devices)
+    bandwidth = step["sync_bytes"] / step["sync"]
+    return Constants(**constants | {"sync_fixed_s": 0.0, "sync_bytes_per_s": bandwidth})
 
 
 def work_of(

@@ -1,4 +1,4 @@
-"""What must hold between the keys of a config, and what is refused because it is not built yet.
+"""What must hold between the keys of a config.
 
 A rule yields `(path, "the rule; what to do")` for everything it finds; `utils.config` runs them all and prints them.
 """
@@ -190,6 +190,13 @@ def engine_problems(cfg: Config, world_size: int, has_vllm: bool = True) -> Foun
         )
 
 
+def kernel_problems(cfg: Config, has_liger: bool, has_cuda: bool) -> Found:
+    """Why this learner cannot use fused kernels as the config says, with the way out."""
+    if cfg.training.fused_kernels and not (has_liger and has_cuda):
+        missing = "CUDA devices" if has_liger else "the package liger-kernel (requirements-gpu.txt)"
+        yield "training.fused_kernels", f"needs {missing}, which this machine does not have; set it to false"
+
+
 @_rule(RS, f"{RM}.vllm.server", "rlhf")
 def _overrides_have_servers(cfg: Config) -> Found:
     if cfg.rs is None or not cfg.rs.servers or any(True for _ in _server_form(cfg)) or not cfg.connection:
@@ -377,19 +384,6 @@ def _rewards_have_weights(cfg: Config) -> Found:
         yield "rlhf.reward_weights", "are all 0, so no answer is better than another; make one positive"
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield "rlhf.reward_funcs", f"names {', '.join(repeated)} more than once; raise its weight instead"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what is not built yet
-
-UNBUILT: list[tuple[Callable[[Config], bool], str, str]] = [
-    (lambda c: c.training.fused_kernels, "training.fused_kernels", "is not built yet; set it to false"),
-]
-
-
-def refuse_unbuilt(cfg: Config) -> list[tuple[str, str]]:
-    """(path, rule) of every setting the schema knows and this version of the code does not do."""
-    return [(path, rule) for applies, path, rule in UNBUILT if applies(cfg)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -436,7 +436,7 @@ class Training(Section):
         " it above what one rollout, sync or save may take",
     )
     gradient_checkpointing: bool = Field(True, description="recompute activations in the backward pass to save memory")
-    fused_kernels: bool = Field(False, description="fused kernels for norm, rotary embedding and MLP")
+    fused_kernels: bool = Field(False, description="liger-kernel's norms, rotary embedding and MLP; CUDA only")
     eval_steps: int = Field(0, ge=0, description="optimizer steps between evaluations; 0: only at the end")
     eval_at_start: bool = Field(False, description="evaluate before the first step too")
     eval_limit: PositiveInt | None = Field(None, description="evaluate on the first n samples; null: all")

@@ -38,7 +38,7 @@ from utils.model import dummy_segment, position_ids_for
 from utils.monitor import Monitor, write_run_json
 from utils.packing import Batch, collate_packed, collate_padded
 from utils.parsing import TokenTable
-from utils.plan import check_engines
+from utils.plan import check_engines, check_kernels
 from utils.policy_loss import policy_segment
 from utils.records import RolloutLog, ServerWatch, evaluation_file
 from utils.resume import Checkpoint, RunLock, choose_checkpoint, drop_records_after, rank_file
@@ -72,6 +72,7 @@ def open_session(
     try:
         check_world_size(cfg, ranks.world_size)
         check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
+        check_kernels(cfg, has_liger=find_spec("liger_kernel") is not None, has_cuda=ranks.device.type == "cuda")
         engine_json(cfg, ranks.world_size)
     except ConfigError as error:
         exit_with(error, ranks.is_main)
