@@ -124,7 +124,7 @@ def test_the_evaluation_is_the_mean_reward_of_greedy_answers_GRP_1_LRN_7(first_r
     assert curves(first_run)["eval/reward"] == pytest.approx([result["reward"]])
     lines = [line for line in read_rollout_log(first_run / "rollouts.jsonl") if line["phase"] == "eval"]
     assert [line["weight_version"].rpartition(":")[2] for line in lines] == [str(NUM_STEPS)]
-    assert {call["decoding"]["temperature"] for line in lines for call in line["calls"]} == {0.0}
+    assert {line["decoding"]["temperature"] for line in lines} == {0.0}
 
 
 def test_a_second_learner_starts_on_the_same_server_GRP_4_LRN_8(first_run, folder, server, start_model):
