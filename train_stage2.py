@@ -177,6 +177,7 @@ def make_prefetcher(run: Run) -> Prefetcher[MicroStep]:
     window = prefetch.version_window if prefetch.enabled else 0
     return Prefetcher(
         draw=lambda: run.stream.next(cfg.per_device_train_batch_size),
+        encode=partial(encode, run),
         ask=partial(ask, run),
         finish=partial(finish_micro_step, run),
         micro_steps=cfg.gradient_accumulation_steps,
@@ -211,11 +212,16 @@ def next_row(run: Run, segments: list[Segment]) -> list[Segment]:
     return run.buffer.pop_row()
 
 
-def ask(run: Run, samples: Sequence[Sample], step: int, micro_step_idx: int) -> Answered:
-    """The policy's answers on samples that `step` will train on; a teacher-forced sample gets none."""
+def encode(run: Run, samples: Sequence[Sample]) -> tuple[Sequence[Sample], list[EncodedPrompt]]:
+    """A micro-step's samples and their prompts."""
     with run.timed("prepare"):
-        prompts = run.encode(samples)
-        asked = np.flatnonzero(~teacher_forced(run, step, micro_step_idx, len(samples))).tolist()
+        return samples, run.encode(samples)
+
+
+def ask(run: Run, encoded: tuple[Sequence[Sample], list[EncodedPrompt]], step: int, micro_step_idx: int) -> Answered:
+    """The policy's answers on samples that `step` will train on; a teacher-forced sample gets none."""
+    samples, prompts = encoded
+    asked = np.flatnonzero(~teacher_forced(run, step, micro_step_idx, len(samples))).tolist()
     with run.timed("rollout"):
         answers = run.roll_out(
             [samples[i] for i in asked],
