@@ -55,7 +55,7 @@ class Run(Session):
     dump: SampleDump
 
     def __post_init__(self) -> None:
-        self.prefetcher = make_prefetcher(self, draw, ask, finish_micro_step, versions_of)
+        self.prefetcher = make_prefetcher(self, draw, ask, finish_micro_step, versions_of, encode)
 
 
 def set_up(cfg: Config, resume: str | None = None) -> Run:
@@ -176,11 +176,16 @@ def draw(run: Run) -> list[Sample]:
     return run.stream.next(run.cfg.training.per_device_train_batch_size)
 
 
-def ask(run: Run, samples: Sequence[Sample], step: int, micro_step_idx: int) -> Answered:
-    """The policy's answers on samples that `step` will train on; a teacher-forced sample gets none."""
+def encode(run: Run, samples: Sequence[Sample]) -> tuple[Sequence[Sample], list[EncodedPrompt]]:
+    """A micro-step's samples and their prompts."""
     with run.timed("prepare"):
-        prompts = run.encode(samples)
-        asked = np.flatnonzero(~teacher_forced(run, step, micro_step_idx, len(samples))).tolist()
+        return samples, run.encode(samples)
+
+
+def ask(run: Run, encoded: tuple[Sequence[Sample], list[EncodedPrompt]], step: int, micro_step_idx: int) -> Answered:
+    """The policy's answers on samples that `step` will train on; a teacher-forced sample gets none."""
+    samples, prompts = encoded
+    asked = np.flatnonzero(~teacher_forced(run, step, micro_step_idx, len(samples))).tolist()
     with run.timed("rollout"):
         answers = run.roll_out(
             [samples[i] for i in asked],

@@ -201,3 +201,33 @@ def test_every_sample_is_used_once_and_in_order_whatever_fails(window, queue_lim
     prefetcher.stop(5)
     assert used == list(range(5 * micro_steps))
     assert all(step <= 4 + window for step, _ in engine.asked)
+
+
+def test_the_next_micro_step_is_encoded_while_the_engine_answers(engine, prefetch):
+    """LRN-8: within the step, and no further than may be asked."""
+    encoded = []
+    engine.gate.clear()
+    prefetcher = prefetch(encode=lambda samples: (encoded.append(samples[0]), samples)[1])
+    taker = threading.Thread(target=prefetcher.take, args=(0,))
+    taker.start()
+    assert until(lambda: encoded == [0, 1]) and engine.num_begun == 1  # the first is still at the engine
+    engine.gate.set()
+    taker.join(5)
+    time.sleep(0.05)
+    assert encoded == [0, 1] and engine.num_drawn == 2  # the next step's must wait for its turn
+    assert prefetcher.take(1) == [([2], 0, 1), ([3], 0, 1)] and encoded == [0, 1, 2, 3]
+
+
+def test_samples_that_could_not_be_encoded_are_tried_again_and_not_drawn_again(engine, prefetch):
+    """LRN-1, LRN-8."""
+    errors = [None, OSError("image"), None, None]
+
+    def encode(samples):
+        if (error := errors.pop(0)) is not None:
+            raise error
+        return samples
+
+    prefetcher = prefetch(encode=encode)
+    with pytest.raises(OSError, match="image"):
+        prefetcher.take(0)
+    assert [samples for samples, *_ in prefetcher.take(0)] == [[0], [1]] and engine.num_drawn == 2

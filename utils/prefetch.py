@@ -1,8 +1,9 @@
 """Rows of coming micro-steps, prepared while the current ones train (LRN-8).
 
-Per rank one thread asks for answers, micro-step after micro-step in dataloader order, and a second one finishes what
-came back, so that the engine has its next request while the last answers are still being parsed. Knows nothing of
-weights, ranks or targets: how far ahead it may go is said by `take`, what is too old by `is_fresh`.
+Per rank one thread asks for answers, micro-step after micro-step in dataloader order, a second one encodes what is
+asked next, and a third one finishes what came back: the engine has its next request as soon as the last answers are
+there. Knows nothing of weights, ranks or targets: how far ahead it may go is said by `take`, what is too old by
+`is_fresh`.
 """
 
 import itertools
@@ -20,12 +21,15 @@ class Prefetcher(Generic[Item]):
 
     Args:
         draw: samples of the next micro-step; called once per micro-step, in order.
-        ask: `(samples, step, micro_step_idx)` to whatever `finish` takes; may wait for an engine.
+        ask: `(samples or what encode made of them, step, micro_step_idx)` to whatever `finish` takes; may wait for an
+            engine.
         finish: `(what ask gave, step)` to an item, without waiting for anybody.
         micro_steps: per optimizer step.
         window: optimizer steps that may be prepared before their turn; with 0 only micro-steps of the step taken.
         queue_limit: finished micro-steps of later steps that may wait.
         is_fresh: `(item, step)`: may `step` train on it? If not it is made again, from the same samples, when taken.
+        encode: samples to what `ask` takes, without an engine; done while earlier ones are asked, which draws one
+            micro-step further ahead. None: `ask` takes samples.
         background: False where asking is collective (all ranks take part): then all happens inside `take`.
 
     Attributes:
@@ -42,6 +46,7 @@ class Prefetcher(Generic[Item]):
         window: int = 0,
         queue_limit: int = 1,
         is_fresh: Callable[[Item, int], bool] = lambda item, step: True,
+        encode: Callable[[Sequence[Any]], Any] | None = None,
         background: bool = True,
     ) -> None:
         self._draw, self._ask, self._finish, self._is_fresh = draw, ask, finish, is_fresh
@@ -55,6 +60,8 @@ class Prefetcher(Generic[Item]):
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._background = background
+        self._encode, self._encoded = encode, dict[Key, Future]()
+        self._encoder = ThreadPoolExecutor(1, "encode")
         self._finisher = ThreadPoolExecutor(1, "finish")
 
     def take(self, step: int) -> list[Item]:
@@ -69,6 +76,7 @@ class Prefetcher(Generic[Item]):
             for done in [key for key in self._samples if key[0] < step]:
                 del self._samples[done]
                 self._items.pop(done, None)
+                self._encoded.pop(done, None)
             self._changed.notify_all()
         if self._background:
             self._start()
@@ -141,21 +149,40 @@ class Prefetcher(Generic[Item]):
             return None if self._stopping else self._first_missing()
 
     def _may_go_on(self) -> bool:
-        step = self._first_missing()[0]
+        return self._may_make(self._first_missing()[0])
+
+    def _may_make(self, step: int) -> bool:
         num_waiting = sum(key[0] > self._taking for key in self._items)
         return step <= self._taking or (step <= self._taking + self._window and num_waiting < self._queue_limit)
 
     def _first_missing(self) -> Key:
         step, micro = self._taking, 0
         while (step, micro) in self._items:
-            step, micro = (step, micro + 1) if micro + 1 < self._micro_steps else (step + 1, 0)
+            step, micro = self._after((step, micro))
         return step, micro
+
+    def _after(self, key: Key) -> Key:
+        step, micro = key
+        return (step, micro + 1) if micro + 1 < self._micro_steps else (step + 1, 0)
 
     def _make(self, key: Key) -> None:
         with self._changed:
-            if key not in self._samples:
-                self._samples[key] = self._draw()
-        asked = self._ask(self._samples[key], *key)
+            work = self._begin(key)
+            if self._encode and self._background and self._may_make(self._after(key)[0]):
+                self._begin(self._after(key))
+        asked = self._ask(work.result() if isinstance(work, Future) else work, *key)
         with self._changed:
+            self._encoded.pop(key, None)
             self._items[key] = self._finisher.submit(self._finish, asked, key[0])
             self._changed.notify_all()
+
+    def _begin(self, key: Key) -> Sequence[Any] | Future:
+        """What `ask` takes for `key`, drawn if it was not, or a promise of it, asked for again if it was broken."""
+        if key not in self._samples:
+            self._samples[key] = self._draw()
+        if self._encode is None:
+            return self._samples[key]
+        known = self._encoded.get(key)
+        if known is None or (known.done() and known.exception() is not None):
+            self._encoded[key] = self._encoder.submit(self._encode, self._samples[key])
+        return self._encoded[key]

@@ -316,6 +316,7 @@ def make_prefetcher(
     ask: Callable[[Any, Any, int, int], Any],
     finish: Callable[[Any, Any, int], Any],
     versions_of: Callable[[Any], list[str | None]],
+    encode: Callable[[Any, Any], Any] | None = None,
 ) -> Prefetcher:
     """What prepares a run's micro-steps: within their step, or with `async` before it (LRN-8). Only servers can be
     asked in the background: the other backends generate on all ranks together, with the weights that train.
@@ -334,5 +335,6 @@ def make_prefetcher(
         window=window,
         queue_limit=prefetch.queue_limit,
         is_fresh=lambda made, step: max(policy_lags(versions_of(made), step), default=0) <= window,
+        encode=partial(encode, run) if encode else None,
         background=run.client is not None,
     )
