@@ -170,19 +170,23 @@ class Prefetcher(Generic[Item]):
             work = self._begin(key)
             if self._encode and self._background and self._may_make(self._after(key)[0]):
                 self._begin(self._after(key))
-        asked = self._ask(work.result() if isinstance(work, Future) else work, *key)
+        try:
+            encoded = work.result() if isinstance(work, Future) else work
+        except Exception:
+            self._encoded.pop(key)  # for the next attempt
+            raise
+        asked = self._ask(encoded, *key)
         with self._changed:
             self._encoded.pop(key, None)
             self._items[key] = self._finisher.submit(self._finish, asked, key[0])
             self._changed.notify_all()
 
     def _begin(self, key: Key) -> Sequence[Any] | Future:
-        """What `ask` takes for `key`, drawn if it was not, or a promise of it, asked for again if it was broken."""
+        """What `ask` takes for `key`, drawn if it was not, or a promise of it."""
         if key not in self._samples:
             self._samples[key] = self._draw()
         if self._encode is None:
             return self._samples[key]
-        known = self._encoded.get(key)
-        if known is None or (known.done() and known.exception() is not None):
+        if key not in self._encoded:
             self._encoded[key] = self._encoder.submit(self._encode, self._samples[key])
         return self._encoded[key]
