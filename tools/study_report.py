@@ -322,6 +322,11 @@ def defaults(records: Sequence[Record], tasks: Sequence[str]) -> str:
             "them off by default, so they stay off in the schema; switch them on, as the demo's config does."
         )
     shown = ", ".join(f"{verdict or 'too few seeds'} on {task}" for task, verdict in zip(tasks, verdicts, strict=True))
+    if "better" in verdicts and set(verdicts) <= {"better", "same"}:
+        return (
+            f"**Defaults.** *{BOTH}* against *{PLAIN}*: {shown}. The shipped presets (`configs/base.yaml`) switch both "
+            "target options on; the schema keeps them off, as the contract says, and `teacher_forced_ratio` at 0."
+        )
     return (
         f"**Defaults.** *{BOTH}* against *{PLAIN}*: {shown}. That is no clear case for changing the schema's defaults "
         "(both target options off, `teacher_forced_ratio` 0); they stay."
