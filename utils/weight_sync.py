@@ -459,8 +459,8 @@ class WeightSync:
     Args:
         weights: what to send.
         ranks: the learner's ranks; rank 0 alone talks to servers.
-        client: `post(server index, path, body, timeout_s)`, `health(server index)`, `run_tokens` and `world_sizes`; used
-            on rank 0 only.
+        client: `post(server index, path, body, timeout_s)`, `health(server index)`, `run_tokens` and `world_sizes`;
+            used on rank 0 only.
         addresses: `(host of this learner as the server reaches it, group port)` per server.
         verify: `off`, `first` or `always` (SYN-7).
         probe: what the second step of verification compares; None leaves it out.
