@@ -50,6 +50,11 @@ class StandIn:
     def url(self, index: int) -> str:
         return f"http://server{index}"
 
+    def health(self, index: int) -> dict:
+        if index == 0:
+            raise RuntimeError("no answer")
+        return {"owner": "somebody"}
+
     def post(self, index: int, path: str, body: dict, timeout_s: float) -> dict:
         with self._lock:
             self.events.append(f"{index} {path}")
@@ -189,7 +194,8 @@ def test_a_group_port_that_is_taken_is_found_before_any_server_is_asked_CON_1(we
     server = StandIn(weights)
     with socket.create_server(("127.0.0.1", PORTS[1])), pytest.raises(RuntimeError) as raised:
         sync_with(server).open()
-    assert f"group port {PORTS[1]} on 127.0.0.1" in str(raised.value) and "in use" in str(raised.value)
+    for words in (f"group port {PORTS[1]} on 127.0.0.1", "in use", "http://server1 belongs to run somebody"):
+        assert words in str(raised.value)
     assert not [event for event in server.events if "/init_communicator/" in event]
 
 

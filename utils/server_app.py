@@ -140,7 +140,6 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
     @router.get("/health/")
     async def health() -> Response:
         body = {
-            "status": "ok",
             "state": gate.state,
             "boot_id": engine.boot_id,
             "weight_version": gate.version,
@@ -154,10 +153,12 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
         try:
             engine.check_alive()
         except Unavailable as error:
-            return JSONResponse(body | {"status": "dead", "reason": str(error)}, 503)
+            return JSONResponse(
+                {"status": "dead", "reason": str(error)} | body, 503
+            )  # why comes first: messages are cut
         if gate.state == "dirty":  # alive, so a learner may open a communicator and send full weights
-            return JSONResponse(body | {"status": "dirty", "reason": gate.reason}, 503)
-        return JSONResponse(body)
+            return JSONResponse({"status": "dirty", "reason": gate.reason} | body, 503)
+        return JSONResponse({"status": "ok"} | body)
 
     @router.get("/get_world_size/")
     async def get_world_size() -> dict[str, int]:

@@ -461,7 +461,8 @@ class WeightSync:
     Args:
         weights: what to send.
         ranks: the learner's ranks; rank 0 alone talks to servers.
-        client: `post(server index, path, body, timeout_s)`, `run_tokens` and `world_sizes`; used on rank 0 only.
+        client: `post(server index, path, body, timeout_s)`, `health(server index)`, `run_tokens` and `world_sizes`;
+            used on rank 0 only.
         addresses: `(host of this learner as the server reaches it, group port)` per server.
         verify: `off`, `first` or `always` (SYN-7).
         probe: what the second step of verification compares; None leaves it out.
@@ -510,7 +511,7 @@ class WeightSync:
         self._servers_are_whole = False
         self.transport.close()  # left over from before a failure
         if (taken := attempt(_check_free, self.addresses)) is not None:  # or a server would wait for us at that port
-            raise ConnectionError(_open_message(self.addresses, [], taken)) from taken
+            raise ConnectionError(_open_message(self.addresses, self._owners(), taken)) from taken
         with ThreadPoolExecutor(len(sizes)) as pool:
             answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
             ours = attempt(self.transport.open, self.addresses, sizes)
@@ -518,6 +519,15 @@ class WeightSync:
         if problems or ours is not None:
             self.transport.close()
             raise ConnectionError(_open_message(self.addresses, problems, ours)) from (problems or [ours])[0]
+
+    def _owners(self) -> list[str]:
+        """Whose the servers are, as far as they say: most likely the group ports' holder, too."""
+        owners = []
+        for index in range(len(self.addresses)):
+            with contextlib.suppress(RuntimeError):  # one that does not answer
+                if (owner := self.client.health(index)["owner"]) is not None:
+                    owners.append(f"{self.client.url(index)} belongs to run {owner}")
+        return owners
 
     def _init_communicator(self, index: int, world_size: int) -> None:
         host, port = self.addresses[index]
@@ -688,7 +698,7 @@ def _check_free(addresses: Sequence[tuple[str, int]]) -> None:
         socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET).close()
 
 
-def _open_message(addresses: list[tuple[str, int]], problems: list[Exception], ours: Exception | None) -> str:
+def _open_message(addresses: list[tuple[str, int]], problems: Sequence[Exception | str], ours: Exception | None) -> str:
     lines = [f"group port {port} on {host}" for host, port in addresses]
     lines += [f"  server said: {problem}" for problem in problems]
     lines += [f"  this side: {ours}"] if ours is not None else []

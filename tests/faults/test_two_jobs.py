@@ -71,11 +71,21 @@ def test_what_a_living_run_holds_is_refused_by_name_and_the_run_goes_on_LRN_5_CO
         assert f"training.output_dir={folder / 'first'}: in use by process {holder} on " in other.output
         assert "Traceback" not in other.output
 
-        with learner_of(endless(folder, "same_server", servers[0])) as other:
+        run_id = json.loads((folder / "first" / "run.json").read_text())["run_id"]
+        with learner_of(endless(folder, "same_group_port", servers[0])) as other:
             assert other.end() != 0
         last = other.output[other.output.rindex("run /") :]
-        assert "holds this server and its learner is alive; end that run or use another server" in last
-        assert servers[0].url in last and "it ended before the first step" in last
+        assert f"{servers[0].url} belongs to run {run_id}" in last and "Address already in use" in last
+        assert f"group port {servers[0].group_port} on 127.0.0.1" in last and "before the first step" in last
+
+        config = endless(folder, "same_server", servers[0])
+        group_port = str(servers[0].group_port)
+        config.write_text(config.read_text().replace(group_port, str(free_port())))
+        with learner_of(config) as other:
+            assert other.end() != 0
+        last = other.output[other.output.rindex("run /") :]
+        words = f"run {run_id} holds this server and its learner is alive; end that run or use another server"
+        assert words in last and servers[0].url in last and "it ended before the first step" in last
 
         with learner_of(endless(folder, "same_port", servers[1]), master_port=master_port) as other:
             assert other.end() != 0
