@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,6 +26,9 @@ from utils.wire import loopback_if_local, plan_buckets, tensor_digest
 
 logger = logging.getLogger(__name__)
 
+REFUSAL_S = (
+    0.5  # a server that another run holds says so at once; meeting one that does not come takes a whole time-out
+)
 _MERGE_BLOCK_BYTES = 4 << 20  # float32 rows merged at once: bounds the scratch memory, whatever the tensor's size
 
 
@@ -512,7 +515,9 @@ class WeightSync:
             raise ConnectionError(_open_message(self.addresses, self._owners(), taken)) from taken
         with ThreadPoolExecutor(len(sizes)) as pool:
             answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
-            ours = attempt(self.transport.open, self.addresses, sizes)
+            wait(answers, REFUSAL_S, FIRST_EXCEPTION)
+            is_refused = any(answer.done() and answer.exception() for answer in answers)
+            ours = None if is_refused else attempt(self.transport.open, self.addresses, sizes)
             problems = [error for error in (attempt(answer.result) for answer in answers) if error is not None]
         if problems or ours is not None:
             self.transport.close()
