@@ -187,6 +187,7 @@ def test_a_closed_port_is_explained_CON_1(weights):
         sync_with(server).open()
     for words in (f"group port {PORTS[1]}", "server1/init_communicator/ refused", "RM.rollout_backend: hf"):
         assert words in str(raised.value)
+    assert "open" not in server.events  # nobody to meet: that would take a whole time-out
 
 
 def test_a_group_port_that_is_taken_is_found_before_any_server_is_asked_CON_1(weights):

@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ from utils.wire import loopback_if_local, plan_buckets, tensor_digest
 
 logger = logging.getLogger(__name__)
 
+# A server that another run holds says so at once; meeting one that does not come takes a whole time-out.
+REFUSAL_S = 0.5
 # Float32 rows merged at once: bounds the scratch memory, whatever the tensor's size. On CPU a block stays in a core's
 # cache, and in memory that malloc does not hand back and fetch again page by page; on CUDA a block is five launches.
 _MERGE_BLOCK_BYTES = {"cpu": 512 << 10, "cuda": 4 << 20}
@@ -514,7 +516,9 @@ class WeightSync:
             raise ConnectionError(_open_message(self.addresses, self._owners(), taken)) from taken
         with ThreadPoolExecutor(len(sizes)) as pool:
             answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
-            ours = attempt(self.transport.open, self.addresses, sizes)
+            wait(answers, REFUSAL_S, FIRST_EXCEPTION)
+            is_refused = any(answer.done() and answer.exception() for answer in answers)
+            ours = None if is_refused else attempt(self.transport.open, self.addresses, sizes)
             problems = [error for error in (attempt(answer.result) for answer in answers) if error is not None]
         if problems or ours is not None:
             self.transport.close()
