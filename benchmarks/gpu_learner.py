@@ -66,7 +66,7 @@ def small_config() -> dict[str, Any]:
     return config | {name: 4000 + index for index, name in enumerate(ids)}
 
 
-LARGE = Size(known_config("2B"), torch.bfloat16, cap=16_384, num_segments=96, scale=1.0)
+LARGE = Size(known_config("2B"), torch.bfloat16, cap=12_000, num_segments=96, scale=1.0)
 SMALL = Size(small_config(), torch.float32, cap=512, num_segments=16, scale=0.15)
 
 
