@@ -96,22 +96,23 @@ def test_CFG_16_steps_are_open_without_data_and_given_with_max_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tuner", "trainable"),
+    ("tuner", "trainable", "can_change"),
     [
-        ({}, 40 + 12),  # full: language model with embeddings
-        ({"freeze_vit": False}, 52 + 30),
-        ({"freeze_aligner": False}, 52 + 8),
-        ({"type": "lora", "rank": 2}, 2 * (8 + 4)),  # q_proj only: A is [2, 4], B is [8, 2]
-        ({"type": "lora", "rank": 2, "use_dora": True}, 2 * (8 + 4) + 8),
-        ({"type": "lora", "rank": 2, "modules_to_save": ["embed_tokens"]}, 2 * (8 + 4) + 12),
-        ({"type": "lora", "rank": 1, "freeze_vit": False, "target_modules": ["qkv"]}, 6 + 5),
-        ({"type": "lora", "rank": 1, "target_modules": r".*\.q_proj"}, 8 + 4),
+        ({}, 40 + 12, 40 + 12),  # full: language model with embeddings
+        ({"freeze_vit": False}, 52 + 30, 52 + 30),
+        ({"freeze_aligner": False}, 52 + 8, 52 + 8),
+        ({"type": "lora", "rank": 2}, 2 * (8 + 4), 8 * 4),  # q_proj only: A is [2, 4], B is [8, 2]
+        ({"type": "lora", "rank": 2, "use_dora": True}, 2 * (8 + 4) + 8, 8 * 4),
+        ({"type": "lora", "rank": 2, "modules_to_save": ["embed_tokens"]}, 2 * (8 + 4) + 12, 8 * 4 + 12),
+        ({"type": "lora", "rank": 1, "freeze_vit": False, "target_modules": ["qkv"]}, 6 + 5, 6 * 5),
+        ({"type": "lora", "rank": 1, "target_modules": r".*\.q_proj"}, 8 + 4, 8 * 4),
     ],
 )
-def test_CFG_16_parameters_that_learn(tmp_path: Path, tuner: dict[str, Any], trainable: int) -> None:
-    """CFG-16."""
+def test_CFG_16_parameters_that_learn(tmp_path: Path, tuner: dict[str, Any], trainable: int, can_change: int) -> None:
+    """CFG-16: as numbers of parameters and as merged tensors that a sync sends after the first."""
     size = model_size(checkpoint(tmp_path), Tuner(**tuner))
-    assert (size.total, size.trainable, size.source) == (40 + 12 + 30 + 8, trainable, "")
+    assert (size.total, size.trainable, size.can_change) == (40 + 12 + 30 + 8, trainable, can_change)
+    assert size.source == ""
     # q_proj is [8, 4]: an identity of 4 x 4, and B A, the same scaled, and the sum with the weight
     assert size.dora_values == (4 * 4 + 3 * 8 * 4 if tuner.get("use_dora") else 0)
 

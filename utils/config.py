@@ -240,7 +240,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
 
 
 def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
-    """Validate a resolved mapping. What is not built yet concerns learners only; the rollout server serves it already.
+    """Validate a resolved mapping.
 
     Raises:
         ConfigError: with all problems, fields first, then rules between them.

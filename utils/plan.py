@@ -41,11 +41,13 @@ class ServerPlan:
 @dataclass(frozen=True)
 class ModelSize:
     """Numbers of parameters: all, and those that learn (with adapters). `dora_values`: how many numbers DoRA's largest
-    temporaries hold; `source`: where the shapes come from if not from the weights' own files."""
+    temporaries hold; `can_change`: of the tensors that training changes, adapters merged; `source`: where the shapes
+    come from if not from the weights' own files."""
 
     total: int
     trainable: int
     dora_values: int = 0
+    can_change: int = 0
     source: str = ""
 
 
@@ -214,11 +216,12 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
         return None
     if not shapes:
         return None
-    trainable = sum(_trainable(name, shape, tuner) for name, shape in shapes.items())
+    learning = {name: _trainable(name, shape, tuner) for name, shape in shapes.items()}
+    can_change = sum(prod(shapes[name]) for name, number in learning.items() if number)
     adapted = [shape for name, shape in shapes.items() if tuner.use_dora and _is_adapted(name, shape, tuner)]
     # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
     dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
-    return ModelSize(sum(map(prod, shapes.values())), trainable, dora_values, source)
+    return ModelSize(sum(map(prod, shapes.values())), sum(learning.values()), dora_values, can_change, source)
 
 
 def _architecture(path: Path) -> tuple[dict[str, Any], str]:

@@ -166,7 +166,6 @@ def work_of(
     training = cfg.training
     num_samples = learners * training.per_device_train_batch_size * training.gradient_accumulation_steps
     num_answers = num_samples * cfg.answers_per_sample
-    whole = cfg.tuner.type == "full" or cfg.tuner.target_modules == "all-linear"
     bytes_each = 4 if cfg.model.dtype == "float32" else 2
     return Work(
         num_answers=num_answers,
@@ -174,7 +173,7 @@ def work_of(
         num_tokens=num_answers * segment_tokens if segment_tokens else max_tokens_per_step(cfg, learners),
         parameters=size.total,
         trainable=size.trainable,
-        sync_bytes=size.total * bytes_each * (1.0 if whole else 0.2),  # q and v alone: less than a fifth
+        sync_bytes=size.can_change * bytes_each,
         recompute=training.gradient_checkpointing,
     )
 

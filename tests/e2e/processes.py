@@ -13,6 +13,8 @@ import psutil
 import requests
 import yaml
 
+from tools.launch import family_of
+
 ROOT = Path(__file__).parents[2]
 START_S = 400  # a loaded two-core machine; about 30 s on an idle one
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
@@ -42,6 +44,7 @@ class Server:
         self.session.trust_env = False
         if token:
             self.session.headers["Authorization"] = f"Bearer {token}"
+        self.token = token
         self.process = launch(self.config, self.log, token)
         self.children: list[psutil.Process] = []
 
@@ -67,6 +70,16 @@ class Server:
         answer = self.post("/infer/", {"infer_requests": asked, "request_config": config})
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def kill(self) -> None:
+        """SIGKILL to the front and all engines at once."""
+        for process in alive(family_of(self.process.pid)):
+            process.kill()
+        self.process.wait()
+
+    def start_again(self) -> "Server":
+        self.process = launch(self.config, self.log, self.token)
+        return self.wait_ready()
 
     def end(self) -> None:
         """Only what this test started, by process id."""

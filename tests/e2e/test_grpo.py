@@ -11,7 +11,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.processes import Server, alive, free_port, launch, run_learner, write_yaml
+from tests.e2e.processes import Server, free_port, run_learner, write_yaml
 from tools.demo_grpo import make_data
 from utils.records import read_rollout_log
 
@@ -189,12 +189,8 @@ def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4_LRN_1(fold
     while not (log.exists() and len(read_rollout_log(log)) >= 3) and learner.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    server.process.kill()
-    for child in alive(server.children):
-        child.kill()
-    server.process.wait()
-    server.process = launch(server.config, server.log, None)
-    server.wait_ready()
+    server.kill()
+    server.start_again()
     learner.join()
     assert results and results[0].returncode == 0, results and results[0].stdout[-6000:]
     assert "the run goes on" in results[0].stdout

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.processes import Server, alive, launch, run_learner, write_yaml
+from tests.e2e.processes import Server, run_learner, write_yaml
 from tools.make_demo import make_dataset
 from utils.records import read_rollout_log
 
@@ -111,13 +111,9 @@ def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4(folder, se
     while not (log.exists() and len(read_rollout_log(log)) >= KILLED_AT) and learner.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    server.process.kill()
-    for child in alive(server.children):
-        child.kill()
-    server.process.wait()
+    server.kill()
     time.sleep(AWAY_S)
-    server.process = launch(server.config, server.log, None)
-    server.wait_ready()
+    server.start_again()
     learner.join()
     assert results and results[0].returncode == 0, results and results[0].stdout[-6000:]
     lines = read_rollout_log(log)

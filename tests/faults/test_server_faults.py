@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.processes import Server, alive, launch, write_yaml
+from tests.e2e.processes import Server, write_yaml
 from tests.faults import proxy as faults
 from tests.faults.learners import LearnerProcess, assert_clean_end, curves
 from tests.faults.proxy import Proxy
@@ -49,7 +49,7 @@ def lasting_server(folder, start_model) -> Iterator[Server]:
 def server(lasting_server) -> Server:
     """The same one for all tests, started again where a test has ended it."""
     if lasting_server.process.poll() is not None:
-        start_again(lasting_server)
+        lasting_server.start_again()
     return lasting_server
 
 
@@ -58,19 +58,6 @@ def proxy(server) -> Iterator[Proxy]:
     between = Proxy(server.url)
     yield between
     between.close()
-
-
-def start_again(server: Server) -> None:
-    server.process = launch(server.config, server.log)
-    server.wait_ready()
-
-
-def end_tree(server: Server) -> None:
-    """SIGKILL to the front and all engines at once."""
-    family = family_of(server.process.pid)
-    for process in alive(family):
-        process.kill()
-    server.process.wait()
 
 
 def config_of(
@@ -228,9 +215,9 @@ def test_a_server_that_is_killed_and_started_again_costs_nothing_CON_4(folder, s
     """CON-4, SYN-6, SYN-8: killed while idle, while generating and in the middle of a sync, in one run."""
     with learner_of(config_of(folder, "thrice", server, proxy.url, time_out_s=400.0)) as learner:
         for moment, count in (("idle", 2), ("generating", 2), ("syncing", 2)):
-            proxy.on_request = Strike(server, moment, count, lambda: end_tree(server))
+            proxy.on_request = Strike(server, moment, count, server.kill)
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
-            start_again(server)
+            server.start_again()
         assert learner.end() == 0, learner.output[-6000:]
     assert learner.output.count("all rollout servers answer; opening") == 3, learner.output[-6000:]
     assert_each_sample_answered_once(folder / "thrice", 4)
@@ -246,7 +233,7 @@ def test_a_server_that_does_not_come_back_ends_the_run_in_time_CON_4_CON_5_SYN_3
     server that thaws is as good as new for the next run."""
     name = f"{what}_{moment}"
     count = PER_STEP + 1 if moment == "generating" else 2
-    proxy.on_request = Strike(server, moment, count, lambda: (end_tree if what == "killed" else freeze)(server))
+    proxy.on_request = Strike(server, moment, count, server.kill if what == "killed" else lambda: freeze(server))
     with learner_of(config_of(folder, name, server, proxy.url)) as learner:
         try:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
@@ -295,8 +282,8 @@ def test_one_of_two_engines_killed_SRV_6_CON_4(folder, start_model, comes_back):
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
             family = family_of(learner.process.pid)
             if comes_back:
-                end_tree(server)
-                start_again(server)
+                server.kill()
+                server.start_again()
                 assert learner.end() == 0, learner.output[-6000:]
                 assert "the run goes on" in learner.output
                 return
