@@ -201,21 +201,11 @@ def listen(host: str, port: int) -> socket.socket:
         server.bind(address)
         server.listen(1024)
     except OSError as error:
+        from utils.ports import port_holder
+
         server.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{port_holder(port)}") from error
     return server
-
-
-def port_holder(port: int) -> str:
-    """Who listens on `port`, as far as the system tells this user; for an error message."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-                return f"; held by process {connection.pid}: {command[:200]}"
-    return ""
 
 
 class LoadingAnswer:

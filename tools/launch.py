@@ -5,9 +5,10 @@
 On SIGTERM the `deepspeed` command itself ends and leaves its ranks running; on Ctrl-C its inner launcher gives them 30
 seconds and then kills them, checkpoint or not (DeepSpeed 0.19). So it runs in a session of its own here; SIGTERM,
 SIGINT and SIGHUP go to the ranks as SIGTERM; and their exit status comes back. Where a rank was killed, and others with
-it before they could speak, the last words are said here.
+it before they could speak, the last words are said here. A rendezvous port that is taken is refused before all that.
 """
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -16,8 +17,17 @@ from types import FrameType
 
 import psutil
 
+from utils.ports import check_master_port
+
+MASTER_PORT = 29500  # DeepSpeed's, where none is given
+
 
 def main() -> None:
+    try:
+        check_port_of(sys.argv[1:])
+    except OSError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     launcher = Path(sys.executable).parent / "deepspeed"
     process = subprocess.Popen([launcher, *sys.argv[1:]], start_new_session=True)
 
@@ -31,6 +41,18 @@ def main() -> None:
     if 256 - status in set(signal.Signals):  # of a rank that a signal ended
         print("\n".join(words_for_the_killed(256 - status, sys.argv[1:])), file=sys.stderr, flush=True)
     sys.exit(status if status >= 0 else 128 - status)
+
+
+def check_port_of(arguments: list[str]) -> None:
+    """Raises OSError where the ranks could not meet at `--master_port`. A dry run needs no port.
+
+    Args:
+        arguments: as for this program.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--master_port", type=int, default=MASTER_PORT)
+    if "--dry-run" not in arguments:
+        check_master_port(parser.parse_known_args(arguments)[0].master_port)
 
 
 def words_for_the_killed(number: int, arguments: list[str]) -> list[str]:

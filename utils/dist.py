@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from utils.ports import check_master_port
+
 
 class FailedTogether(RuntimeError):
     """An error that all ranks have been told of already, so no further fence may be tried on its account."""
@@ -28,6 +30,12 @@ class Ranks:
         self.device = _device(self.local_rank)
         self._timeout = timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
+
+    def check_port(self) -> None:
+        """Raises OSError on rank 0 where the port that the launcher chose is taken. torchrun listens on its own."""
+        is_given = "MASTER_PORT" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if self.is_main and is_given and not dist.is_initialized():
+            check_master_port(int(os.environ["MASTER_PORT"]))
 
     def open(self) -> None:
         """Open the process groups (collective). Works under `deepspeed`, `torchrun` and, alone, without a launcher."""

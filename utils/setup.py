@@ -74,8 +74,11 @@ def open_session(
         check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
         check_kernels(cfg, has_liger=find_spec("liger_kernel") is not None, has_cuda=ranks.device.type == "cuda")
         engine_json(cfg, ranks.world_size)
+        ranks.check_port()
     except ConfigError as error:
         exit_with(error, ranks.is_main)
+    except OSError as error:
+        exit_with(str(error), ranks.is_main)
     logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
     datasets, weights, val_samples = load_data(cfg, ranks.is_main)
     if problems := problems_of([sample for part in (*datasets, val_samples) for sample in part]):

@@ -89,8 +89,8 @@ def test_what_a_living_run_holds_is_refused_by_name_and_the_run_goes_on_LRN_5_CO
 
         with learner_of(endless(folder, "same_port", servers[1]), master_port=master_port) as other:
             assert other.end() != 0
-        last = other.output[other.output.rindex("run /") :]
-        assert str(master_port) in last and "it ended before the first step" in last
+        assert f"port {master_port}: Address already in use; held by process {holder}: " in other.output
+        assert "Traceback" not in other.output
 
         step = newest_step(folder / "first")
         assert first.wait_for(lambda: newest_step(folder / "first") >= step + 2), first.output[-6000:]
