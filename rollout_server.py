@@ -65,6 +65,7 @@ class Launch:
     allow_image_urls: bool
     allow_remote: bool
     engine_kwargs: dict[str, Any]
+    stuck_s: float  # an engine that has not answered for so long counts as hung
 
     @property
     def world_size(self) -> int:
@@ -110,6 +111,7 @@ def resolve(cfg: Any, index: int) -> Launch:
         allow_image_urls=settings.allow_image_urls,
         allow_remote=settings.allow_remote,
         engine_kwargs=dict(settings.vllm_engine_kwargs),
+        stuck_s=cfg.connection.timeout_s / 2,
     )
 
 
@@ -305,7 +307,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         llm = AsyncLLM.from_engine_args(engine_args(launch))
         processor = load_processor(launch.model_path, launch.min_pixels, launch.max_pixels)
         images = ImageStore(launch.image_roots, launch.allow_image_urls)
-        engine = RolloutEngine(llm, processor, images, launch.model_path, launch.world_size)
+        engine = RolloutEngine(llm, processor, images, launch.model_path, launch.world_size, launch.stuck_s)
         await engine.warm_up()
     updates = WeightUpdates(engine, "nccl" if launch.device == "cuda" else "gloo")
     app = make_app(engine, updates, token, launch.prefix)

@@ -58,6 +58,7 @@ def launch_of(model_dir: Path, **changes) -> Launch:
         allow_image_urls=False,
         allow_remote=False,
         engine_kwargs={},
+        stuck_s=120.0,
     )
     return dataclasses.replace(launch, **changes)
 
@@ -203,6 +204,7 @@ def test_a_grpo_server_uses_up_its_devices_exactly(model_dir, tmp_path, monkeypa
     monkeypatch.setattr("rollout_server.count_cuda_devices", lambda: num_devices)
     launch = resolve(load_config(grpo_config(model_dir, tmp_path)), 0)
     assert (launch.host, launch.port, launch.world_size, launch.max_lora_rank) == ("127.0.0.1", 8080, 6, None)
+    assert launch.stuck_s == 120.0
     found = problems_of(launch, None)
     assert len(found) == (num_devices != 6)
     assert num_devices == 6 or f"= 6, but {num_devices} CUDA devices are visible" in found[0]

@@ -1,6 +1,7 @@
 """SRV-9 placement, SRV-3 token, and the weight-update state machine (SYN-3, SYN-9), with a make-believe vLLM."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,6 @@ pytest.importorskip("vllm")
 
 from fastapi.testclient import TestClient  # noqa: E402
 
-from utils import server_engine  # noqa: E402
 from utils.images import ImageStore  # noqa: E402
 from utils.protocol import (  # noqa: E402
     FinishWeightUpdate,
@@ -21,6 +21,8 @@ from utils.protocol import (  # noqa: E402
 )
 from utils.server_app import make_app  # noqa: E402
 from utils.server_engine import BadCall, Conflict, RolloutEngine, Unavailable, UpdateFailed, WeightUpdates  # noqa: E402
+
+STUCK_S = 120.0
 
 
 class FakeLLM:
@@ -119,7 +121,7 @@ class FakeTokenizer:
 
 def make(**kwargs) -> tuple[FakeLLM, RolloutEngine, WeightUpdates]:
     llm = FakeLLM(**kwargs)
-    engine = RolloutEngine(llm, FakeTokenizer(), ImageStore([]), "model", 2)
+    engine = RolloutEngine(llm, FakeTokenizer(), ImageStore([]), "model", 2, STUCK_S)
     return llm, engine, WeightUpdates(engine, "gloo")
 
 
@@ -353,11 +355,25 @@ def test_health_is_good_only_while_the_server_can_generate():
     infer = client.post("/infer/", json={"infer_requests": [{"messages": [{"role": "user", "content": "x"}]}]})
     assert infer.status_code == 503
     engine.gate.move("idle", "a:2")
-    engine.last_contact -= 2 * server_engine.STUCK_S
-    assert client.get("/health/").status_code == 503
-    engine.last_contact += 2 * server_engine.STUCK_S
     llm.errored = True
     assert client.get("/health/").json()["status"] == "dead"
+
+
+def test_an_engine_that_is_silent_for_too_long_counts_as_hung_SRV_6():
+    """SRV-6: in a weight update for as long as the learner waits (`sync.timeout_s`); and not once it answers."""
+    llm, engine, updates = make()
+    asyncio.run(updates.init(INIT.model_copy(update={"timeout_s": 300.0})))
+    client = TestClient(make_app(engine, updates, None))
+    for state, limit_s in (("idle", STUCK_S), ("dirty", STUCK_S), ("updating", 300.0)):
+        engine.gate.move(state)
+        engine.last_contact = time.monotonic() - limit_s + 60
+        assert client.get("/health/").json()["status"] != "dead"
+        engine.last_contact = time.monotonic() - limit_s - 1
+        answer = client.get("/health/")
+        words = f"an engine process has not answered for {limit_s + 1:.0f} s; restart the server"
+        assert (answer.status_code, answer.json()["status"], answer.json()["reason"]) == (503, "dead", words)
+        asyncio.run(engine.on_all_engines("get_weight_version"))
+        assert client.get("/health/").json()["status"] != "dead"
 
 
 def test_a_token_is_required_on_every_endpoint():

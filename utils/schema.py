@@ -159,7 +159,9 @@ class Server(Section):
         None, description="paired form: a list pairs by index; one port with several urls gives url i the port + i"
     )
     timeout_s: PositiveFloat = Field(
-        240.0, description="limit for reachability checks and for opening the communicator, in seconds"
+        240.0,
+        description="limit for reachability checks and for opening the communicator, in seconds; "
+        "a server whose engine is silent for half of it reports itself dead",
     )
     infer_timeout_s: float | None = Field(
         None, description="limit for one /infer/ request in seconds; null, zero or negative: none"
@@ -475,7 +477,11 @@ class Rlhf(Section):
     vllm_server_host: list[str] = Field(["127.0.0.1"], description="server mode: exactly one loopback host")
     vllm_server_port: list[Port] = Field([8080], description="server mode: exactly one port")
     vllm_server_group_port: Port = Field(51216, description="port of the weight communicator")
-    vllm_server_timeout: PositiveFloat = Field(240.0, description="limit for reachability checks, in seconds")
+    vllm_server_timeout: PositiveFloat = Field(
+        240.0,
+        description="limit for reachability checks, in seconds; "
+        "a server whose engine is silent for half of it reports itself dead",
+    )
     vllm_gpu_memory_utilization: float = Field(
         0.45, gt=0, le=1, description="colocate: share of a device's memory for vLLM"
     )

@@ -49,8 +49,7 @@ logger = logging.getLogger(__name__)
 
 IN_MEMORY = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # a filled slot is used without a look at the path
 NO_VERSION = "default"  # vLLM's name for weights that were never updated
-PULSE_S = 5.0
-STUCK_S = 120.0  # an engine that has not answered for so long, outside of weight updates, counts as hung
+PULSE_S = 5.0  # between two questions whether the engines live, at most
 
 
 class BadCall(ValueError):
@@ -109,15 +108,19 @@ class RolloutEngine:
     Args:
         processor: the model's processor (or tokenizer), whose chat template writes the prompts.
         world_size: devices, TP x DP.
+        stuck_s: an engine that has not answered for so long counts as hung; in a weight update for `update_s`.
     """
 
-    def __init__(self, llm: AsyncLLM, processor: Any, images: ImageStore, model_path: str, world_size: int) -> None:
+    def __init__(
+        self, llm: AsyncLLM, processor: Any, images: ImageStore, model_path: str, world_size: int, stuck_s: float
+    ) -> None:
         self.llm = llm
         self.processor = processor
         self.images = images
         self.model_path = model_path
         self.model_digest = model_digest(model_path)
         self.world_size = world_size
+        self.stuck_s, self.update_s = stuck_s, stuck_s
         self.boot_id = uuid.uuid4().hex
         self.gate = Gate()
         self.gate.opened.set()
@@ -179,8 +182,8 @@ class RolloutEngine:
         if self.llm.errored:
             raise Unavailable("an engine process died; restart the server")
         silent_s = time.monotonic() - self.last_contact
-        if silent_s > STUCK_S and self.gate.state != "updating":
-            raise Unavailable(f"an engine process has not answered for {silent_s:.0f} s")
+        if silent_s > (self.update_s if self.gate.state == "updating" else self.stuck_s):
+            raise Unavailable(f"an engine process has not answered for {silent_s:.0f} s; restart the server")
 
     async def watch(self) -> None:
         """Ask all engines for a sign of life for ever."""
@@ -189,7 +192,7 @@ class RolloutEngine:
                 await self.on_all_engines("get_weight_version")
             except Exception:  # whatever it was, it was no sign of life; check_alive says so
                 logger.exception("an engine did not answer")
-            await asyncio.sleep(PULSE_S)
+            await asyncio.sleep(min(PULSE_S, self.stuck_s / 4))
 
     async def on_all_engines(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every engine process; waits for all of them, then raises the first error.
@@ -400,6 +403,7 @@ class WeightUpdates:
             if self.gate.state == "updating":  # its learner died
                 await self._fail(f"run {call.run_id} took over during an update of run {self.owner}")
             self.owner, self._token = call.run_id, secrets.token_urlsafe(32)
+            self.engine.update_s = call.timeout_s  # how long the learner waits for each step
             await self.engine.on_all_workers("init", self._init_info(call))
             return {"boot_id": self.engine.boot_id, "transport": self.transport, "run_token": self._token}
         finally:

@@ -34,10 +34,18 @@ def write_yaml(path: Path, content: dict[str, Any]) -> Path:
 class Server:
     """A started `rollout_server.py` and how to talk to it."""
 
-    def __init__(self, folder: Path, model: Path, prefix: str = "", token: str | None = None, **settings: Any):
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        prefix: str = "",
+        token: str | None = None,
+        timeout_s: float = 240.0,
+        **settings: Any,
+    ):
         self.port, self.group_port = free_port(), free_port()
         self.url = self.base_url = f"http://127.0.0.1:{self.port}{prefix}"
-        config = config_of(folder, model, self.url, self.group_port, settings)
+        config = config_of(folder, model, self.url, self.group_port, settings, timeout_s)
         self.config = write_yaml(folder / f"server_{self.port}.yaml", config)
         self.log = folder / f"server_{self.port}.log"
         self.session = requests.Session()
@@ -125,12 +133,15 @@ def run_program(
     return subprocess.CompletedProcess(command, process.returncode, stdout=output)
 
 
-def config_of(folder: Path, model: Path, url: str, group_port: int, settings: dict[str, Any]) -> dict[str, Any]:
+def config_of(
+    folder: Path, model: Path, url: str, group_port: int, settings: dict[str, Any], timeout_s: float = 240.0
+) -> dict[str, Any]:
     """A config for server and learner; `settings` go into the rollout server's section."""
+    connection = {"servers": [{"base_url": url, "group_port": group_port}], "timeout_s": timeout_s}
     matching = {
         "rollout_backend": "vllm",
         "max_new_tokens": 64,
-        "vllm": {"mode": "server", "server": {"servers": [{"base_url": url, "group_port": group_port}]}},
+        "vllm": {"mode": "server", "server": connection},
     }
     server = {"device": "cpu", "vllm_max_model_len": 512, "cpu_kv_cache_gib": 1} | settings
     return {

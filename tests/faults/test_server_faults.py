@@ -295,6 +295,46 @@ def test_one_of_two_engines_killed_SRV_6_CON_4(folder, start_model, comes_back):
         server.end()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["generating", "syncing"])
+def test_an_engine_that_hangs_while_the_front_answers_SRV_6_CON_5_SYN_3(folder, start_model, moment):
+    """SRV-6, CON-5, SYN-3, LRN-5: one of two stopped; the server says so within half of its `timeout_s`, in a sync
+    within the learner's `sync.timeout_s`; then the run ends. Once the engine answers again, so does the server."""
+    server_s, name = 20.0, f"hangs_{moment}"
+    stuck_s = TIME_OUT_S if moment == "syncing" else server_s / 2
+    server = Server(folder, start_model, vllm_data_parallel_size=2, timeout_s=server_s)
+    proxy = Proxy(server.url)
+    try:
+        server.wait_ready()
+        engines = [child for child in server.children if "EngineCore" in " ".join(child.cmdline())]
+        assert len(engines) == 2
+        count = 3 if moment == "generating" else 2  # of one round per rank and step: two engines have twice the slots
+        proxy.on_request = Strike(server, moment, count, engines[1].suspend)
+        with learner_of(config_of(folder, name, server, proxy.url)) as learner:
+            assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
+            family, start = family_of(learner.process.pid), time.monotonic()
+            answer = server.get("/health/")
+            while answer.status_code == 200 and time.monotonic() < start + END_S:
+                time.sleep(0.2)
+                answer = server.get("/health/")
+            noticed_s = time.monotonic() - start
+            learner.end(END_S)
+            print(f"{name}: noticed after {noticed_s:.1f} s, ended after {time.monotonic() - start:.1f} s")
+        hangs = "an engine process has not answered for "
+        assert answer.status_code == 503 and answer.json()["status"] == "dead" and hangs in answer.json()["reason"]
+        assert stuck_s - 4 < noticed_s < stuck_s + 20
+        assert_clean_end(learner, family, hangs, folder / name, step=1)
+        assert proxy.url in learner.output[learner.output.rindex("run /") :]
+        thaw(server)
+        deadline = time.monotonic() + END_S
+        while (status := server.get("/health/").json()["status"]) == "dead" and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert status == ("ok" if moment == "generating" else "dirty")
+    finally:
+        proxy.close()
+        server.end()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # before the first step
 
