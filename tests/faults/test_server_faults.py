@@ -340,16 +340,17 @@ def test_an_engine_that_hangs_while_the_front_answers_SRV_6_CON_5_SYN_3(folder, 
 
 
 @pytest.mark.slow
-def test_a_group_port_that_is_taken_ends_the_run_CON_1(folder, server):
-    """CON-1: named, with the ways out, and the server is as before."""
+def test_a_group_port_that_is_taken_ends_the_run_CON_1(folder, server, proxy):
+    """CON-1: named, with the ways out, and the server, which was not asked to meet there, is as before."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = config_of(folder, "taken", server, server.url)
+        config = config_of(folder, "taken", server, proxy.url)
         port = listener.getsockname()[1]
         write_yaml(config, yaml.safe_load(config.read_text().replace(str(server.group_port), str(port))))
         with learner_of(config) as learner:
             assert learner.end(200) != 0
     assert f"group port {port} on 127.0.0.1" in learner.output and "change the group port" in learner.output
     assert "it ended before the first step" in learner.output[learner.output.rindex("run /") :]
+    assert "/health/" in proxy.seen and "/init_communicator/" not in proxy.seen
     with learner_of(config_of(folder, "free_again", server, server.url)) as learner:
         assert learner.end() == 0, learner.output[-6000:]
 
