@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 EXIT_USAGE = 2
 SHUTDOWN_S = 8.0  # then what has not ended by itself is killed; a loaded machine needs time for that, too (SRV-7)
 PARENT_PID = "ROLLOUT_SERVER_PARENT_PID"  # environment variable: who spawns processes here
+ON_CPU = "ROLLOUT_SERVER_ON_CPU"  # environment variable: set where they are for the CPU
 
 
 def die_with_parent() -> None:
@@ -35,8 +36,27 @@ def die_with_parent() -> None:
     os.environ[PARENT_PID] = str(os.getpid())  # for this process's own children
 
 
-if __name__ == "__mp_main__":  # vLLM's engines, workers and coordinator import this file first when they are spawned
+def sleep_while_waiting() -> None:
+    """Have this process of vLLM's sleep until the next message comes.
+
+    vLLM 0.32 spins for a second first, so that an engine spins while its worker works: a core that others need. Asleep
+    it can miss the word that a message has come, and would look after 5 s only.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)  # busy_loop_s
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 5
+
+
+def begin_as_child() -> None:
+    """What each process that vLLM spawns (engines, workers, coordinator) does first: it imports the main file first."""
     die_with_parent()
+    if os.environ.get(ON_CPU):
+        sleep_while_waiting()
+
+
+if __name__ == "__mp_main__":
+    begin_as_child()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +270,7 @@ def set_environment(launch: Launch) -> None:
     os.environ[PARENT_PID] = str(os.getpid())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.getenv("PYTHONPATH")])])
     if launch.device == "cpu":
+        os.environ[ON_CPU] = "1"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(launch.cpu_kv_cache_gib)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         threads = max(1, (os.cpu_count() or 1) // (2 * launch.world_size))  # half the cores are the learner's

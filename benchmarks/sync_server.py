@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rollout_server
 
 if __name__ == "__mp_main__":
-    rollout_server.die_with_parent()
+    rollout_server.begin_as_child()
 
 serve = rollout_server.serve
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from rollout_server import (
+    ON_CPU,
+    PARENT_PID,
     Launch,
     LoadingAnswer,
     describe,
@@ -232,3 +234,20 @@ def test_dry_run_of_the_grpo_presets(path):
     assert done.returncode == 0, done.stderr
     for words in ("http://127.0.0.1:8080/", "data parallel     6", "max model length  12000", "0.6 of each device"):
         assert words in done.stdout
+
+
+def test_processes_of_vllm_sleep_while_they_wait_on_cpu():
+    """One that spins for vLLM's own second takes a core from its worker and from the learner; asleep it may miss the
+    word that a message has come."""
+    program = """
+import os, rollout_server
+rollout_server.begin_as_child()
+from vllm.distributed.device_communicators import shm_broadcast
+print(shm_broadcast.SpinCondition.__init__.__defaults__[-1], shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS)
+reader = shm_broadcast.MessageQueue.ReadTimeoutWithWarnings(timeout=None, should_warn=True)
+print(reader.timeout_ms())
+"""
+    environment = {**os.environ, ON_CPU: "1", PARENT_PID: str(os.getpid())}
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    spins_s, looks_again_ms, waits_ms = run.stdout.split()[-3:]
+    assert float(spins_s) <= 0.01 and int(looks_again_ms) == int(waits_ms) <= 20, run.stderr

@@ -330,13 +330,20 @@ def test_a_learner_in_the_middle_of_a_broadcast_hears_that_the_worker_left():
     assert time.monotonic() - start < 10
 
 
-def test_workers_on_cpu_do_not_spin_when_idle():
-    """A worker that spins for vLLM's own second takes a core from the learner beside it."""
-    from inspect import signature
-
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    assert signature(SpinCondition.__init__).parameters["busy_loop_s"].default <= 0.05
+def test_memory_of_a_bucket_is_used_again_once_no_view_of_it_is_left():
+    memory = vllm_worker.BucketMemory()
+    bucket = memory.take(1 << 20)
+    address, view = bucket.data_ptr(), bucket[128:256].view(torch.bfloat16)
+    del bucket
+    assert memory.take(1 << 10).data_ptr() != address  # the view is still somebody's
+    del view
+    smaller = memory.take(1 << 19)
+    assert smaller.data_ptr() == address and smaller.shape == (1 << 19,)
+    del smaller
+    grown = memory.take(1 << 21)
+    assert len(grown) == 1 << 21
+    del grown
+    assert sum(map(len, memory.spare)) <= (1 << 20) + (1 << 21)  # what was in use at once
 
 
 def test_nobody_waits_for_ever():

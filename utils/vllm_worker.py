@@ -15,15 +15,18 @@ import contextlib
 import itertools
 import logging
 import threading
+import weakref
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.utils import (
     stateless_destroy_torch_distributed_process_group,
     stateless_init_torch_distributed_process_group,
@@ -47,7 +50,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.platforms import current_platform
 
 from utils.rendezvous import open_nccl
 from utils.wire import (
@@ -298,6 +300,27 @@ class _StreamedUpdates:
         return {"parameters": parameters, "digests": dict(self._ledger) if self.session.digest else {}}
 
 
+class BucketMemory:
+    """Where buckets are received. Memory is used again once nobody holds a view of it: fresh pages cost as much as what
+    arrives in them. vLLM keeps views of the tensors of a module until that module is complete."""
+
+    def __init__(self) -> None:
+        self.spare: list[np.ndarray] = []  # uint8, smallest first
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Uint8 `[num_bytes]`, uninitialised. Its memory comes back by itself when the last view is gone."""
+        index = bisect_left(self.spare, num_bytes, key=len)
+        if index < len(self.spare):
+            memory = self.spare.pop(index)
+        else:
+            # Not from the heap, whose large free blocks the model's loading uses again.
+            memory = np.frombuffer(mmap(-1, num_bytes, MAP_PRIVATE | MAP_ANONYMOUS), np.uint8)
+            del self.spare[:1]  # grown out of: no more memory is kept than was ever in use at once
+        view = memory[:num_bytes]
+        weakref.finalize(view, insort, self.spare, memory, key=len).atexit = False
+        return torch.from_numpy(view)
+
+
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
     """The learner (rank 0) hosts the store; `timeout_s` bounds the rendezvous and every single broadcast."""
@@ -327,6 +350,7 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
     _group: torch.distributed.ProcessGroup | None = None
     _learners_store: torch.distributed.Store | None = None
     _bucket_bytes = 0
+    _memory: BucketMemory
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()  # left over from a learner that died
@@ -361,7 +385,7 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
             raise RuntimeError(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error
 
     def _buckets(self, layouts: list[BucketLayout]) -> Iterator[tuple[BucketLayout, torch.Tensor]]:
-        """Buckets in order. Each gets memory of its own: vLLM keeps views of tensors whose module is incomplete."""
+        """Buckets in order, the next one on its way."""
         arriving = self._receive(layouts[0])
         for index, layout in enumerate(layouts):
             bucket, work = arriving
@@ -371,13 +395,14 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
             yield layout, bucket
 
     def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, torch.distributed.Work]:
-        bucket = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        bucket = self._memory.take(layout.num_bytes)
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         return bucket, self._group.broadcast([bucket], options)
 
     def shutdown(self) -> None:
+        self._memory = BucketMemory()
         if self._group is not None:
             with contextlib.suppress(RuntimeError, KeyError):
                 stateless_destroy_torch_distributed_process_group(self._group)
@@ -577,14 +602,6 @@ def _some(names: list[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
-
-def _sleep_when_idle(busy_loop_s: float = 0.01) -> None:
-    """vLLM 0.32 workers spin for a second after each message: on CPU that is a core, which the learner needs."""
-    SpinCondition.__init__.__defaults__ = (busy_loop_s,)
-
-
-if current_platform.is_cpu():
-    _sleep_when_idle()
 
 for _name, _engine in (("stream_gloo", StreamGlooEngine), ("stream_nccl", StreamNcclEngine)):
     with contextlib.suppress(ValueError):  # imported under a second name: already registered

@@ -8,6 +8,7 @@ All contact with vLLM's trainer side of weight transfer is in this module; the r
 
 import contextlib
 import logging
+import math
 import socket
 import time
 import traceback
@@ -58,7 +59,7 @@ class WeightEntry:
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.weight.element_size()
+        return math.prod(self.shape) * self.weight.element_size()
 
     @property
     def parts(self) -> list[nn.Parameter]:
@@ -252,11 +253,12 @@ class GlooTransport:
         digests: dict[str, str] = {}
         budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
         broadcasts = _Broadcasts(self._groups, alive, time.monotonic() + self.timeout_s)
+        is_sharded = weights.is_sharded
         for bucket in plan_buckets([entry.num_bytes for entry in entries], self.bucket_bytes):
             broadcasts.wait(at_most_bytes=budget - bucket.num_bytes)
             buffer = broadcasts.take(bucket.num_bytes)
             for entry, offset in zip(entries[bucket.first : bucket.last], bucket.offsets, strict=True):
-                if weights.is_sharded:
+                if is_sharded:
                     broadcasts.wait(at_most_bytes=budget - bucket.num_bytes - entry.num_bytes)
                     broadcasts.spare = None  # its bytes are for what is gathered
                 view = buffer[offset : offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
