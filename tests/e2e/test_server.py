@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from tests import ms_swift
 from tests.e2e import traffic
 from tests.e2e.processes import START_S, Server, alive, launch
+from tools.launch import family_of
 from utils.wire import plan_buckets, tensor_digest
 
 pytestmark = pytest.mark.e2e
@@ -318,6 +319,24 @@ def test_weights_arrive_bit_for_bit_and_are_served(server, other_model, start_mo
         assert server.get("/health/").json()["weight_version"] == version
         assert_serves(server, model, asked[:2])
         assert server.infer(asked[:1], **GREEDY)[0]["rollout_infos"]["weight_version"] == version
+
+
+def test_engines_leave_the_cores_alone_while_their_workers_work(server, other_model):
+    """SRV-8: vLLM's own engines spin for a second after each call: a core each that the learner beside them needs."""
+
+    class Late(Learner):
+        share = 0.0  # of a core, used by all processes of the server while workers wait for the first bucket
+
+        def _send(self, tensors: list[torch.Tensor], stop_before: int | None) -> None:
+            processes = family_of(self.server.process.pid)
+            before = sum(sum(process.cpu_times()[:2]) for process in processes)
+            time.sleep(1.0)
+            self.share = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+            super()._send(tensors, stop_before)
+
+    learner = Late(server, "run-late")
+    assert learner.update(load_file(other_model / "model.safetensors"), "run-late:1").status_code == 200
+    assert learner.share < 0.3
 
 
 def test_frozen_tensors_need_not_be_sent_again(server, other_model, start_model, asked, tmp_path):
