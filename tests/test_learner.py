@@ -43,7 +43,7 @@ def test_decay_by_hand_CFG_17():
 # one optimizer step of GRPO, DeepSpeed included
 
 
-def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict) -> Learner:
+def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: str = "zero2") -> Learner:
     """With an epsilon that does not blow rounding up to whole steps."""
     config = {
         "model": {"path": str(model), "dtype": "float32"},
@@ -60,7 +60,7 @@ def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict) -> Learner:
             "adam_epsilon": 1e-2,
             "max_grad_norm": 0.0,
         },
-        "deepspeed": "zero2",
+        "deepspeed": deepspeed,
     }
     return Learner(build_config(config), ranks, num_steps=4)
 
@@ -94,10 +94,13 @@ def plain_logprobs(model: nn.Module, segment: Segment, temperature: float) -> to
     return log_p[torch.arange(len(segment)) - 1, input_ids[0]][segment.answer_start :]
 
 
-def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_PCK_8(tmp_path, start_model, ranks):
+@pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
+def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_PCK_8(
+    tmp_path, start_model, ranks, deepspeed
+):
     """GRP-6, PCK-5, PCK-8: loss and every updated parameter, for four rows (one of them empty) where the config says
     three micro-steps, at temperature 0.7; ratios to the policy scored beforehand are 1."""
-    learner = learner_of(tmp_path, start_model, ranks, {"type": "full"})
+    learner = learner_of(tmp_path, start_model, ranks, {"type": "full"}, deepspeed)
     plain = apply_tuner(load_model(start_model, "float32"), type="full")
     segments = answers_of(plain)
     advantages = {f"s{i}": value for i, value in enumerate((1.0, -0.5, 0.3, -0.8, 0.6))}

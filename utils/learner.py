@@ -113,14 +113,17 @@ class Learner:
             value = loss.detach()
             # x - x is nan for a loss that is not finite, else 0: then every gradient is nan and the step is skipped
             self.engine.backward(loss * (scale + (value - value)))
-            is_dropped = index == len(batches) - 1 and self._drop_gradients_unless_finite()
-            if not is_dropped:
+            plain_norm = self._plain_norm() if index == len(batches) - 1 else None
+            is_dropped = plain_norm is not None and not math.isfinite(plain_norm)
+            if is_dropped:  # DeepSpeed's own optimizers skip such a step; torch's would write nan into all weights
+                self.engine.zero_grad()
+            else:
                 self.engine.step()
             numbers.append({name: float(value) for name, value in own.items()})
             has_finite_loss.append(math.isfinite(value))
         rows = list(zip(numbers, has_finite_loss, [batch.sample_ids for batch in batches], strict=True))
         gathered = [row for part in self._ranks.gather(rows) for row in part]
-        grad_norm = self.engine.get_global_grad_norm()
+        grad_norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
         is_finite = not is_dropped and (grad_norm is None or math.isfinite(grad_norm))
         self._check_finite(step, is_finite, [(good, ids) for _, good, ids in gathered])
         return StepResult(
@@ -131,19 +134,13 @@ class Learner:
             fill_ratio=sum(batch.num_tokens for batch in batches) / sum(map(self._room, batches)),
         )
 
-    def _drop_gradients_unless_finite(self) -> bool:
-        """Drop gradients that are not finite, and say so, where DeepSpeed would not (all ranks hold the same ones).
-
-        Its own optimizers skip such a step; torch's plain one, which float32 has under ZeRO-0, would write nan into all
-        weights.
-        """
+    def _plain_norm(self) -> float | None:
+        """The gradient's norm, the same on all ranks, where DeepSpeed computes none: under torch's plain optimizer,
+        which float32 has with ZeRO-0."""
         if type(self.engine.optimizer) is not torch.optim.AdamW:
-            return False
-        gradients = (parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None)
-        if all(bool(gradient.isfinite().all()) for gradient in gradients):
-            return False
-        self.engine.zero_grad()
-        return True
+            return None
+        gradients = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
 
     def _check_finite(self, step: int, is_finite: bool, rows: Sequence[tuple[bool, list[str]]]) -> None:
         """Stop, or say that the step was skipped, unless all losses and the gradient are finite.
