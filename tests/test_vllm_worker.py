@@ -127,7 +127,9 @@ def test_a_streamed_update_loads_every_tensor_bit_for_bit(bucket_bytes):
         assert engine.missing == []
         assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in tensors.items())
     assert model.first.weight.data_ptr() == storage
+    assert engine._memory.spare  # what buckets were received in has come back
     engine.shutdown()
+    assert not engine._memory.spare
 
 
 def test_tensors_that_are_not_sent_keep_their_values_and_are_reported():

@@ -19,7 +19,7 @@ def check_master_port(port: int) -> None:
         reason = os.strerror(error.errno) + port_holder(port)
         raise OSError(
             f"the learner's ranks cannot meet at port {port}: {reason}; end that process or take another port: "
-            f"make train PORT={port + 1} (deepspeed --master_port {port + 1})"
+            f"PORT={port + 1} behind make train or make grpo (deepspeed --master_port {port + 1})"
         ) from error
 
 
