@@ -273,6 +273,8 @@ def set_environment(launch: Launch) -> None:
         os.environ[ON_CPU] = "1"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(launch.cpu_kv_cache_gib)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # One kernel, some 100 KB, per layer shape and number of tokens: the default of 1024 grows for hours.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
         threads = max(1, (os.cpu_count() or 1) // (2 * launch.world_size))  # half the cores are the learner's
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 

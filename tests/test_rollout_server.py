@@ -24,6 +24,7 @@ from rollout_server import (
     model_problems,
     problems_of,
     resolve,
+    set_environment,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -234,6 +235,15 @@ def test_dry_run_of_the_grpo_presets(path):
     assert done.returncode == 0, done.stderr
     for words in ("http://127.0.0.1:8080/", "data parallel     6", "max model length  12000", "0.6 of each device"):
         assert words in done.stdout
+
+
+def test_kernels_that_an_engine_keeps_on_cpu_are_bounded_unless_the_user_says_how(model_dir, monkeypatch):
+    """SRV-8: an engine that runs for days stays as large as it is after its first hours."""
+    for given, kept in ((None, "256"), ("7", "7")):
+        environment = {} if given is None else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": given}
+        monkeypatch.setattr(os, "environ", environment)
+        set_environment(launch_of(model_dir))
+        assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == kept
 
 
 def test_processes_of_vllm_sleep_while_they_wait_on_cpu():
