@@ -1,5 +1,10 @@
-"""What counts as creeping in `make soak`."""
+"""What counts as creeping in `make soak`, and that neither it nor the demo leaves anything behind."""
 
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
 import pytest
 
 from tools.soak import judge
@@ -40,3 +45,23 @@ def test_what_creeps_is_named(spoilt, words):
     run[spoilt] = [ramp(300 * MB, 420 * MB), [round(fds) for fds in ramp(20, 30)], ramp(1.0, 1.6)][spoilt]
     (problem,) = run_of(*run)
     assert problem.startswith(words)
+
+
+def test_what_was_started_ends_with_a_demo_that_is_asked_to_end():
+    """SRV-7: SIGTERM to the demo alone, as from `timeout`, leaves no process of the learner's."""
+    code = "from tools import demo; demo.exit_on_sigterm(); demo.run(['sh', '-c', 'sleep 300 & echo up; wait'], {})"
+    demo = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    )
+    children = []
+    try:
+        assert demo.stdout.readline() == "up\n"
+        children = psutil.Process(demo.pid).children(recursive=True)
+        assert len(children) == 2
+        demo.terminate()
+        assert demo.wait(10) == 1
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+    finally:
+        for process in (demo, *children):
+            if process.pid in psutil.pids():
+                process.kill()

@@ -19,6 +19,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from tools.launch import family_of
 from utils.config import load_config_or_exit
 from utils.draw import GROUND_TRUTH, PREDICTION, draw_objects, sheet
 from utils.geometry import Object
@@ -30,6 +31,7 @@ METRICS = ("f1", "f1_no_label", "precision", "recall", "parse_rate")
 
 
 def main() -> None:
+    exit_on_sigterm()
     start = time.monotonic()
     output = Path(load_config_or_exit(CONFIG).training.output_dir)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -91,8 +93,19 @@ def wait_healthy(server: subprocess.Popen, base_url: str, log: Path, timeout_s: 
     sys.exit(f"the rollout server did not come up; the end of {log}:\n" + log.read_text()[-3000:])
 
 
+def exit_on_sigterm() -> None:
+    """Have SIGTERM unwind the stack as Ctrl-C does, so that what was started is ended, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+
+
 def run(command: list[str], environment: dict[str, str]) -> None:
-    status = subprocess.run(command, env=environment, check=False).returncode
+    """Run to the end; whoever ends us ends all processes of the command, too."""
+    process = subprocess.Popen(command, env=environment)
+    try:
+        status = process.wait()
+    finally:
+        for left in family_of(process.pid):
+            left.kill()
     if status:
         sys.exit(f"{' '.join(command)} ended with status {status}")
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tools.demo import run, say, serve_and_train
+from tools.demo import exit_on_sigterm, run, say, serve_and_train
 from tools.make_demo import build_start_model, cached, make_dataset
 from tools.warmup_sft import load_parts, load_warmup_config, save, train
 from utils.config import load_config_or_exit
@@ -39,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make-only", action="store_true", help="make data and start model, then end")
     args = parser.parse_args()
+    exit_on_sigterm()
     start = time.monotonic()
     output = Path(load_config_or_exit(CONFIG).training.output_dir)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

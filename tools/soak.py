@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="length of the run")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="emptied first")
     args = parser.parse_args()
+    demo.exit_on_sigterm()
     problems, figures = soak(args.folder, args.minutes)
     (args.folder / "soak.json").write_text(json.dumps({"problems": problems, **figures}, indent=2) + "\n")
     for name, values in figures["judged"].items():

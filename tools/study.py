@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--task", choices=[task.name for task in TASKS], help="only the runs of this task")
     args = parser.parse_args()
     if not args.report:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that our children are ended, too
+        demo.exit_on_sigterm()
         run_all([job for job in plan() if args.task in (None, job.task.name)])
     REPORT.write_text(text_of(load_records(), missing(load_records())))
 
