@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -346,6 +347,20 @@ def test_memory_of_a_bucket_is_used_again_once_no_view_of_it_is_left():
     assert len(grown) == 1 << 21
     del grown
     assert sum(map(len, memory.spare)) <= (1 << 20) + (1 << 21)  # what was in use at once
+
+
+def test_an_engine_gives_free_memory_back_now_and_then(monkeypatch):
+    """SRV-8: what lies between blocks in use is the system's again."""
+    monkeypatch.setattr(vllm_worker, "UPDATES_PER_TRIM", 2)
+    engine, process, sizes = make_engine(TinyModel()), psutil.Process(), []
+    group = meet(engine, 64)
+    blocks = [torch.ones(4096) for _ in range(4096)]  # 64 MiB
+    del blocks[:-1]  # the last one keeps malloc from giving back by itself
+    for _ in range(2):
+        receive(engine, group, new_weights(), digest=False)
+        sizes.append(process.memory_info().rss)
+    assert sizes[0] - sizes[1] > 32 << 20
+    engine.shutdown()
 
 
 def test_nobody_waits_for_ever():
