@@ -65,7 +65,7 @@ from utils.wire import (
 logger = logging.getLogger(__name__)
 
 NamedTensor = tuple[str, torch.Tensor]
-UPDATES_PER_TRIM = 50  # how often a CPU engine gives the system back what malloc keeps in pieces
+UPDATES_PER_TRIM = 10  # how often a CPU engine gives the system back what malloc keeps in pieces
 HEARING_S = 5.0  # a learner whose store has not answered for so long counts as gone
 
 
