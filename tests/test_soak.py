@@ -1,4 +1,4 @@
-"""What counts as creeping in `make soak`, and that neither it nor the demo leaves anything behind."""
+"""What counts as creeping in `make soak`, and that what soak and demos run their commands with leaves none behind."""
 
 import subprocess
 import sys
