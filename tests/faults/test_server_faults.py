@@ -167,14 +167,20 @@ def test_a_server_that_never_answers_well_ends_the_run_CON_3(folder, server, pro
 # servers that are killed or frozen
 
 
-MOMENTS = {"idle": "/start_weight_update/", "generating": "/infer/", "syncing": "/update_weights/"}
+MOMENTS = {
+    "idle": "/start_weight_update/",
+    "generating": "/infer/",
+    "syncing": "/update_weights/",
+    "streaming": "/update_weights/",
+}
+DELAYS_S = {"generating": 0.02, "syncing": 1.0, "streaming": 0.01}
 
 
 class Strike:
     """Does something to the server once, when the learner asks for `path` the `count`-th time.
 
     idle: before the request arrives. generating: while it runs. syncing: with the workers stopped in front of the
-    buckets that the learner is sending.
+    buckets that the learner is sending. streaming: about when they arrive; a sync here takes 20 to 50 ms.
     """
 
     def __init__(self, server: Server, moment: str, count: int, strike: Callable[[], None]) -> None:
@@ -192,7 +198,7 @@ class Strike:
             if self.moment == "syncing":
                 for child in psutil.Process(self.server.process.pid).children(recursive=True):
                     child.suspend()
-            threading.Timer(0.02 if self.moment == "generating" else 1.0, self._do).start()
+            threading.Timer(DELAYS_S[self.moment], self._do).start()
 
     def _do(self) -> None:
         self.strike()
@@ -243,6 +249,8 @@ def test_a_server_that_does_not_come_back_ends_the_run_in_time_CON_4_CON_5_SYN_3
         finally:
             thaw(server)
     assert_clean_end(learner, family, "not every rollout server could be reached", folder / name, step=1)
+    if moment == "streaming":
+        assert proxy.seen.count("/finish_weight_update/") == 1  # struck before the second stream's end
     assert proxy.url in learner.output[learner.output.rindex("run /") :]
 
 
