@@ -15,6 +15,7 @@ from torch import nn
 vllm_worker = pytest.importorskip("utils.vllm_worker")
 
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group  # noqa: E402
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase  # noqa: E402
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: E402
 
 from utils.wire import loopback_if_local, plan_buckets, tensor_digest  # noqa: E402
@@ -128,6 +129,9 @@ def test_a_streamed_update_loads_every_tensor_bit_for_bit(bucket_bytes):
         assert engine.missing == []
         assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in tensors.items())
     assert model.first.weight.data_ptr() == storage
+    deadline = time.monotonic() + 10
+    while not engine._memory.spare and time.monotonic() < deadline:
+        time.sleep(0.01)  # Gloo's thread lets go of a bucket a moment after its end
     assert engine._memory.spare  # what buckets were received in has come back
     engine.shutdown()
     assert not engine._memory.spare
@@ -180,25 +184,47 @@ def test_the_ledger_covers_tensors_that_are_not_sent_again():
     engine.shutdown()
 
 
-def test_a_tied_output_layer_is_processed_with_the_embeddings():
-    """SYN-7: vLLM 0.32 leaves it with its packed copy of the old weights on CPU."""
+class Packing(QuantizeMethodBase):
+    """Packs a weight for products as vLLM does on CPU."""
 
-    class Packing:
-        def process_weights_after_loading(self, module):
-            module.packed = module.weight.detach().clone()
+    def create_weights(self, layer, *args, **kwargs):
+        raise NotImplementedError
 
+    def apply(self, layer, x, bias=None):
+        return layer.cpu_linear(x)
+
+    def process_weights_after_loading(self, layer):
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x: x @ packed.T
+
+
+class OtherPacking(Packing):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("embeddings_method", "bias", "is_shared"),
+    [(Packing(), False, True), (OtherPacking(), False, False), (None, False, False), (Packing(), True, False)],
+)
+def test_a_tied_output_layer_computes_with_the_new_weights(embeddings_method, bias, is_shared):
+    """SYN-7: vLLM 0.32 leaves it with its packed copy of the old ones on CPU. Packed alike, one copy serves both."""
     model = TinyModel()
-    model.head = nn.Linear(4, 3, bias=False)
+    model.head = nn.Linear(4, 3, bias=bias)
     model.head.weight = model.first.weight
     model.head.quant_method = Packing()
+    if embeddings_method is not None:
+        model.first.quant_method = embeddings_method
+    model.head.quant_method.process_weights_after_loading(model.head)
     engine = make_engine(model)
-    engine.start_weight_update()
-    sent = torch.randn(3, 4)
-    engine.session.load([("first.weight", sent)])
-    engine.finish_weight_update()
-    assert model.head.weight is model.first.weight
-    assert torch.equal(model.head.packed, sent)
-    assert "head.weight" not in engine.missing
+    for _ in range(2):
+        sent, x = torch.randn(3, 4), torch.randn(2, 4)
+        engine.start_weight_update()
+        engine.session.load([("first.weight", sent)])
+        engine.finish_weight_update()
+        assert model.head.weight is model.first.weight
+        assert torch.equal(model.head.quant_method.apply(model.head, x), x @ sent.T)
+        assert (model.head.cpu_linear is getattr(model.first, "cpu_linear", None)) == is_shared
+        assert "head.weight" not in engine.missing
 
 
 def test_a_fused_group_that_came_in_part_is_refused():

@@ -22,15 +22,15 @@ def test_buckets_hold_every_tensor_once_in_order_and_respect_the_limit_SYN_5(siz
 
 
 def test_bucket_layout_by_hand():
-    small, alone, last = plan_buckets([10, 20, 600, 5], 512)
-    assert (small.first, small.last, small.offsets, small.num_bytes) == (0, 2, (0, 16), 36)
-    assert (alone.offsets, alone.num_bytes) == ((0,), 600)  # larger than a bucket: travels alone, whole
+    small, alone, last = plan_buckets([10, 20, 2400, 5], 2048)
+    assert (small.first, small.last, small.offsets, small.num_bytes) == (0, 2, (0, 64), 84)
+    assert (alone.offsets, alone.num_bytes) == ((0,), 2400)  # larger than a bucket: travels alone, whole
     assert last.first == 3
 
 
 def test_the_first_buckets_are_small_so_that_loading_begins_early():
-    """An eighth, a quarter, a half, then whole ones: a 16-byte tensor eight times over is a bucket of 128 bytes."""
-    assert [bucket.last - bucket.first for bucket in plan_buckets([16] * 32, 128)] == [1, 2, 4, 8, 8, 8, 1]
+    """An eighth, a quarter, a half, then whole ones: a 64-byte tensor eight times over is a bucket of 512 bytes."""
+    assert [bucket.last - bucket.first for bucket in plan_buckets([64] * 32, 512)] == [1, 2, 4, 8, 8, 8, 1]
 
 
 @given(st.binary(min_size=1, max_size=64), st.data())

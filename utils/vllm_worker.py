@@ -1,8 +1,8 @@
 """What runs inside vLLM's worker processes: the receiving end of weight transfer, with digests and checks of its own.
 
 Everything here stands on vLLM 0.32's weight-transfer interface and on its layerwise reload, both of which change with
-vLLM releases; all contact with them on the engine's side is in this module. Naming `WorkerExtension` as vLLM's
-`worker_extension_cls` imports the module in every worker, which registers two engines:
+vLLM releases; all contact with them on the engine's side is here and in `utils.in_place`. Naming `WorkerExtension` as
+vLLM's `worker_extension_cls` imports the module in every worker, which registers two engines:
 
 - `stream_gloo`: buckets over Gloo, laid out by `utils.wire`. For CPU engines.
 - `stream_nccl`: vLLM's own NCCL engine; only loading is wrapped, for digests and checks. For CUDA engines.
@@ -52,6 +52,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from utils.in_place import parameters_in_place
 from utils.rendezvous import open_nccl
 from utils.wire import (
     ADAPTER_ID,
@@ -217,16 +218,20 @@ class _StreamedUpdates:
 
         vLLM's reload processes only modules that received something. An output layer tied to the embeddings does not,
         and on CPU it would go on with a packed copy of the old weights (vLLM 0.32; the shared tensor itself is new).
+        vLLM packs the embeddings for products, too, so that the output layer can use that copy.
         """
-        fresh, others = set(), []
+        fresh, others = {}, []
         for name, module in self.model.named_modules():
             weight = module._parameters.get("weight")
             if weight is not None and f"{name}.weight" in loaded:
-                fresh.add(id(weight))
+                fresh[id(weight)] = module
             elif weight is not None and hasattr(module, "quant_method"):
                 others.append(module)
         for module in others:
-            if id(module.weight) in fresh:
+            twin = fresh.get(id(module.weight))
+            if twin is not None and _packed_alike(module, twin):
+                module.cpu_linear = twin.cpu_linear
+            elif twin is not None:
                 module.quant_method.process_weights_after_loading(module)
 
     def _partly_loaded_modules(self) -> list[str]:
@@ -376,7 +381,7 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
         tensors = list(_metadata(update_info))
         layouts = plan_buckets([_num_bytes(dtype, shape) for _, dtype, shape in tensors], self._bucket_bytes)
         try:
-            with disable_mtp_completeness_check():
+            with disable_mtp_completeness_check(), parameters_in_place():
                 arriving = (_unpack(bucket, layout, tensors) for layout, bucket in self._buckets(layouts))
                 if self.session.parameters.keys() >= set(update_info.names):
                     self.session.load_known(itertools.chain.from_iterable(arriving))
@@ -567,6 +572,13 @@ def _put_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor]) -> None:
     slots.remove_adapter(ADAPTER_ID)
     slots.add_adapter(lora)
     slots.activate_adapter(ADAPTER_ID)
+
+
+def _packed_alike(module: torch.nn.Module, twin: torch.nn.Module) -> bool:
+    """Whether what vLLM made of the twin's weight for its CPU kernels is what it would make of the module's, the same
+    tensor. A bias may be changed on the way."""
+    same_method = type(module.quant_method) is type(getattr(twin, "quant_method", None))
+    return same_method and hasattr(twin, "cpu_linear") and getattr(module, "bias", None) is None
 
 
 def _trim_heap() -> None:
