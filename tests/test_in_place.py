@@ -1,7 +1,10 @@
 """SYN-1, SYN-5: parameters that are used where they arrived equal those that vLLM's own reload copies."""
 
 import contextlib
+import socket
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +13,11 @@ from torch import nn
 
 in_place = pytest.importorskip("utils.in_place")
 
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.model_executor.layers import linear  # noqa: E402
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding  # noqa: E402
 from vllm.model_executor.model_loader.reload import (  # noqa: E402
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -195,10 +202,6 @@ def test_whatever_arrives_the_result_is_that_of_vllms_own_reload(rows, data):
 
 def test_nothing_that_arrived_is_kept_once_its_module_is_complete():
     """SYN-5: bucket memory comes back during an update, also from under biases and buffers."""
-    import weakref
-
-    import numpy as np
-
     memory = np.zeros(8 * COLUMNS * 4 + ALIGNMENT, np.uint8)
     gone = []
     weakref.finalize(memory, gone.append, True)
@@ -225,3 +228,53 @@ def test_vllm_has_its_own_functions_back():
         assert in_place.layerwise.materialize_layer is not allocate
         raise ValueError
     assert (in_place.layerwise.materialize_layer, in_place.meta.CopyCounter) == (allocate, counter)
+
+
+@pytest.fixture(scope="module")
+def vllm_context():
+    """What vLLM's layers want around them: a config, and a world of one process, where no other test has left one."""
+    is_open = torch.distributed.is_initialized()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        yield
+        parallel_state.destroy_model_parallel()
+        if not is_open:
+            parallel_state.destroy_distributed_environment()
+
+
+BF16 = {"params_dtype": torch.bfloat16}
+VLLM_LAYERS = {  # the layer; rows of its parts, and how its loader calls them
+    "qkv": (lambda: linear.QKVParallelLinear(64, 16, 4, 2, bias=False, **BF16), [64, 32, 32], ["q", "k", "v"]),
+    "gate and up": (lambda: linear.MergedColumnParallelLinear(64, [96, 96], bias=False, **BF16), [96, 96], [0, 1]),
+    "down": (lambda: linear.RowParallelLinear(64, 96, bias=False, **BF16), [96], [None]),
+    "embeddings": (lambda: VocabParallelEmbedding(128, 64, **BF16), [128], [None]),
+}
+
+
+@pytest.mark.parametrize(("make", "rows", "names"), VLLM_LAYERS.values(), ids=VLLM_LAYERS)
+def test_vllms_own_layers_take_what_arrived(make, rows, names, vllm_context, monkeypatch):
+    """SYN-5, SYN-7: and multiply with it afterwards."""
+    layer = make()
+    record_metadata_for_reloading(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    process, seen_at = layer.quant_method.process_weights_after_loading, []
+
+    def spied(layer):
+        seen_at.append(layer.weight.data_ptr())
+        process(layer)
+
+    monkeypatch.setattr(layer.quant_method, "process_weights_after_loading", spied)
+    for _ in range(2):
+        bucket = torch.randn(sum(rows), 64).to(torch.bfloat16)
+        initialize_layerwise_reload(layer)
+        with in_place.parameters_in_place():
+            for part, name in zip(bucket.split(rows), names, strict=True):
+                layer.weight.weight_loader(layer.weight, part, *([] if name is None else [name]))
+        finalize_layerwise_reload(layer, None)
+        assert seen_at.pop() == bucket.data_ptr()
+        x = torch.randn(3, 64).to(torch.bfloat16)
+        torch.testing.assert_close(layer.quant_method.apply(layer, x), x @ bucket.T, rtol=2e-2, atol=2e-1)
