@@ -69,17 +69,14 @@ def full_sync(address: ServerAddress, model_dir: Path, rounds: int) -> list[Resu
     tensors = dict(sync.weights.tensors())
     actions = {
         **parts_and_whole(sync, model_dir),
-        "load, packed once": lambda: load_alone(sync, model_dir, own_packing=False),
         "per tensor": wall(lambda: sync_per_tensor(sync, tensors, "per tensor")),
     }
     seconds = take_turns(actions, rounds)
     sync.close()
-    packed_once = allowed(seconds | {"load": seconds["load, packed once"]})
     write_constants("cpu", {"sync_bytes_per_s": sum(e.num_bytes for e in sync.weights.entries) / seconds["sync"]})
     return [
         reported("sync: broadcast alone, over loading alone", "s", seconds["broadcast"], seconds["load"]),
         at_most("sync: full, over larger + 0.3 x smaller part", "s", seconds["sync"], allowed(seconds), 1.15),
-        reported("sync: full, the same with the tied layer packed once", "s", seconds["sync"], packed_once),
         at_least("sync: full, against one call per tensor", "s", seconds["sync"], seconds["per tensor"], 3),
     ]
 
@@ -88,7 +85,7 @@ def parts_and_whole(sync: WeightSync, model_dir: Path) -> dict[str, Callable[[],
     """The two parts that no full sync can avoid, each alone, and the sync."""
     return {
         "broadcast": lambda: bare_broadcast(sync),
-        "load": lambda: load_alone(sync, model_dir),
+        "load": lambda: bench_step(sync, "load", {"path": str(model_dir / "model.safetensors")}),
         "sync": wall(lambda: sync.sync("full")),
     }
 
@@ -212,11 +209,6 @@ def bare_broadcast(sync: WeightSync) -> float:
         group.broadcast([buffer], options).wait()
     receiver.join()
     return answer[0]
-
-
-def load_alone(sync: WeightSync, model_dir: Path, own_packing: bool = True) -> float:
-    """Seconds of the engine's own loading, without a transfer."""
-    return bench_step(sync, "load", {"path": str(model_dir / "model.safetensors"), "own_packing": own_packing})
 
 
 def bench_step(sync: WeightSync, step: str, body: dict[str, Any]) -> float:

@@ -13,11 +13,11 @@ class BenchExtension(WorkerExtension):
 
     _bench_tensors: list[tuple[str, torch.Tensor]] | None = None
 
-    def _weight_bench_load(self, path: str, own_packing: bool) -> float:
+    def _weight_bench_load(self, path: str) -> float:
         """vLLM's own reload of tensors that lie in memory already: no transfer, nothing used in place.
 
-        It ends as vLLM's first load does (`own_packing`): the output layer packs the weight that it shares with the
-        embeddings, which have packed it for themselves. Without, the output layer uses theirs, as after a sync.
+        The output layer takes the embeddings' packed copy of the weight they share, as after a sync: a load that packs
+        another one, as vLLM's first does, does what can be avoided.
         """
         if self._bench_tensors is None:
             self._bench_tensors = [(name, tensor.clone()) for name, tensor in load_file(path).items()]
@@ -26,8 +26,6 @@ class BenchExtension(WorkerExtension):
         self.start_weight_update()
         engine.session.loaded = set(engine.model.load_weights(iter(self._bench_tensors)))
         self.finish_weight_update()
-        if own_packing:
-            engine.model.lm_head.quant_method.process_weights_after_loading(engine.model.lm_head)
         return time.perf_counter() - start
 
     def _weight_bench_receive(self, sizes: list[int]) -> float:

@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
@@ -37,8 +36,7 @@ def parameters_in_place() -> Iterator[None]:
     def materialize_layer(layer: torch.nn.Module, info: LayerReloadingInfo) -> None:
         placed = set()
         for name, planned in get_layer_tensors(layer).items():
-            written = [] if is_lazy(planned) else writes.pop(_memory(planned), [])
-            tensor = _as_it_arrived(planned, written)
+            tensor = _as_it_arrived(planned, writes.pop(_memory(planned), []))
             if tensor is not None and name in layer._parameters and tensor.device == info.restore_device:
                 tensor.__class__, tensor.__dict__ = planned.__class__, planned.__dict__.copy()
                 setattr(layer, name, tensor)
