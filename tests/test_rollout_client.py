@@ -609,10 +609,10 @@ def test_con_5_a_frozen_server_is_noticed_without_http_timeout():
 
 def test_con_5_a_slow_call_of_a_healthy_server_is_waited_for():
     """CON-5: generating for three times `timeout_s` is no reason to give up."""
-    with setting(1, timeout_s=0.4) as (client, (server,)):
+    with setting(1, timeout_s=1.5) as (client, (server,)):
 
         def slow(body):
-            time.sleep(1.2)
+            time.sleep(4.5)
             return server.answer(body)
 
         server.on_infer = slow
@@ -621,15 +621,18 @@ def test_con_5_a_slow_call_of_a_healthy_server_is_waited_for():
 
 
 def test_con_5_slow_health_answers_are_good_answers():
-    """CON-5: a loaded server may take its time within `timeout_s`."""
-    with setting(1, timeout_s=1.0) as (client, (server,)):
+    """CON-5: a loaded server may take its time within `timeout_s`.
+
+    The limit is generous, so that a machine that stands still for a second is no failure.
+    """
+    with setting(1, timeout_s=3.0) as (client, (server,)):
 
         def slow_health():
-            time.sleep(0.6)
+            time.sleep(1.2)
             return 200, server.health()
 
         def slow(body):
-            time.sleep(2.0)
+            time.sleep(4.0)
             return server.answer(body)
 
         server.on_health, server.on_infer = slow_health, slow
