@@ -264,7 +264,8 @@ def test_whatever_arrives_the_result_is_that_of_vllms_own_reload(rows, data):
         assert theirs.seen_at != parts[0].data_ptr()  # the plain way is another one
 
 
-def test_nothing_that_arrived_is_kept_once_its_module_is_complete():
+@pytest.mark.parametrize("twist", [lambda target, loaded: None, change_what_is_given])
+def test_nothing_that_arrived_is_kept_once_its_module_is_complete(twist):
     """SYN-5: bucket memory comes back during an update, also from under biases and buffers."""
     memory = np.zeros(8 * COLUMNS * 4 + ALIGNMENT, np.uint8)
     gone = []
@@ -273,7 +274,7 @@ def test_nothing_that_arrived_is_kept_once_its_module_is_complete():
     start = -bucket.data_ptr() % ALIGNMENT
     bucket = bucket[start : start + 8 * COLUMNS * 4].view(torch.float32).view(8, COLUMNS)
     del memory
-    layer = Fused([3, 3])
+    layer = Fused([3, 3], twist)
     initialize_layerwise_reload(layer)
     with in_place.parameters_in_place():
         layer.weight.weight_loader(layer.weight, bucket[:3], 0)
