@@ -11,7 +11,9 @@ CPU_INDEX = https://download.pytorch.org/whl/cpu
 
 # DeepSpeed and its children must find this environment's programs (ninja, deepspeed) whatever the caller's PATH is.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-export DS_ACCELERATOR := $(if $(filter cpu,$(DEVICE)),cpu,)
+ifeq ($(DEVICE),cpu)
+export DS_ACCELERATOR := cpu
+endif
 # DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
