@@ -43,7 +43,7 @@ bench: $(READY) ## ours against honest baselines, side by side: a table, and ben
 	$(BIN)/python -m benchmarks $(ARGS)
 
 study: $(READY) ## the runs behind docs/results.md that are still missing; hours on two cores, stop and resume at will
-	$(BIN)/python -m tools.study $(ARGS)
+	$(BIN)/python -m studies.study $(ARGS)
 
 test: $(READY) ## the tests, real server and learner included
 	$(BIN)/python -m pytest tests -q -m "not slow and not gpu" $(ARGS)
@@ -55,7 +55,7 @@ test-faults: $(READY) ## learners and servers killed, frozen and resumed, spoilt
 	$(BIN)/python -m pytest tests/faults -q $(ARGS)
 
 soak: $(READY) ## 20 minutes of server and learner, watched for what creeps (ARGS="--minutes 60"): runs/soak/soak.json
-	$(BIN)/python -m tools.soak $(ARGS)
+	$(BIN)/python -m studies.soak $(ARGS)
 
 lint: $(READY) ## ruff check and format check
 	$(BIN)/ruff check .

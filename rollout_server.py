@@ -2,7 +2,7 @@
 
 Launch: `python rollout_server.py --config FILE [--server-index I] [--dry-run]`, or `make server GPUS=0,1 CONFIG=FILE`.
 Host and port are those of `servers[I].base_url` in the config; what vLLM is started with is
-`custom.extra.rollout_server`. Endpoints: utils/server_app.py. Ctrl-C or SIGTERM ends it with all its processes.
+`custom.extra.rollout_server`. Endpoints: utils/server/app.py. Ctrl-C or SIGTERM ends it with all its processes.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def slot_rank(rank: int) -> int:
 
 def resolve(cfg: Any, index: int) -> Launch:
     """The launch settings of server `index`; looks at devices, touches none."""
-    from utils.config import require_server
+    from utils.config.load import require_server
 
     url = urlsplit(require_server(cfg, index).base_url)
     settings = cfg.server_settings(index)
@@ -297,7 +297,7 @@ def engine_args(launch: Launch) -> Any:
         "max_model_len": launch.max_model_len,
         "enable_lora": launch.max_lora_rank is not None,
         "enable_prefix_caching": launch.enable_prefix_caching,
-        "worker_extension_cls": "utils.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "utils.sync.vllm_worker.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(
             backend="stream_nccl" if launch.device == "cuda" else "stream_gloo"
         ),
@@ -321,10 +321,10 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         import uvicorn
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from utils.data import load_processor
-        from utils.images import ImageStore
-        from utils.server_app import make_app
-        from utils.server_engine import RolloutEngine, WeightUpdates
+        from utils.data.images import ImageStore
+        from utils.data.samples import load_processor
+        from utils.server.app import make_app
+        from utils.server.engine import RolloutEngine, WeightUpdates
 
         # In the main thread: the engines' lives are tied to the thread that starts them.
         llm = AsyncLLM.from_engine_args(engine_args(launch))
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and plan, start nothing")
     args = parser.parse_args()
 
-    from utils.config import ConfigError, dump_yaml, exit_with, load_config_or_exit
+    from utils.config.load import ConfigError, dump_yaml, exit_with, load_config_or_exit
 
     cfg = load_config_or_exit(args.config)
     try:

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from utils.config import Config, exit_with, problem
-from utils.data import EncodedPrompt, Sample
+from utils.capacity import EVAL_MICRO_STEP
+from utils.config.load import Config, exit_with, problem
+from utils.data.samples import EncodedPrompt, Sample
 from utils.groups import (
     Answer,
     Group,
@@ -35,17 +36,16 @@ from utils.groups import (
     policy_row,
     weigh,
 )
-from utils.learner import StepResult
-from utils.monitor import collapse_warnings
-from utils.objectives import PolicyObjective
+from utils.learner.learner import StepResult
+from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyOptions, policy_segment
-from utils.program import run_program
-from utils.request_plan import EVAL_MICRO_STEP
 from utils.rewards import REWARDS, Completion, RewardFunction, data_problems, load_rewards, score
-from utils.rollout import Decoding, RolloutResult, policy_lags
-from utils.session import Session, make_prefetcher
-from utils.setup import open_session
+from utils.rollout.backend import Decoding, RolloutResult, policy_lags
+from utils.run.monitor import collapse_warnings
+from utils.run.program import run_program
+from utils.run.session import Session, make_prefetcher
+from utils.run.setup import open_session
 
 logger = logging.getLogger("train_grpo")
 

@@ -21,23 +21,23 @@ from typing import Any
 import numpy as np
 
 from utils import targets
-from utils.config import Config
-from utils.data import EncodedPrompt, Sample
-from utils.evaluation import count_sample, prediction_record, scores
+from utils.capacity import EVAL_MICRO_STEP
+from utils.config.load import Config
+from utils.data.samples import EncodedPrompt, Sample
 from utils.geometry import iou_matrix
-from utils.learner import StepResult
+from utils.learner.learner import StepResult
+from utils.learner.objectives import MatchingObjective
 from utils.losses import LossWeights
 from utils.matching import match
-from utils.monitor import collapse_warnings
-from utils.objectives import MatchingObjective
 from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import parse_answer
-from utils.program import run_program
-from utils.records import Example, SampleDump
-from utils.request_plan import EVAL_MICRO_STEP
-from utils.rollout import Decoding, RolloutResult, policy_lags
-from utils.session import Session, make_prefetcher
-from utils.setup import open_session
+from utils.rollout.backend import Decoding, RolloutResult, policy_lags
+from utils.run.monitor import collapse_warnings
+from utils.run.program import run_program
+from utils.run.rollout_log import Example, SampleDump
+from utils.run.session import Session, make_prefetcher
+from utils.run.setup import open_session
+from utils.scores import count_sample, prediction_record, scores
 from utils.targets import Segment, TargetOptions, build_target
 
 logger = logging.getLogger("train_stage2")

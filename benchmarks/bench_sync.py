@@ -29,12 +29,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.baselines.per_tensor_sync import sync_per_tensor
 from benchmarks.harness import Result, at_least, at_most, reported, take_turns, wall
 from tests.e2e.processes import run_program
+from tools.predict import write_constants
+from utils.config.schema import ServerAddress
 from utils.dist import Ranks
-from utils.predict import write_constants
-from utils.rollout_client import RolloutClient
-from utils.schema import ServerAddress
-from utils.weight_sync import MergedWeights, WeightSync
-from utils.wire import plan_buckets
+from utils.rollout.client import RolloutClient
+from utils.sync.weight_sync import MergedWeights, WeightSync
+from utils.sync.wire import plan_buckets
 
 SMOLLM2_135M = {
     "hidden_size": 576,

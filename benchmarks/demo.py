@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tools.make_demo import build_start_model, make_dataset
-from utils.config import load_config
-from utils.data import EncodedPrompt, encode_prompt, load_processor, load_samples
+from utils.config.load import load_config
+from utils.data.samples import EncodedPrompt, encode_prompt, load_processor, load_samples
 from utils.geometry import Object, iou_matrix
+from utils.learner.model import RowModel, apply_tuner, dummy_segment, load_model, param_groups, position_ids_for
+from utils.learner.objectives import MatchingObjective
 from utils.losses import LossWeights, num_chunks_for
 from utils.matching import match
-from utils.model import RowModel, apply_tuner, dummy_segment, load_model, param_groups, position_ids_for
-from utils.objectives import MatchingObjective
 from utils.packing import Batch, collate_packed, collate_padded, denominators
 from utils.parsing import TokenTable, parse_answer
 from utils.targets import Segment, TargetOptions, build_target, format_objects, make_segment

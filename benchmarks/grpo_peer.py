@@ -25,8 +25,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tools.demo import WORLD_SIZE, run, serve_and_train
 from tools.demo_grpo import CONFIG
-from utils.config import Config, load_config_or_exit
-from utils.model import TunerOptions, adapter_targets, load_model
+from utils.config.load import Config, load_config_or_exit
+from utils.learner.model import TunerOptions, adapter_targets, load_model
 
 FOLDER = Path("runs/grpo_peer")
 NUM_WARM_UP = 3  # steps of each run whose time does not count

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 
 from benchmarks.bench_sync import load, open_sync
 from benchmarks.harness import take_turns, wall
+from utils.config.schema import ServerAddress
 from utils.dist import Ranks
-from utils.schema import ServerAddress
 
 
 def main() -> None:

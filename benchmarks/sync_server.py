@@ -19,7 +19,7 @@ serve = rollout_server.serve
 
 
 async def serve_with_bench(*args: Any) -> None:
-    from utils import server_app
+    from utils.server import app as server_app
 
     make_app = server_app.make_app
 

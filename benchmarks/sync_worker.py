@@ -5,7 +5,7 @@ import time
 import torch
 from safetensors.torch import load_file
 
-from utils.vllm_worker import WorkerExtension
+from utils.sync.vllm_worker import WorkerExtension
 
 
 class BenchExtension(WorkerExtension):

@@ -24,15 +24,15 @@ from benchmarks.baselines.token_scanner import Scanner
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
 from tools.demo_grpo import CONFIG as GRPO_CONFIG
 from tools.make_demo import build_tokenizer
-from utils.config import load_config
+from tools.predict import calibrate, time_of_step, work_of_step
+from utils.config.known_models import parameter_shapes
+from utils.config.load import load_config
+from utils.config.plan import ModelSize
 from utils.geometry import iou_matrix
-from utils.known_models import parameter_shapes
 from utils.losses import PARTS
 from utils.matching import match
 from utils.packing import collate_packed, collate_padded
 from utils.parsing import TokenTable, parse_answer
-from utils.plan import ModelSize
-from utils.predict import calibrate, time_of_step, work_of_step
 from utils.targets import TargetOptions, build_target
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from utils.groups import Answer, choose_rows, groups_from_state, groups_to_state, has_signal, policy_row, weigh
-from utils.model import dummy_segment, load_model, position_ids_for
+from utils.learner.model import dummy_segment, load_model, position_ids_for
 from utils.packing import collate_packed
 from utils.policy_loss import policy_segment
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.test_model import collate, make_segment, relative_difference
+from tests.learner.test_model import collate, make_segment, relative_difference
 from utils.advantages import group_advantages
-from utils.model import RowModel, base_model, load_model
+from utils.learner.model import RowModel, base_model, load_model
 from utils.packing import Batch
 from utils.policy_loss import (
     PolicyOptions,

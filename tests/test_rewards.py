@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.answers import make_table, make_tokenizer, random_object
-from utils.data import Sample, load_samples
-from utils.evaluation import count_sample, scores
+from utils.data.samples import Sample, load_samples
 from utils.geometry import Object
 from utils.parsing import parse_answer
 from utils.rewards import NEEDS, REWARDS, Completion, RewardError, data_problems, load_rewards, score
+from utils.scores import count_sample, scores
 from utils.targets import format_objects
 
 HEADER = "<DOMAIN=street>, <TASK=SUMMARY>\n"

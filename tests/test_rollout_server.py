@@ -202,7 +202,7 @@ def grpo_config(model_dir: Path, tmp_path: Path, **settings) -> Path:
 @pytest.mark.parametrize("num_devices", [5, 6, 7])
 def test_a_grpo_server_uses_up_its_devices_exactly(model_dir, tmp_path, monkeypatch, num_devices):
     """GRP-2, GRP-3, SRV-2: host and port of `rlhf`; TP 1 x DP 6 wants six devices."""
-    from utils.config import load_config
+    from utils.config.load import load_config
 
     monkeypatch.setattr("rollout_server.count_cuda_devices", lambda: num_devices)
     launch = resolve(load_config(grpo_config(model_dir, tmp_path)), 0)

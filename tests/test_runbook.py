@@ -17,7 +17,7 @@ def test_its_commands_and_curves_exist():
     """GRP-7."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     assert set(re.findall(r"\bmake ([a-z-]+) ", RUNBOOK)) == {"server", "grpo"} <= targets
-    programs = [ROOT / "train_grpo.py", *(ROOT / "utils").glob("*.py")]
+    programs = [ROOT / "train_grpo.py", *(ROOT / "utils").rglob("*.py")]
     sources = "".join(path.read_text() for path in programs)
     for flag in set(re.findall(r"--[a-z][a-z-]*", RUNBOOK)) - {"--logdir"}:  # which is TensorBoard's
         assert f'"{flag}"' in sources, flag

@@ -16,13 +16,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train_grpo
 from tools.demo_grpo import make_data
-from utils.config import load_config
-from utils.data import SampleStream, load_processor
+from utils.config.load import load_config
+from utils.data.samples import SampleStream, load_processor
 from utils.dist import Ranks
 from utils.groups import Answer
 from utils.policy_loss import policy_segment
-from utils.rollout import RolloutResult
-from utils.session import make_prefetcher
+from utils.rollout.backend import RolloutResult
+from utils.run.session import make_prefetcher
 
 REWARDS = """
 def odd(completion, sample):

@@ -12,10 +12,10 @@ import yaml
 
 import train_stage2
 from tools.make_demo import make_dataset
-from utils import setup
-from utils.config import load_config
-from utils.data import encode_prompt
-from utils.rollout import RolloutResult
+from utils.config.load import load_config
+from utils.data.samples import encode_prompt
+from utils.rollout.backend import RolloutResult
+from utils.run import setup
 
 
 @pytest.fixture(scope="module")

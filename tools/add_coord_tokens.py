@@ -28,7 +28,7 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoProcessor
 
-from utils.config import exit_with
+from utils.config.load import exit_with
 from utils.geometry import NUM_BINS
 
 TOKENS = [f"<|coord_{k}|>" for k in range(NUM_BINS)]

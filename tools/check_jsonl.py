@@ -1,17 +1,17 @@
 """Reads data files as training would and reports every class of mistake: counts, first lines, an example of each.
 
-Run as `python -m tools.check_jsonl data/train.jsonl data/val.jsonl`. The checks are `utils.data`'s own: a file without
-mistakes here is one that training takes, and what is reported is what `data.on_bad_sample: skip` would leave out.
-Memory does not grow with the file. Exit status: 0 no mistakes, 1 mistakes.
+Run as `python -m tools.check_jsonl data/train.jsonl data/val.jsonl`. The checks are `utils.data.samples`'s own: a file
+without mistakes here is one that training takes, and what is reported is what `data.on_bad_sample: skip` would leave
+out. Memory does not grow with the file. Exit status: 0 no mistakes, 1 mistakes.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from utils.bad_lines import ProblemCounts
-from utils.data import Sample, read_samples
-from utils.schema import Data
+from utils.config.schema import Data
+from utils.data.bad_lines import ProblemCounts
+from utils.data.samples import Sample, read_samples
 
 
 def check(paths: Sequence[str], prompt: str | None, max_lines: int = 5) -> tuple[ProblemCounts, str]:

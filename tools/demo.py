@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.launch import family_of
-from utils.config import load_config_or_exit
-from utils.draw import GROUND_TRUTH, PREDICTION, draw_objects, sheet
+from utils.config.load import load_config_or_exit
 from utils.geometry import Object
+from utils.run.draw import GROUND_TRUTH, PREDICTION, draw_objects, sheet
 
 CONFIG = "configs/demo/stage2.yaml"
 WORLD_SIZE = 2

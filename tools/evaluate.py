@@ -26,14 +26,22 @@ from rich.table import Table
 from torch import nn
 from tqdm import tqdm
 
-from utils.config import exit_with, load_config_or_exit
-from utils.data import DataError, Sample, encode_prompt, load_processor, load_samples, num_prompt_tokens, prompt_chat
+from utils.config.load import exit_with, load_config_or_exit
+from utils.config.schema import Data, Model, RolloutMatching
+from utils.data.samples import (
+    DataError,
+    Sample,
+    encode_prompt,
+    load_processor,
+    load_samples,
+    num_prompt_tokens,
+    prompt_chat,
+)
 from utils.dist import Ranks
-from utils.evaluation import count_sample, label_of, prediction_record, scores
 from utils.geometry import MAX_BIN, Object, bins_to_pixels, bounding_box, to_norm1000
 from utils.parsing import TokenTable, parse_answer
-from utils.rollout import Decoding, RolloutRequest, RolloutResult
-from utils.schema import Data, Model, RolloutMatching
+from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult
+from utils.scores import count_sample, label_of, prediction_record, scores
 
 COCO_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR1", "AR10", "AR100")
 VLLM_BATCHES = 16  # batches that vLLM is given at once, so that it always has a next request
@@ -112,7 +120,7 @@ def vllm_answers(
     model: Model, processor: Any, samples: Sequence[Sample], decoding: Decoding, batch_size: int
 ) -> Iterator[RolloutResult]:
     """Answers in order from a vLLM engine in this process, just long enough for the longest of `samples`."""
-    from utils.rollout_colocate import EngineOptions, read_output, sampling_params, start_engine, vllm_prompt
+    from utils.rollout.colocate import EngineOptions, read_output, sampling_params, start_engine, vllm_prompt
 
     ranks = Ranks()
     ranks.open()
@@ -153,8 +161,8 @@ def hf_answers(
     model: Model, processor: Any, samples: Sequence[Sample], decoding: Decoding, batch_size: int
 ) -> Iterator[RolloutResult]:
     """Answers in order by transformers' `generate`, through the backend that training has for it."""
-    from utils.model import load_model
-    from utils.rollout_hf import HfBackend
+    from utils.learner.model import load_model
+    from utils.rollout.hf import HfBackend
 
     ranks = Ranks()
     loaded = load_model(model.path, model.dtype, model.attn_implementation).to(ranks.device)

@@ -62,9 +62,9 @@ def words_for_the_killed(number: int, arguments: list[str]) -> list[str]:
         number: of the signal.
         arguments: as for this program.
     """
-    from utils.config import load_config
-    from utils.records import read_rollout_log
-    from utils.shutdown import newest_checkpoint
+    from utils.config.load import load_config
+    from utils.run.rollout_log import read_rollout_log
+    from utils.run.shutdown import newest_checkpoint
 
     run_dir = Path(load_config(arguments[arguments.index("--config") + 1]).training.output_dir)
     log, newest = run_dir / "rollouts.jsonl", newest_checkpoint(run_dir)

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from utils.schema import Config, Section, ServerOverride, brief, section_keys, section_of
+from utils.config.schema import Config, Section, ServerOverride, brief, section_keys, section_of
 
 TARGET = Path(__file__).parents[1] / "docs" / "config.md"
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _INTRO = """# Configuration
 
-Every key of a config file, generated from `utils/schema.py` by `python -m tools.make_config_docs`.
+Every key of a config file, generated from `utils/config/schema.py` by `python -m tools.make_config_docs`.
 
 A file may `extends` others (a path, or a list of paths, relative to itself): mappings merge key by key, lists and
 scalars are replaced, later entries win, the file itself wins over all. Paths inside a config are relative to the

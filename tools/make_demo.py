@@ -39,7 +39,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from tools.warmup_sft import WarmupConfig, load_parts, load_warmup_config, save, train
-from utils.schema import Data
+from utils.config.schema import Data
 
 WARMUP_CONFIG = Path("configs/demo/warmup.yaml")
 ROOT = Path("runs/demo")

@@ -3,7 +3,7 @@
     python -m tools.plan --config FILE --nodes 2 --devices-per-node 8
 
 The config's own batch geometry and tuner are kept; learners and rollout devices are what varies. Memory is that of
-`--dry-run`; seconds are predicted by utils/predict.py from what `make bench` measured. Touches no device.
+`--dry-run`; seconds are predicted by tools/predict.py from what `make bench` measured. Touches no device.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from utils.config import ConfigError, build_config, check_world_size, engine_json, load_config_or_exit
-from utils.plan import DEVICE_GIB, GIB, learner_memory, model_size
-from utils.predict import Constants, StepTime, constants_of_run, load_constants, predict, work_of
-from utils.schema import Config
+from tools.predict import Constants, StepTime, constants_of_run, load_constants, predict, work_of
+from utils.config.load import ConfigError, build_config, check_world_size, engine_json, load_config_or_exit
+from utils.config.plan import DEVICE_GIB, GIB, learner_memory, model_size
+from utils.config.schema import Config
 
 NUM_SHOWN = 8
 

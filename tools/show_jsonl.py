@@ -16,8 +16,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from utils.data import DataError, Sample, open_image, read_samples
-from utils.draw import draw_objects, sheet, stack, text_panel
+from utils.data.samples import DataError, Sample, open_image, read_samples
+from utils.run.draw import draw_objects, sheet, stack, text_panel
 
 
 def pick_samples(path: str | Path, num: int, seed: int, prompt: str | None = None) -> list[Sample]:

@@ -24,15 +24,15 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from utils.answer_format import FORMATS
-from utils.bad_lines import BadLine, report_skipped
-from utils.config import ConfigError, Origin, exit_with, resolve_yaml
-from utils.data import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples
+from utils.config.load import ConfigError, Origin, exit_with, resolve_yaml
+from utils.config.schema import Data, DataFiles, Losses, PositiveFloat, PositiveInt, Section, Share
+from utils.data.bad_lines import BadLine, report_skipped
+from utils.data.samples import DataError, Sample, SampleStream, encode_prompt, load_processor, load_samples
+from utils.learner.model import RowModel, dummy_segment, load_model, part_of, position_ids_for
+from utils.learner.objectives import MatchingObjective
 from utils.losses import PARTS, LossWeights, num_chunks_for, total_loss
-from utils.model import RowModel, dummy_segment, load_model, part_of, position_ids_for
-from utils.objectives import MatchingObjective
 from utils.packing import Batch, CarryBuffer, collate_packed, denominators
 from utils.parsing import TokenTable
-from utils.schema import Data, DataFiles, Losses, PositiveFloat, PositiveInt, Section, Share
 from utils.targets import Segment, TargetOptions, ground_truth_target, make_segment
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from utils.advantages import GroupAdvantages, group_advantages, reward_moments, std_of
 from utils.dist import Ranks
-from utils.objectives import PolicyRow
+from utils.learner.objectives import PolicyRow
 from utils.packing import Batch, fill_rows, segments_from_state, segments_to_state
 from utils.policy_loss import policy_tokens, token_weights
 from utils.targets import Segment

@@ -243,9 +243,10 @@ def collate_packed(
 
     Args:
         segments: at most `global_max_length` tokens together; may be empty.
-        position_ids_fn: `utils.model.position_ids_for(model)`.
+        position_ids_fn: `utils.learner.model.position_ids_for(model)`.
         coord_ids: int64[1000], vocabulary id of each bin's token (`TokenTable.coord_ids`).
-        dummy: an image without supervision (`utils.model.dummy_segment(model)`), appended when no segment has an image,
+        dummy: an image without supervision (`utils.learner.model.dummy_segment(model)`), appended when no segment has
+        an image,
             so that every rank's row runs through every module (PCK-8). It is a few tokens long.
         digit_ids: int64, ids of tokens that hold a digit (`TokenTable.digit_ids`).
 

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utils.evaluation import count_sample, scores
 from utils.parsing import ParsedAnswer, TokenTable, parse_answer
+from utils.scores import count_sample, scores
 
 if TYPE_CHECKING:
-    from utils.data import Sample
+    from utils.data.samples import Sample
 
 # Smallest IoU of a pair that counts as found, as in evaluation (LRN-7).
 IOU_THRESHOLD = 0.5

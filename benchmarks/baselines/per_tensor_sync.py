@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from utils.weight_sync import WeightSync
+from utils.sync.weight_sync import WeightSync
 
 
 def sync_per_tensor(sync: WeightSync, tensors: dict[str, torch.Tensor], version: str) -> None:

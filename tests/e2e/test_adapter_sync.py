@@ -12,11 +12,11 @@ from tests.e2e import processes
 from tests.e2e.processes import Server
 from tests.e2e.test_partial_sync import merged_by_peft, own_logprobs, train_a_little
 from tests.e2e.test_server import asked, assert_serves, folder, save_variant  # noqa: F401
-from utils.adapter_sync import AdapterSync, make_sync
+from utils.config.schema import ServerAddress
 from utils.dist import Ranks
-from utils.rollout_client import RolloutClient
-from utils.schema import ServerAddress
-from utils.weight_sync import Probe, WeightSync
+from utils.rollout.client import RolloutClient
+from utils.sync.adapter_sync import AdapterSync, make_sync
+from utils.sync.weight_sync import Probe, WeightSync
 
 pytestmark = pytest.mark.e2e
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"

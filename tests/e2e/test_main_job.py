@@ -12,11 +12,11 @@ from transformers import AutoModelForImageTextToText
 
 from tests.e2e.processes import Server, config_of, run_learner, write_yaml
 from tools.make_demo import make_dataset
-from utils.data import encode_prompt, load_processor, load_samples, prompt_chat
-from utils.rollout import Decoding, RolloutRequest, ServerBackend
-from utils.rollout_client import RolloutClient
-from utils.schema import Data
-from utils.wire import tensor_digest
+from utils.config.schema import Data
+from utils.data.samples import encode_prompt, load_processor, load_samples, prompt_chat
+from utils.rollout.backend import Decoding, RolloutRequest, ServerBackend
+from utils.rollout.client import RolloutClient
+from utils.sync.wire import tensor_digest
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS = 4

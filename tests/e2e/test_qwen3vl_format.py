@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.e2e.processes import ROOT, run_learner, write_yaml
 from tools.make_demo import make_dataset
 from utils.answer_format import QWEN3VL
-from utils.data import load_samples
+from utils.data.samples import load_samples
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS = 2

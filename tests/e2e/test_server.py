@@ -29,7 +29,7 @@ from tests import ms_swift
 from tests.e2e import traffic
 from tests.e2e.processes import START_S, Server, alive, launch
 from tools.launch import family_of
-from utils.wire import plan_buckets, tensor_digest
+from utils.sync.wire import plan_buckets, tensor_digest
 
 pytestmark = pytest.mark.e2e
 
@@ -81,7 +81,7 @@ def asked(folder) -> list[dict]:
 
 
 class Learner:
-    """Rank 0 of a weight update, as utils/weight_sync.py does it, small enough to break off anywhere."""
+    """Rank 0 of a weight update, as utils/sync/weight_sync.py does it, small enough to break off anywhere."""
 
     group: torch.distributed.ProcessGroup | None = None
     last: "Learner | None" = None
@@ -153,8 +153,8 @@ def own_answers(model_dir: Path, asked: list[dict], max_tokens: int) -> list[tup
     """Transformers' own greedy answers: (prompt ids, answer ids cut before the end token, log-probs of all of them)."""
     from transformers import AutoModelForImageTextToText
 
-    from utils.data import load_processor, open_image
-    from utils.prompts import to_chat_messages
+    from utils.data.prompts import to_chat_messages
+    from utils.data.samples import load_processor, open_image
 
     processor = load_processor(model_dir)
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()

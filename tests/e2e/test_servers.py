@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.e2e.processes import Server, run_learner, write_yaml
 from tools.make_demo import make_dataset
-from utils.records import read_rollout_log
+from utils.run.rollout_log import read_rollout_log
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS, KILLED_AT, AWAY_S = 20, 7, 10.0

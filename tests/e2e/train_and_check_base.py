@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 
 from train_stage2 import set_up, train
-from utils.config import load_config_or_exit
-from utils.program import parse_args
-from utils.rollout_client import Link
+from utils.config.load import load_config_or_exit
+from utils.rollout.client import Link
+from utils.run.program import parse_args
 
 
 def main() -> None:

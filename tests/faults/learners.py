@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.e2e.processes import ENVIRONMENT, ROOT, START_S, alive, free_port, write_yaml
 from tools.launch import family_of, ranks_below
-from utils.resume import checkpoint_folders, problem_of_sizes, rank_file
+from utils.run.resume import checkpoint_folders, problem_of_sizes, rank_file
 
 DORA = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "dropout": 0.1, "modules_to_save": ["embed_tokens"]}
 

@@ -22,7 +22,7 @@ from tests.faults.learners import (
 )
 from tools.launch import family_of, ranks_below
 from tools.make_demo import make_dataset
-from utils.shutdown import STOPPED_STATUS
+from utils.run.shutdown import STOPPED_STATUS
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS = 8

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.e2e.processes import Server, write_yaml
 from tests.faults.learners import LearnerProcess, newest_step
 from tools.make_demo import make_dataset
-from utils.records import read_rollout_log
+from utils.run.rollout_log import read_rollout_log
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NUM_STEPS = 6

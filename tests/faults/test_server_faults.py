@@ -20,7 +20,7 @@ from tests.faults.learners import LearnerProcess, assert_clean_end, curves
 from tests.faults.proxy import Proxy
 from tools.launch import family_of
 from tools.make_demo import make_dataset
-from utils.records import read_rollout_log
+from utils.run.rollout_log import read_rollout_log
 
 pytestmark = pytest.mark.e2e
 BATCH = 4  # per rank, in two rounds: four slots for two ranks

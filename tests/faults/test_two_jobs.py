@@ -13,8 +13,8 @@ from tests.faults.learners import newest_step
 from tests.faults.test_server_faults import config_of, learner_of
 from tools.launch import ranks_below
 from tools.make_demo import make_dataset
-from utils.records import read_rollout_log
-from utils.shutdown import STOPPED_STATUS
+from utils.run.rollout_log import read_rollout_log
+from utils.run.shutdown import STOPPED_STATUS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LONG_S = 300.0

@@ -1,0 +1,427 @@
+"""`make study`: does stage 2 beat plain supervised training? The runs behind docs/results.md.
+
+    python -m studies.study               # all runs that docs/results.json lacks, most important first; takes hours
+    python -m studies.study --task hard   # those of one task
+    python -m studies.study --report      # only rewrite docs/results.md from docs/results.json
+
+Every run is the real learner (`deepspeed --num_gpus 1 train_stage2.py`) on CPU, with a real rollout server beside it
+that is kept up per task. Supervised training is the same program with `RM.teacher_forced_ratio: 1`. A finished run is
+one record in docs/results.json; runs that have one with the same settings are not made again, so the study can be
+stopped and started at will.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from studies.study_report import (
+    BOTH,
+    DUPLICATE_IOU,
+    EQUAL_SECONDS,
+    PLAIN,
+    SUPERVISED,
+    WARM_UP,
+    Record,
+    of,
+    quiet_step_seconds,
+    text_of,
+)
+from tools import demo, make_demo
+from tools.warmup_sft import Parts, WarmupConfig, load_parts, load_warmup_config, save, train
+from utils.config.load import resolve_yaml
+from utils.data.samples import Sample, encode_prompt, load_samples
+from utils.parsing import parse_answer
+from utils.rollout.hf import left_pad, stop_token_ids
+from utils.scores import count_duplicates, count_sample, scores
+
+RECORDS = Path("docs/results.json")
+REPORT = Path("docs/results.md")
+ROOT = Path("runs/study")
+HARD = ROOT / "hard"
+WARMUP_CONFIG = Path("studies/configs/warmup.yaml")
+SCENES = make_demo.Scenes(max_objects=12, sizes=(0.12, 0.22), max_labels=3)
+NUM_TRAIN, NUM_VAL = 1000, 256  # of the hard task
+SEEDS = (1, 2, 3)
+RM = "custom.extra.rollout_matching."
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where all runs of a task start from: `config` holds data, start model, number of steps, all common settings."""
+
+    name: str
+    config: str
+
+
+TASKS = (Task("demo", "studies/configs/demo.yaml"), Task("hard", "studies/configs/hard.yaml"))
+
+TRIMMED_AND_STRUCTURED = {RM + "targets.supervise_structure": True, RM + "targets.trim_trailing_unmatched": True}
+FORCED = {RM + "teacher_forced_ratio": 1.0}
+# Variant -> what it changes in the task's config. EQUAL_SECONDS gets its number of steps when it is due.
+MAIN: dict[str, dict[str, Any]] = {
+    SUPERVISED: FORCED,
+    BOTH: TRIMMED_AND_STRUCTURED,
+}
+LONGER = {EQUAL_SECONDS: FORCED}
+ABLATIONS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "stage 2 + structure": {RM + "targets.supervise_structure": True},
+    "stage 2 + trim": {RM + "targets.trim_trailing_unmatched": True},
+    "stage 2, label ignore": {RM + "matching.label": "ignore"},
+}
+# Where the start model has little left to correct in greedy answers on its training images: task "hard".
+HARD_ONLY: dict[str, dict[str, Any]] = {
+    "sampled, + both": TRIMMED_AND_STRUCTURED | {RM + "decoding.temperature": 1.0},
+    "mix: half supervised, + both": TRIMMED_AND_STRUCTURED | {RM + "teacher_forced_ratio": 0.5},
+}
+# One seed each: is the common learning rate unfair to either side?
+LEARNING_RATES: dict[str, dict[str, Any]] = {
+    "supervised, lr x 0.5": FORCED | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
+    "supervised, lr x 2": FORCED | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
+    "stage 2 + both, lr x 0.5": TRIMMED_AND_STRUCTURED | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
+    "stage 2 + both, lr x 2": TRIMMED_AND_STRUCTURED | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
+}
+VARIANTS = MAIN | LONGER | HARD_ONLY | ABLATIONS | LEARNING_RATES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="only rewrite docs/results.md")
+    parser.add_argument("--task", choices=[task.name for task in TASKS], help="only the runs of this task")
+    args = parser.parse_args()
+    if not args.report:
+        demo.exit_on_sigterm()
+        run_all([job for job in plan() if args.task in (None, job.task.name)])
+    REPORT.write_text(text_of(load_records(), missing(load_records())))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which runs, in which order
+
+
+@dataclass(frozen=True)
+class Job:
+    task: Task
+    variant: str
+    seed: int
+
+
+def plan() -> list[Job]:
+    """All runs, most important first; whether the learning rate is fair is asked of one seed of the demo."""
+    jobs = []
+    for variants in (MAIN, LONGER, HARD_ONLY, ABLATIONS):
+        tasks = [task for task in TASKS if task.name == "hard" or variants is not HARD_ONLY]
+        jobs += [Job(task, variant, seed) for seed in SEEDS for task in tasks for variant in variants]
+    return jobs + [Job(TASKS[0], variant, SEEDS[0]) for variant in LEARNING_RATES]
+
+
+def find(records: Sequence[Record], job: Job) -> Record | None:
+    """The record of a run with the settings that it would be made with today."""
+    for record in records:
+        if (record["task"], record["variant"], record["seed"]) == (job.task.name, job.variant, job.seed):
+            return record if record["overrides"] == VARIANTS[job.variant] else None
+    return None
+
+
+def missing(records: Sequence[Record]) -> dict[str, list[int]]:
+    """Planned runs without a record: `task: variant` -> seeds."""
+    result: dict[str, list[int]] = {}
+    for job in plan():
+        if find(records, job) is None:
+            result.setdefault(f"{job.task.name}: {job.variant}", []).append(job.seed)
+    return result
+
+
+def num_steps(job: Job, records: Sequence[Record]) -> int:
+    """Optimizer steps of a run: the task's, or as many as take a supervised run as long as one of BOTH."""
+    common = int(resolved(job.task)["training"]["max_steps"])
+    if job.variant != EQUAL_SECONDS:
+        return common
+    of_task = [record for record in records if record["task"] == job.task.name]
+    if decided := [record["steps"] for record in of_task if record["variant"] == EQUAL_SECONDS]:
+        return decided[0]
+    supervised, both = (quiet_step_seconds(of(records, job.task.name, name)) for name in (SUPERVISED, BOTH))
+    return round(common * both / supervised)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running
+
+
+def run_all(jobs: Sequence[Job]) -> None:
+    """Make what is missing, with one server at a time, a new one when the task changes; name failed runs at the end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    failed = []
+    server: Server | None = None
+    try:
+        for job in jobs:
+            records = load_records()
+            if find(records, job):
+                continue
+            if server is None or server.task != job.task or server.process.poll() is not None:
+                if server is not None:
+                    server.close()
+                prepare(job.task, environment)
+                server = Server(job.task, environment)
+            name = f"{job.task.name}: {job.variant}, seed {job.seed}"
+            demo.say(f"{time.strftime('%H:%M:%S')} {name}")
+            try:
+                record = run_learner(job, num_steps(job, records), server, environment) | {"revision": revision}
+            except RunFailed as error:
+                print(f"FAILED {name}: {error}", flush=True)
+                failed.append(name)
+                server.close()  # it may be what failed
+                server = None
+                continue
+            store(record)
+            last = list(record["scores"].values())[-1]
+            print({key: round(value, 3) for key, value in last.items()}, record["seconds"], flush=True)
+    finally:
+        if server is not None:
+            server.close()
+    if failed:
+        sys.exit("failed: " + "; ".join(failed))
+
+
+class RunFailed(Exception):
+    """A learner ended with an error."""
+
+
+class Server:
+    """A rollout server for all runs of a task, on ports that were free when it was started."""
+
+    def __init__(self, task: Task, environment: Mapping[str, str]) -> None:
+        self.task = task
+        self.ports, self.process = free_ports(2), None
+        folder = ROOT / task.name / "server"
+        config = write_config(task, folder, self.address())
+        self.process = demo.start_server(str(config), dict(environment), folder / "server.log")
+        try:
+            demo.wait_healthy(self.process, f"http://127.0.0.1:{self.ports[0]}", folder / "server.log")
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self) -> dict[str, Any]:
+        entry = {"base_url": f"http://127.0.0.1:{self.ports[0]}", "group_port": self.ports[1]}
+        return {RM + "vllm.server.servers": [entry]}
+
+    def close(self) -> None:
+        demo.stop(self.process)
+
+
+def run_learner(job: Job, steps: int, server: Server, environment: Mapping[str, str]) -> Record:
+    """Train once; the record of it. Raises RunFailed with the end of the log."""
+    folder = ROOT / job.task.name / f"{slug(job.variant)}-s{job.seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    overrides = VARIANTS[job.variant]
+    common = int(resolved(job.task)["training"]["max_steps"])
+    every = math.ceil(int(resolved(job.task)["training"]["eval_steps"]) * steps / common)
+    run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": every}
+    config = write_config(job.task, folder, overrides | run | server.address())
+    launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1", "--master_port", str(free_ports(1)[0])]
+    if status := wait_for([*launcher, "train_stage2.py", "--config", str(config)], environment, folder / "learner.log"):
+        raise RunFailed(
+            f"status {status}; the end of {folder}/learner.log:\n" + (folder / "learner.log").read_text()[-2000:]
+        )
+    finished = json.loads((folder / "finished.json").read_text())
+    return {
+        "task": job.task.name,
+        "variant": job.variant,
+        "seed": job.seed,
+        "overrides": overrides,
+        "steps": finished["steps"],
+        "seconds": finished["seconds"],
+        **read_curves(folder),
+        "scores": {
+            str(int(path.stem.split("_")[1])): read_scores(path) for path in sorted((folder / "eval").glob("*.json"))
+        },
+    }
+
+
+def wait_for(command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+    """Run a command to its end and return its status; it ends with us if we are ended first."""
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command, env=dict(environment), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+
+def read_scores(path: Path) -> dict[str, float]:
+    """The scores of one evaluation, `eval/step_N.json`, and what its answers, `eval/step_N.jsonl`, say beyond them."""
+    kept = ("f1", "f1_no_label", "recall", "precision", "parse_rate", "truncated_rate")
+    result = {key: json.loads(path.read_text())[key] for key in kept}
+    answers = [demo.to_objects(json.loads(line)["pred"]) for line in path.with_suffix(".jsonl").open()]
+    result["objects"] = statistics.fmean(map(len, answers))
+    result["duplicates"] = statistics.fmean(count_duplicates(objects, DUPLICATE_IOU) for objects in answers)
+    return {key: round(value, 5) for key, value in result.items()}
+
+
+def read_curves(folder: Path) -> dict[str, Any]:
+    """What TensorBoard's curves of a run say.
+
+    `step_seconds`: seconds of one step by part, the lowest tenth of the run's steps, which other work on the machine
+    disturbs least. `rollout_f1`: of rollouts on training images, mean over the run.
+    """
+    curves = EventAccumulator(str(folder)).Reload()
+    parts = ("rollout", "sync", "prepare", "train")
+    values = {part: [event.value for event in curves.Scalars(f"seconds/{part}")] for part in parts}
+    return {
+        "step_seconds": {part: round(float(np.percentile(values[part], 10)), 4) for part in parts},
+        "rollout_f1": round(statistics.fmean(event.value for event in curves.Scalars("rollout/f1")), 4),
+    }
+
+
+def resolved(task: Task) -> dict[str, Any]:
+    return resolve_yaml(task.config)[0]
+
+
+def write_config(task: Task, folder: Path, overrides: Mapping[str, Any]) -> Path:
+    """A YAML file in `folder` that extends the task's with `overrides`, dotted keys and their values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"extends": os.path.relpath(task.config, folder)}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config | nested({"training.output_dir": str(folder)} | overrides), sort_keys=False))
+    return path
+
+
+def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1, "a.c": 2}` as `{"a": {"b": 1, "c": 2}}`."""
+    result: dict[str, Any] = {}
+    for path, value in dotted.items():
+        *parents, last = path.split(".")
+        inner = result
+        for key in parents:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return result
+
+
+def slug(text: str) -> str:
+    return "-".join("".join(char if char.isalnum() or char == "." else " " for char in text).split())
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listened on just now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for sock in sockets:
+        sock.bind(("127.0.0.1", 0))
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def load_records() -> list[Record]:
+    return json.loads(RECORDS.read_text()) if RECORDS.exists() else []
+
+
+def store(record: Record) -> None:
+    """Add the record, in place of an earlier one of the same run; one line each."""
+    key = ("task", "variant", "seed")
+    kept = [old for old in load_records() if any(old[name] != record[name] for name in key)]
+    text = "[\n" + ",\n".join(json.dumps(entry) for entry in [*kept, record]) + "\n]\n"
+    scratch = RECORDS.with_suffix(".tmp")
+    scratch.write_text(text)
+    scratch.replace(RECORDS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data and start models, made once
+
+
+def prepare(task: Task, environment: Mapping[str, str]) -> None:
+    """Data and start model of the task, unless they are there."""
+    subprocess.run([sys.executable, "-m", "tools.make_demo"], env=dict(environment), check=True)
+    if task.name == "hard":
+        make_hard()
+        curve = json.loads((HARD / "model" / "curve.json").read_text())
+        by_step = {str(int(point.pop("steps"))): point for point in curve}
+        store({"task": "hard", "variant": WARM_UP, "seed": 0, "overrides": {}, "scores": by_step})
+
+
+def make_hard() -> None:
+    """Data and start model of the hard task under runs/study/hard; its warm-up goes on from the demo's start model."""
+    cfg = load_warmup_config(WARMUP_CONFIG)
+    data = [NUM_TRAIN, NUM_VAL, repr(SCENES)]
+    make_demo.cached(
+        HARD / "data",
+        data,
+        "synthetic scenes",
+        lambda folder: make_demo.make_dataset(folder, NUM_TRAIN, NUM_VAL, seed=1, scenes=SCENES),
+    )
+    start = (Path(cfg.model) / "made_with.sha256").read_text()
+    settings = [data, start, cfg.model_dump()]
+    make_demo.cached(HARD / "model", settings, "supervised warm-up in rounds", lambda folder: warm_up(folder, cfg))
+
+
+def warm_up(folder: Path, cfg: WarmupConfig, min_gain: float = 0.01, max_rounds: int = 16) -> None:
+    """Rounds of training, each from where the last one ended, until one raises F1 on the validation data by less than
+    `min_gain`.
+
+    Writes the best round's model and `curve.json`, the scores after every round.
+    """
+    validation = load_samples([HARD / "data" / "val.jsonl"], cfg.data.prompt, cfg.data.object_order)[0]
+    curve: list[dict[str, float]] = []
+    for number in range(max_rounds):
+        cfg = cfg.model_copy(update={"seed": number, "model": str(folder / "last") if number else cfg.model})
+        parts = load_parts(cfg)
+        train(cfg, parts)
+        save(parts.model, parts.processor, folder / "last")
+        result = greedy_scores(parts, validation)
+        gain = result["f1"] - max((earlier["f1"] for earlier in curve), default=0.0)
+        curve.append(
+            {"steps": (number + 1) * cfg.steps, "samples": (number + 1) * cfg.steps * cfg.samples_per_step} | result
+        )
+        print(f"round {number + 1}: {curve[-1]}", flush=True)
+        (folder / "curve.json").write_text(json.dumps(curve, indent=2) + "\n")
+        if gain > 0:
+            save(parts.model, parts.processor, folder)
+        if gain < min_gain:
+            return
+
+
+def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int = 352) -> dict[str, float]:
+    """Scores of the model's greedy answers, all in one call of transformers' `generate`."""
+    model, tokenizer = parts.model.eval(), parts.processor.tokenizer
+    prompts = [encode_prompt(sample, parts.processor) for sample in samples]
+    rows = [(prompt.prompt_token_ids, prompt.pixel_values, prompt.image_grid_thw) for prompt in prompts]
+    stop = stop_token_ids(model, tokenizer)
+    inputs = left_pad(rows, model.config.image_token_id)
+    with torch.no_grad():
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop)
+    counts: Counter[str] = Counter()
+    for sample, ids in zip(samples, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+        end = next((index for index, token in enumerate(ids) if token in stop), None)
+        counts.update(count_sample(parse_answer(ids[:end], parts.table), sample.objects, 0.5, end is None))
+    result = scores(counts)
+    return {key: round(result[key], 5) for key in ("f1", "f1_no_label", "recall", "precision", "parse_rate")}
+
+
+if __name__ == "__main__":
+    main()

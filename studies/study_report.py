@@ -1,0 +1,333 @@
+"""docs/results.md from the records of `studies/study.py`: sums, differences, tables and what they say. Pure.
+
+A record is one finished run: `task`, `variant`, `seed`, `overrides` (what the variant sets, by dotted key), `steps`,
+`seconds` (by part, as in `finished.json`), `step_seconds` (of one undisturbed step), `rollout_f1` (of rollouts on
+training images, mean over the run), `scores` (by evaluated step) and `revision`.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scipy.stats import ttest_ind
+
+Record = dict[str, Any]
+
+TEACHER_FORCED = "custom.extra.rollout_matching.teacher_forced_ratio"
+SUPERVISED = "supervised"
+EQUAL_SECONDS = "supervised, equal seconds"
+PLAIN = "stage 2"
+BOTH = "stage 2 + both"
+WARM_UP = "warm-up"
+DUPLICATE_IOU = 0.5  # objects of these scenes never overlap: two predictions this close mean the same one
+
+COLUMNS = {
+    "f1": "F1",
+    "f1_no_label": "F1, no label",
+    "recall": "recall",
+    "precision": "precision",
+    "duplicates": "duplicates / image",
+    "parse_rate": "parse rate",
+}
+
+INTRODUCTION = """# Results: stage 2 against plain supervised training
+
+Written by `python -m studies.study --report` from `docs/results.json`, which `make study` fills. Nothing was selected:
+every finished run counts, and with its last step, not its best.
+
+**How.** The learner (`train_stage2.py`, one rank) and beside it a real rollout server, both on CPU with one thread
+each; DoRA in float32, 32 samples per optimizer step, the settings of `configs/demo/stage2.yaml`. All runs of a task
+start from the same model and data; the seed decides the order of the data and the initialisation of the adapters.
+*Supervised* is the same program with `RM.teacher_forced_ratio: 1`: the same targets, losses and optimizer on the plain
+ground truth. *Stage 2* has the schema's own options and greedy rollouts; *structure* and *trim* are
+`RM.targets.supervise_structure` and `RM.targets.trim_trailing_unmatched`, *both* is the two together, as the demo
+ships. *Equal seconds* is supervised training with as many steps as fit the seconds of stage 2 + both, on a schedule of
+that length.
+
+**Seconds** are those of training: data, rollouts, weight sync, forward and backward. Start-up, evaluation and saving
+are left out, and for supervised training the sync too, which it does not need. The two cores were shared with other
+work, which disturbs the quickest steps least: each part of a step is counted with the lowest tenth of a run's steps,
+and of the seeds the lowest. A variant with one seed that met a busy hour still looks too slow.
+
+**Numbers** are means over seeds ± standard deviation, of greedy answers on 256 held-out images after the last step. A
+duplicate is a prediction with the label of an earlier one and an IoU of at least {duplicate_iou} with it. Differences
+carry a 95 % confidence interval (Welch's t); *same* means that it holds 0: no difference is shown. With three seeds
+only large differences can be told from noise, and nothing corrects for comparing several variants.
+"""
+ABOUT = {
+    "demo": """## Task "demo"
+
+The task of `make demo`: 1 to 4 shapes, 4,000 fully annotated training images, a start model that was warmed up on 8,000
+other scenes most of which list one object only. What there is to gain is going on after the first object.
+
+To read the parse rate: what stands in the prefix and was matched with nothing carries no loss (TGT-6), neither a
+needless object nor broken syntax between two good ones. Without trimming nothing tells the model where it should have
+closed; it goes on until it is cut off, and its syntax decays. Trimmed, such an answer ends behind its last right
+object, where the model learns to close.
+
+*Supervised, 294 steps* is one longer run on the side.
+""",
+    "hard": """## Task "hard"
+
+Up to 12 smaller objects in a scene that repeat 1 to 3 labels, a fixed set of 1,000 training images, and a start model
+that was trained on these same images, fully annotated, until a further round raised F1 on the held-out ones by less
+than 0.01; the best round is the start (which flatters it a little: it was chosen on these images). By then it answers
+the training images almost without a mistake (the last column of the scores), so rollouts on them have little left to
+correct.
+""",
+}
+
+
+def text_of(records: Sequence[Record], missing: Mapping[str, Sequence[int]]) -> str:
+    """The whole of docs/results.md; `missing` names planned runs without a record, `task: variant` and their seeds."""
+    tasks = [task for task in ABOUT if of(records, task, SUPERVISED)]
+    parts = [INTRODUCTION.format(duplicate_iou=DUPLICATE_IOU), "## What was found\n", findings(records, tasks)]
+    for task in tasks:
+        parts += [ABOUT[task], warm_up(records, task), score_table(records, task), difference_table(records, task)]
+        parts += [option_table(records, task), curve_table(records, task)]
+    return "\n".join(part for part in [*parts, learning_rates(records), not_run(missing)] if part)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sums and differences
+
+
+def of(records: Sequence[Record], task: str, variant: str) -> list[Record]:
+    return [record for record in records if (record["task"], record["variant"]) == (task, variant)]
+
+
+def variants_of(records: Sequence[Record], task: str, learning_rates: bool = False) -> list[str]:
+    """The variants of a task in the order of their first record; those that check the learning rate apart."""
+    names = dict.fromkeys(record["variant"] for record in records if record["task"] == task)
+    return [name for name in names if name != WARM_UP and (", lr x" in name) == learning_rates]
+
+
+def is_supervised(record: Record) -> bool:
+    return record["overrides"].get(TEACHER_FORCED) == 1.0
+
+
+def quiet_step_seconds(runs: Sequence[Record]) -> float:
+    """Seconds of a training step of a variant; see the report's introduction."""
+    parts = ("prepare", "train") if is_supervised(runs[0]) else ("prepare", "train", "rollout", "sync")
+    return sum(min(run["step_seconds"][part] for run in runs) for part in parts)
+
+
+def last(records: Sequence[Record], metric: str) -> list[float]:
+    """A metric after the last step of each run."""
+    return [record["scores"][max(record["scores"], key=int)][metric] for record in records]
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """`mean ± standard deviation`; one value stands alone."""
+    shown = f"{statistics.fmean(values):.{digits}f}"
+    return shown if len(values) < 2 else f"{shown} ± {statistics.stdev(values):.{digits}f}"
+
+
+def interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
+    """95 % confidence interval of the difference of the means, by Welch's t; None where a side has only one value."""
+    if min(len(ours), len(theirs)) < 2:
+        return None
+    bounds = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+    return float(bounds.low), float(bounds.high)
+
+
+def compare(records: Sequence[Record], task: str, variant: str, other: str) -> str:
+    """`better`, `worse` or `same` (F1; same: no difference shown); empty where seeds are missing."""
+    bounds = interval(*(last(of(records, task, name), "f1") for name in (variant, other)))
+    if bounds is None:
+        return ""
+    return "better" if bounds[0] > 0 else "worse" if bounds[1] < 0 else "same"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tables and sentences
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def score_table(records: Sequence[Record], task: str) -> str:
+    """Scores after the last step, one line per variant; the first line is the start model."""
+    start = of(records, task, SUPERVISED)[0]["scores"]["0"]
+    rows = [["start model", "", "0", "", *(f"{start[key]:.3f}" for key in COLUMNS), ""]]
+    for name in variants_of(records, task):
+        runs = of(records, task, name)
+        rows.append(
+            [
+                name,
+                str(len(runs)),
+                f"{runs[0]['steps']}",
+                f"{quiet_step_seconds(runs) * runs[0]['steps']:.0f}",
+            ]
+            + [spread(last(runs, key)) for key in COLUMNS]
+            + ["" if is_supervised(runs[0]) else spread([run["rollout_f1"] for run in runs])]
+        )
+    header = ["after the last step", "seeds", "steps", "seconds", *COLUMNS.values(), "F1 of rollouts in training"]
+    return table(header, rows)
+
+
+def difference_table(records: Sequence[Record], task: str) -> str:
+    """F1 of every stage-2 variant minus that of supervised training, at equal steps and at equal seconds."""
+    rows = []
+    for name in variants_of(records, task):
+        ours = of(records, task, name)
+        if not is_supervised(ours[0]):
+            rows.append([name, *(difference(records, task, name, other) for other in (SUPERVISED, EQUAL_SECONDS))])
+    return table(["F1, difference to supervised", "at equal steps", "at equal seconds"], rows)
+
+
+def difference(records: Sequence[Record], task: str, variant: str, other: str) -> str:
+    ours, theirs = (last(of(records, task, name), "f1") for name in (variant, other))
+    if not theirs:
+        return ""
+    shown = f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}"
+    bounds = interval(ours, theirs)
+    if bounds is None:
+        return shown + " (one seed)"
+    return f"{shown} [{bounds[0]:+.3f}, {bounds[1]:+.3f}] {compare(records, task, variant, other)}"
+
+
+def option_table(records: Sequence[Record], task: str) -> str:
+    """What each option changes against the variant without it."""
+    rows = []
+    for name in stage2_variants(records, task):
+        reference = BOTH if ", + both" in name else PLAIN
+        if name != reference and of(records, task, reference):
+            pairs = [[last(of(records, task, n), key) for n in (name, reference)] for key in list(COLUMNS)[:5]]
+            deltas = [f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}" for ours, theirs in pairs]
+            deltas[0] = difference(records, task, name, reference)
+            rows.append([f"{name}, against {reference}", *deltas])
+    return table(["change by an option", *list(COLUMNS.values())[:5]], rows) if rows else ""
+
+
+def curve_table(records: Sequence[Record], task: str) -> str:
+    """Mean F1 at the start, at the evaluation nearest to half of the steps, and at the end."""
+    rows = []
+    for name in variants_of(records, task):
+        columns = zip(*map(start_half_end, of(records, task, name)), strict=True)
+        rows.append([name, *(f"{statistics.fmean(column):.3f}" for column in columns)])
+    return table(["F1 along the way", "start", "half of the steps", "end"], rows)
+
+
+def start_half_end(record: Record) -> tuple[float, float, float]:
+    half = min(record["scores"], key=lambda step: abs(int(step) - record["steps"] / 2))
+    return tuple(record["scores"][step]["f1"] for step in ("0", half, str(record["steps"])))
+
+
+def warm_up(records: Sequence[Record], task: str) -> str:
+    """F1 after each round of the task's warm-up; empty where it has none of its own."""
+    runs = of(records, task, WARM_UP)
+    if not runs:
+        return ""
+    scores = runs[0]["scores"]
+    rows = [[metric, *(f"{scores[step][key]:.3f}" for step in scores)] for key, metric in list(COLUMNS.items())[:4]]
+    return table(["warm-up, after steps of 16 samples", *scores], rows)
+
+
+def learning_rates(records: Sequence[Record]) -> str:
+    """F1 with half and twice the common learning rate, one seed each."""
+    rows = []
+    for task in ABOUT:
+        for name in variants_of(records, task, learning_rates=True):
+            tried = of(records, task, name)[0]
+            common = [run for run in of(records, task, name.split(", lr x")[0]) if run["seed"] == tried["seed"]]
+            if common:
+                rows.append([task, name, *(f"{last([run], 'f1')[0]:.3f}" for run in (tried, common[0]))])
+    if not rows:
+        return ""
+    about = (
+        "## Learning rates\n\nIs the demo's learning rate fair to both sides? One seed, the same for both columns.\n"
+    )
+    return about + "\n" + table(["task", "variant", "F1", "F1 at the common rate"], rows)
+
+
+def not_run(missing: Mapping[str, Sequence[int]]) -> str:
+    if not missing:
+        return ""
+    about = "## Not run yet\n\nWhat `make study` would go on with:\n\n"
+    return about + "".join(f"- {name}: seeds {', '.join(map(str, seeds))}\n" for name, seeds in missing.items())
+
+
+def findings(records: Sequence[Record], tasks: Sequence[str]) -> str:
+    """What the numbers say, task by task, and what follows for the defaults."""
+    lines = [f"- **{task}**: {task_finding(records, task)}" for task in tasks]
+    lines += ["", conclusion(records, tasks), "", defaults(records, tasks), ""]
+    return "\n".join(lines)
+
+
+def task_finding(records: Sequence[Record], task: str) -> str:
+    """Start, supervised, best stage 2; then which variants differ from supervised training."""
+    start = of(records, task, SUPERVISED)[0]["scores"]["0"]["f1"]
+    parts = [f"F1 {start:.3f} at the start"]
+    for name, label in ((SUPERVISED, "supervised"), (EQUAL_SECONDS, "supervised with the seconds of stage 2")):
+        if runs := of(records, task, name):
+            parts.append(f"{label} {spread(last(runs, 'f1'))} ({runs[0]['steps']} steps)")
+    if names := stage2_variants(records, task):
+        best = max(names, key=lambda name: statistics.fmean(last(of(records, task, name), "f1")))
+        parts.append(f"the best of stage 2, *{best}*, {spread(last(of(records, task, best), 'f1'))}")
+    means = [statistics.fmean(last(of(records, task, name), "f1")) for name in variants_of(records, task)]
+    no_gain = "" if max(means) > start else "No variant improves on the start model. "
+    return (
+        "; ".join(parts)
+        + f". {no_gain}"
+        + " ".join(
+            f"At equal {what} {listed(records, task, other)}."
+            for what, other in (("steps", SUPERVISED), ("seconds", EQUAL_SECONDS))
+            if of(records, task, other)
+        )
+    )
+
+
+def listed(records: Sequence[Record], task: str, other: str) -> str:
+    """`better than supervised: a, b; worse: none`, of the variants that several seeds were run of."""
+    names = stage2_variants(records, task)
+    by_verdict = {
+        verdict: ", ".join(f"*{name}*" for name in names if compare(records, task, name, other) == verdict) or "none"
+        for verdict in ("better", "worse", "same")
+    }
+    return (
+        f"better than supervised: {by_verdict['better']}; worse: {by_verdict['worse']}; "
+        f"no difference shown: {by_verdict['same']}"
+    )
+
+
+def stage2_variants(records: Sequence[Record], task: str) -> list[str]:
+    return [name for name in variants_of(records, task) if not is_supervised(of(records, task, name)[0])]
+
+
+def conclusion(records: Sequence[Record], tasks: Sequence[str]) -> str:
+    """One sentence that says whether anything beats supervised training."""
+    pairs = [(task, name) for task in tasks for name in stage2_variants(records, task)]
+    if not any(compare(records, *pair, other) for pair in pairs for other in (SUPERVISED, EQUAL_SECONDS)):
+        return "**Too few seeds have finished for a verdict.**"
+    won = {}
+    for what, other in (("steps", SUPERVISED), ("seconds", EQUAL_SECONDS)):
+        won[what] = [f"*{name}* on {task}" for task, name in pairs if compare(records, task, name, other) == "better"]
+    if not any(won.values()):
+        return (
+            "**Nothing here is shown to beat plain supervised training**, neither at equal steps nor at equal seconds."
+        )
+    steps, seconds = (", ".join(names) or "nothing" for names in won.values())
+    return f"**What beats plain supervised training:** at equal steps {steps}; at equal seconds {seconds}."
+
+
+def defaults(records: Sequence[Record], tasks: Sequence[str]) -> str:
+    """What the comparison among the stage-2 variants says about the schema's defaults."""
+    verdicts = [compare(records, task, BOTH, PLAIN) for task in tasks]
+    if verdicts and all(verdict == "better" for verdict in verdicts):
+        return (
+            "**Defaults.** With both target options on, stage 2 is better than without on every task. The contract has "
+            "them off by default, so they stay off in the schema; switch them on, as the demo's config does."
+        )
+    shown = ", ".join(f"{verdict or 'too few seeds'} on {task}" for task, verdict in zip(tasks, verdicts, strict=True))
+    if "better" in verdicts and set(verdicts) <= {"better", "same"}:
+        return (
+            f"**Defaults.** *{BOTH}* against *{PLAIN}*: {shown}. The shipped presets (`configs/base.yaml`) switch both "
+            "target options on; the schema keeps them off, as the contract says, and `teacher_forced_ratio` at 0."
+        )
+    return (
+        f"**Defaults.** *{BOTH}* against *{PLAIN}*: {shown}. That is no clear case for changing the schema's defaults "
+        "(both target options off, `teacher_forced_ratio` 0); they stay."
+    )

@@ -1,0 +1,391 @@
+"""`utils.config.plan`: what `--dry-run` derives, against numbers worked out by hand (CFG-16)."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.test_load import edited
+from utils.config.known_models import known_config, known_model, parameter_shapes
+from utils.config.layout import plan_layout
+from utils.config.load import ConfigError, build_config, engine_json, load_config
+from utils.config.plan import ModelSize, format_plan, learner_memory, make_plan, model_size, print_dry_run
+from utils.config.schema import Config, Tuner
+
+
+def settings(**keys: Any) -> dict[str, Any]:
+    return {"vllm_max_model_len": 2048, "device": "cpu", **keys}
+
+
+def config(**changes: Any) -> Config:
+    return build_config(edited(**changes))
+
+
+def checkpoint(folder: Path) -> Path:
+    """A checkpoint of headers only: 40 language, 12 embedding, 30 vision and 8 aligner parameters."""
+    shapes = {
+        "model.language_model.layers.0.self_attn.q_proj.weight": [8, 4],
+        "model.language_model.layers.0.norm.weight": [8],
+        "model.language_model.embed_tokens.weight": [3, 4],
+        "model.visual.blocks.0.attn.qkv.weight": [6, 5],
+        "model.visual.merger.linear_fc1.weight": [2, 4],
+    }
+    header = json.dumps({name: {"dtype": "BF16", "shape": s, "data_offsets": [0, 0]} for name, s in shapes.items()})
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    text = {"hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+    return folder
+
+
+def test_CFG_16_chunks_and_rounds() -> None:
+    """CFG-16: DIS-3: 4 sequences on each of 6 devices for 5 learners: floor(24 / 5) = 4 per round; 10 samples need 3
+    rounds."""
+    plan = make_plan(
+        config(
+            RS=settings(vllm_tensor_parallel_size=2, vllm_data_parallel_size=3),
+            RM__decode_batch_size=4,
+            training__per_device_train_batch_size=10,
+        ),
+        world_size=5,
+    )
+    assert (plan.servers[0].world_size, plan.chunk, plan.rounds) == (6, 4, 3)
+
+
+def test_CFG_16_unknown_devices_leave_chunks_open() -> None:
+    """CFG-16."""
+    plan = make_plan(config(RS=settings(device="cuda")), world_size=2)
+    assert plan.servers[0].world_size is None and plan.chunk is None
+    assert "not known yet" in format_plan(plan)
+
+
+def test_DIS_2_too_many_learners_stop_the_dry_run_with_the_numbers() -> None:
+    """DIS-2."""
+    with pytest.raises(ConfigError, match=r"decode_batch_size=2: on 1 rollout device.*3 learners"):
+        make_plan(config(RS=settings(), RM__decode_batch_size=2), world_size=3)
+
+
+def test_CFG_16_optimizer_steps_from_the_data(tmp_path: Path) -> None:
+    """CFG-16: 25 lines + 10 lines at weight 0.5 are 30 samples an epoch; 2 epochs at 2 x 2 x 3 = 12 per step are 5
+    steps."""
+    (tmp_path / "a.jsonl").write_text("{}\n" * 25 + "\n")
+    (tmp_path / "b.jsonl").write_text("{}\n" * 10)
+    files = [str(tmp_path / "a.jsonl"), {"path": str(tmp_path / "b.jsonl"), "weight": 0.5}]
+    training = {
+        "output_dir": "o",
+        "num_train_epochs": 2.0,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+    }
+    changes = {"custom__train_jsonl": files, "training": training, "RM__decode_batch_size": 2}
+    plan = make_plan(config(**changes), world_size=2)
+    assert (plan.num_samples, plan.samples_per_step, plan.num_steps) == (30, 12, 5)
+    assert plan.max_tokens_per_step == 2 * 3 * 4096
+
+
+def test_CFG_16_steps_are_open_without_data_and_given_with_max_steps() -> None:
+    """CFG-16."""
+    assert make_plan(config(custom__train_jsonl="gone.jsonl"), 1).num_steps is None
+    assert make_plan(config(custom__train_jsonl="gone.jsonl", training__max_steps=7), 1).num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("tuner", "trainable", "can_change"),
+    [
+        ({}, 40 + 12, 40 + 12),  # full: language model with embeddings
+        ({"freeze_vit": False}, 52 + 30, 52 + 30),
+        ({"freeze_aligner": False}, 52 + 8, 52 + 8),
+        ({"type": "lora", "rank": 2}, 2 * (8 + 4), 8 * 4),  # q_proj only: A is [2, 4], B is [8, 2]
+        ({"type": "lora", "rank": 2, "use_dora": True}, 2 * (8 + 4) + 8, 8 * 4),
+        ({"type": "lora", "rank": 2, "modules_to_save": ["embed_tokens"]}, 2 * (8 + 4) + 12, 8 * 4 + 12),
+        ({"type": "lora", "rank": 1, "freeze_vit": False, "target_modules": ["qkv"]}, 6 + 5, 6 * 5),
+        ({"type": "lora", "rank": 1, "target_modules": r".*\.q_proj"}, 8 + 4, 8 * 4),
+    ],
+)
+def test_CFG_16_parameters_that_learn(tmp_path: Path, tuner: dict[str, Any], trainable: int, can_change: int) -> None:
+    """CFG-16: as numbers of parameters and as merged tensors that a sync sends after the first."""
+    size = model_size(checkpoint(tmp_path), Tuner(**tuner))
+    assert (size.total, size.trainable, size.can_change) == (40 + 12 + 30 + 8, trainable, can_change)
+    assert size.source == ""
+    # q_proj is [8, 4]: an identity of 4 x 4, and B A, the same scaled, and the sum with the weight
+    assert size.dora_values == (4 * 4 + 3 * 8 * 4 if tuner.get("use_dora") else 0)
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "dtype", "expected"),
+    [
+        # bf16: 2 bytes each for weights and gradients, 12 for the optimizer; 1000 parameters of which 400 learn
+        ("zero0", "bfloat16", {"weights": 2000, "gradients": 800, "optimizer": 4800}),
+        ("zero1", "bfloat16", {"weights": 2000, "gradients": 800, "optimizer": 1200}),
+        ("zero2", "bfloat16", {"weights": 2000, "gradients": 200, "optimizer": 1200}),
+        ("zero3", "bfloat16", {"weights": 500, "gradients": 200, "optimizer": 1200}),
+        ("zero3_offload", "bfloat16", {"gradients": 200}),
+        ("zero0", "float32", {"weights": 4000, "gradients": 1600, "optimizer": 3200}),
+    ],
+)
+def test_CFG_16_learner_memory_by_zero_stage(deepspeed: str, dtype: str, expected: dict[str, int]) -> None:
+    """CFG-16."""
+    cfg = config(deepspeed=deepspeed, model={"path": "gone", "dtype": dtype})
+    memory = learner_memory(cfg, engine_json(cfg, 4), ModelSize(1000, 400), world_size=4)
+    assert memory.pop("sync buckets (rank 0)") == 2 * 256 * 1024**2
+    num_buckets = {"zero0": 0, "zero1": 1, "zero2": 2}.get(deepspeed, 1)  # ds_configs: 2e8 numbers each
+    assert memory.pop("reduce buckets", 0) == num_buckets * 200_000_000 * 2
+    assert memory.pop("gathered", 0) == (2000 if deepspeed.startswith("zero3") else 0)  # fewer than max_live_parameters
+    assert memory == expected
+
+
+def test_CFG_16_adapters_lie_beside_the_weights() -> None:
+    """CFG-16: ZeRO-2 over 4: 1000 weights and 40 of adapters in bf16; 40 gradients and their optimizer, a quarter."""
+    cfg = config(deepspeed="zero2", model={"path": "gone"}, tuner={"type": "lora", "use_dora": True})
+    memory = learner_memory(cfg, engine_json(cfg, 4), ModelSize(1000, 40, 7), world_size=4)
+    assert (memory["weights"], memory["gradients"], memory["optimizer"]) == (2080, 20, 120)
+    assert memory["DoRA norms"] == 14
+
+
+def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
+    """CFG-16: bf16. Activations checkpointed: 4096 tokens x 4 units x 2 bytes x (2 layers + 17). Cache per token:
+    keys and
+    values x 2 layers x 1 head x 2 x 2 bytes = 16 bytes, for 3 answers of 2048 tokens."""
+    folder = str(checkpoint(tmp_path))
+    plan = make_plan(config(model={"path": folder}, RS=settings(), RM__decode_batch_size=3), world_size=1)
+    assert plan.learner_memory["activations"] == 4096 * 4 * 2 * 19
+    assert plan.rollout_memory == {"weights": 90 * 2, "keys and values": 16 * 2048 * 3}
+    assert "parameters:" in format_plan(plan) and "GiB" in format_plan(plan)
+
+
+def test_CFG_16_the_format_is_yaml_comments(tmp_path: Path) -> None:
+    """CFG-16."""
+    assert all(line.startswith("#") for line in format_plan(make_plan(config(), 1)).splitlines())
+
+
+def test_CFG_16_dry_run_prints_what_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CFG-16."""
+    cfg = config(RS=settings())
+    print_dry_run(cfg, world_size=1)
+    (tmp_path / "again.yaml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path / "again.yaml").model_dump() == cfg.model_dump()
+    with pytest.raises(SystemExit, match="2"):
+        print_dry_run(cfg, world_size=2)
+
+
+def test_checkpoint_of_the_test_is_what_it_says(tmp_path: Path) -> None:
+    from utils.config.plan import _tensor_shapes
+
+    assert sum(prod(shape) for _, shape in _tensor_shapes(checkpoint(tmp_path))) == 90
+
+
+# ---- where things run ----------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def stage2(name: str) -> Config:
+    return load_config(f"configs/stage2/qwen3vl_8b_{name}.yaml")
+
+
+@pytest.mark.parametrize(("name", "num_servers", "world_size"), [("3v1", 3, 1), ("6v2", 6, 2)])
+def test_CFG_16_the_shipped_8b_plans_can_be_checked_by_eye(name: str, num_servers: int, world_size: int) -> None:
+    """CFG-16: device by device, in the order of the commands; 8B from its name, as no such model is here."""
+    text = format_plan(make_plan(stage2(name), world_size))
+    facts = re.findall(r"^# (.+?): +(.+)$", text, re.MULTILINE)
+    known = dict(facts)
+    assert known["server 0"].endswith(f"group port 51216, TP 1 x DP {num_servers} = {num_servers} device(s) (cuda)")
+    gpus = [(key, value) for key, value in facts if key.startswith("GPU")]
+    assert [key for key, _ in gpus] == [f"GPU {i}" for i in range(num_servers + world_size)]
+    for i, (_, value) in enumerate(gpus):
+        if i < num_servers:
+            assert value == f"rollout_server.py, server 0 (port 8000), replica {i}: generates"
+        else:
+            assert value.startswith(f"train_stage2.py, rank {i - num_servers}: trains")
+    assert known["requests per round and learner"] == "48"  # 16 x 3 / 1 and 16 x 6 / 2
+    assert known["tokens per optimizer step"] == "at most 48000"  # 12000 x 4 micro-steps, or x 2 by two learners
+    assert known["samples per optimizer step"] == "32"
+    assert known["parameters"].startswith("8,767,123,696, of which") and "Qwen3-VL-8B as released" in text
+    assert known["rollout cache per device"].endswith("an engine holds 376,249 tokens (45 of 8192)")
+
+
+def test_CFG_16_memory_of_8b_with_dora_by_hand() -> None:
+    """CFG-16: ZeRO-2, one and two learners. Adapters of rank 64 on q, k, v, o, gate, up, down of 36 layers."""
+    hidden, kv, mlp, layers, rank = 4096, 1024, 12288, 36, 64
+    shapes = [
+        (hidden, hidden),
+        (kv, hidden),
+        (kv, hidden),
+        (hidden, hidden),
+        (mlp, hidden),
+        (mlp, hidden),
+        (hidden, mlp),
+    ]
+    learn = layers * sum(rank * (num_out + num_in) + num_out for num_out, num_in in shapes)
+    for name, world_size in (("3v1", 1), ("6v2", 2)):
+        plan = make_plan(stage2(name), world_size)
+        assert plan.model_size.trainable == learn
+        assert plan.learner_memory == {
+            "weights": 2 * (8_767_123_696 + learn),
+            "gradients": 2 * learn // world_size,
+            "optimizer": 12 * learn // world_size,
+            "reduce buckets": 2 * 200_000_000 * 2,
+            # 36 layers' inputs, and one layer with 17 values per unit and twice its linear outputs
+            "activations": 12000 * 2 * (36 * hidden + 17 * hidden + 2 * sum(num_out for num_out, _ in shapes)),
+            "logits": 256 * 151936 * 2 * (2 + 4),
+            "DoRA norms": 2 * (mlp * mlp + 3 * mlp * hidden),
+            "sync buckets (rank 0)": 2 * 256 * 2**20,
+        }
+        # keys and values: 36 layers x 8 heads x 128 x 2 bytes, twice; 0.85 of 80 GiB, weights aside
+        assert plan.rollout_memory["keys and values"] == 2 * 36 * 8 * 128 * 2 * 8192 * 16
+        assert plan.cache.num_bytes == int(0.85 * 80 * 2**30) - 2 * 8_767_123_696
+        assert plan.cache.num_tokens == plan.cache.num_bytes // (2 * 36 * 8 * 128 * 2)
+
+
+def test_CFG_16_tensor_parallel_engines_share_weights_and_cache() -> None:
+    """CFG-16: two devices hold half the weights each, and the cache of the engine is twice what one has left."""
+    base = yaml_of("3v1")
+    base["custom"]["extra"]["rollout_server"] |= {"vllm_tensor_parallel_size": 2, "vllm_data_parallel_size": 2}
+    plan = make_plan(build_config(base), 1)
+    left = int(0.85 * 80 * 2**30) - 8_767_123_696
+    assert (plan.cache.num_bytes, plan.cache.num_tokens) == (left, 2 * left // (2 * 36 * 8 * 128 * 2))
+    assert plan.rollout_memory["weights"] == 8_767_123_696
+    text = format_plan(plan)
+    assert "TP 2 x DP 2 = 4 device(s)" in text and "replica 1, tensor-parallel rank 0" in text
+    base["custom"]["extra"]["rollout_server"]["vllm_gpu_memory_utilization"] = 0.1
+    assert "cannot even hold the weights" in format_plan(make_plan(build_config(base), 1))
+
+
+def yaml_of(name: str) -> dict[str, Any]:
+    return stage2(name).model_dump()
+
+
+def test_CFG_16_several_servers_and_other_machines() -> None:
+    """CFG-16: GPUs of this machine are counted through; another machine counts its own; a CPU has no number."""
+    base = yaml_of("3v1")
+    connection = base["custom"]["extra"]["rollout_matching"]["vllm"]["server"]
+    connection |= {"base_url": ["http://127.0.0.1:8000", "http://10.0.0.2:8000", "http://localhost:8001"]}
+    base["custom"]["extra"]["rollout_server"] |= {
+        "vllm_data_parallel_size": 2,
+        "servers": [{}, {}, {"vllm_data_parallel_size": 1}],
+    }
+    layout = plan_layout(build_config(base), 2, "f.yaml")
+    assert [device for device, _ in layout.places] == [
+        "GPU 0", "GPU 1", "10.0.0.2: GPU 0", "10.0.0.2: GPU 1", "GPU 2", "GPU 3", "GPU 4"
+    ]  # fmt: skip
+    assert layout.commands == [
+        'make server GPUS=0,1 CONFIG=f.yaml ARGS="--server-index 0"',
+        '10.0.0.2: make server GPUS=0,1 CONFIG=f.yaml ARGS="--server-index 1"',
+        'make server GPUS=2 CONFIG=f.yaml ARGS="--server-index 2"',
+        "make train GPUS=3,4 CONFIG=f.yaml",
+    ]
+    on_cpu = plan_layout(config(RS=settings()), 2, "f.yaml")
+    assert [device for device, _ in on_cpu.places] == ["CPU"] * 3
+    assert on_cpu.commands == ["make server CONFIG=f.yaml", "make train RANKS=2 CONFIG=f.yaml"]
+    assert plan_layout(config(RS=settings(device="cuda")), 1, "f.yaml") is None
+
+
+def test_CFG_16_GRP_3_a_grpo_plan_names_its_own_program() -> None:
+    """CFG-16, GRP-3: six GPUs for the server, two for the learners, as the preset's header says."""
+    layout = plan_layout(load_config("configs/grpo/summary_1024.yaml"), 2, "f.yaml")
+    assert layout.commands == ["make server GPUS=0,1,2,3,4,5 CONFIG=f.yaml", "make grpo GPUS=6,7 CONFIG=f.yaml"]
+    assert layout.places[-1] == ("GPU 7", "train_grpo.py, rank 1: trains")
+
+
+def test_CFG_16_learners_that_generate_say_so() -> None:
+    """CFG-16."""
+    hf = config(RM__rollout_backend="hf", RM__vllm={})
+    assert plan_layout(hf, 1, "f").places == [("GPU 0", "train_stage2.py, rank 0: trains, generates, writes logs")]
+    colocate = config(RM__vllm={"mode": "colocate", "tensor_parallel_size": 2})
+    processes = [process for _, process in plan_layout(colocate, 4, "f").places]
+    assert [re.search(r"engine (\d)", process)[1] for process in processes] == ["0", "0", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("path", "size"),
+    [
+        ("models/qwen3vl_8b_coord", "8B"),
+        ("Qwen/Qwen3-VL-32B-Instruct/", "32B"),
+        ("qwen3-vl-30b-a3b", None),
+        ("qwen3vl_18b", None),
+        ("models/merged", None),
+    ],
+)
+def test_CFG_16_released_models_are_known_by_name(path: str, size: str | None) -> None:
+    """CFG-16."""
+    assert known_model(path) == size
+
+
+@pytest.mark.parametrize(("size", "billions"), [("2B", 2.13), ("4B", 4.44), ("8B", 8.77), ("32B", 33.36)])
+def test_CFG_16_released_models_have_the_parameters_on_their_cards(size: str, billions: float) -> None:
+    """CFG-16."""
+    total = sum(prod(shape) for shape in parameter_shapes(known_config(size)).values())
+    assert total / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_CFG_16_a_config_json_without_weights_is_enough(tmp_path: Path) -> None:
+    """CFG-16."""
+    (tmp_path / "config.json").write_text(json.dumps(known_config("2B")))
+    size = model_size(tmp_path, Tuner())
+    assert size.total == pytest.approx(2.13e9, rel=0.01) and size.source == "config.json"
+
+
+def test_CFG_16_a_dry_run_under_a_launcher_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CFG-16: and its number of ranks is the launcher's."""
+    import train_stage2
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", ["train_stage2.py", "--config", "configs/stage2/qwen3vl_8b_6v2.yaml", "--dry-run"])
+    for rank, expected in ((0, True), (1, False)):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as ended:
+            train_stage2.main()
+        assert ended.value.code == 0
+        assert ("GPU 7: " in capsys.readouterr().out) == expected
+
+
+# ---- make ----------------------------------------------------------------------------------------------------------
+
+
+def commands_of(*arguments: str) -> str:
+    """What `make` would run last, in one line; the set-up in front of it is not looked at."""
+    command = ["make", "-n", "DEVICE=gpu", *arguments]
+    environment = {"PATH": os.environ["PATH"]}  # not what a `make test` around this has set
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    return " ".join(run.stdout.replace("\\\n", " ").strip().splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["server", "GPUS=0,1,2", "CONFIG=a.yaml"],
+            "CUDA_VISIBLE_DEVICES=0,1,2 exec .venv/bin/python rollout_server.py --config a.yaml",
+        ),
+        (["server", "CONFIG=a.yaml"], "exec .venv/bin/python rollout_server.py --config a.yaml"),
+        (
+            ["server", "GPUS=2", "CONFIG=a.yaml", "ARGS=--server-index 2"],
+            "CUDA_VISIBLE_DEVICES=2 exec .venv/bin/python rollout_server.py --config a.yaml --server-index 2",
+        ),
+        (
+            ["train", "GPUS=3"],
+            "exec .venv/bin/python -m tools.launch --include localhost:3 --master_port 29500 train_stage2.py "
+            "--config configs/stage2/qwen3vl_8b_3v1.yaml",
+        ),
+        (
+            ["train", "GPUS=6,7", "CONFIG=a.yaml", "PORT=29600"],
+            "exec .venv/bin/python -m tools.launch --include localhost:6,7 --master_port 29600 train_stage2.py "
+            "--config a.yaml",
+        ),
+        (
+            ["train", "RANKS=2", "CONFIG=a.yaml"],
+            "exec .venv/bin/python -m tools.launch --num_gpus 2 --master_port 29500 train_stage2.py --config a.yaml",
+        ),
+    ],
+)
+def test_make_server_and_train_start_the_programs_on_the_gpus_given_SRV_1(arguments: list[str], expected: str) -> None:
+    """SRV-1."""
+    assert commands_of(*arguments) == expected

@@ -1,0 +1,204 @@
+"""SRV-5: which images the server opens, and that it sees the same pixels as the learner."""
+
+import base64
+import http.server
+import io
+import os
+import struct
+import threading
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from utils.data.images import ImageRefused, ImageStore, to_rgb
+
+
+def png(colour=(10, 20, 30), size=(8, 6)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "allowed"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png())
+    (tmp_path / "secret.png").write_bytes(png((1, 1, 1)))
+    return folder
+
+
+def test_files_below_a_root_are_read(root):
+    """SRV-5"""
+    store = ImageStore([root])
+    assert store.open(str(root / "a.png")).getpixel((0, 0)) == (10, 20, 30)
+    assert store.open(f"file://{root}/a.png").size == (8, 6)
+    assert store.open(str(root / "nothing" / ".." / "a.png")).size == (8, 6)
+
+
+@pytest.mark.parametrize(
+    "trick", ["{root}/../secret.png", "{root}/link.png", "{root}/linked/secret.png", "/etc/passwd"]
+)
+def test_nothing_outside_the_roots_is_read(root, trick):
+    """SRV-5: `..` and symbolic links do not escape the roots."""
+    (root / "link.png").symlink_to(root.parent / "secret.png")
+    (root / "linked").symlink_to(root.parent)
+    with pytest.raises(ImageRefused, match="outside the directories"):
+        ImageStore([root]).open(trick.format(root=root))
+
+
+def test_a_root_is_no_name_prefix(root):
+    """SRV-5: /data does not open /database."""
+    neighbour = root.parent / "allowed2"
+    neighbour.mkdir()
+    (neighbour / "a.png").write_bytes(png())
+    with pytest.raises(ImageRefused):
+        ImageStore([root]).open(str(neighbour / "a.png"))
+
+
+def test_a_root_that_is_itself_a_link_works(root, tmp_path):
+    """SRV-5"""
+    (tmp_path / "alias").symlink_to(root)
+    assert ImageStore([tmp_path / "alias"]).open(str(tmp_path / "alias" / "a.png")).size == (8, 6)
+
+
+def test_no_roots_means_no_files(root):
+    """SRV-5"""
+    with pytest.raises(ImageRefused):
+        ImageStore([]).open(str(root / "a.png"))
+
+
+def test_missing_broken_and_odd_files_are_unreadable_not_refused(root):
+    """SRV-5: the request fails alone; a named pipe does not hang the server."""
+    (root / "broken.png").write_bytes(png()[:30])
+    (root / "text.png").write_text("hello")
+    os.mkfifo(root / "pipe.png")
+    for name in ("missing.png", "broken.png", "text.png", "pipe.png", ""):
+        with pytest.raises(ValueError) as error:
+            ImageStore([root]).open(str(root / name))
+        assert not isinstance(error.value, ImageRefused), name
+
+
+def test_base64_and_data_uris(root):
+    """SRV-5"""
+    store = ImageStore([])
+    text = base64.b64encode(png()).decode()
+    assert store.open(text).size == (8, 6)
+    assert store.open(f"data:image/png;base64,{text}").size == (8, 6)
+    jpeg = io.BytesIO()
+    Image.new("RGB", (8, 6)).save(jpeg, "JPEG")
+    text = base64.b64encode(jpeg.getvalue()).decode()
+    assert text.startswith("/9j/")  # looks like an absolute path
+    assert store.open(text).size == (8, 6)
+    for bad in ("data:image/png,xyz", "data:image/png;base64,!!!", "data:image/png;base64,aGVsbG8="):
+        with pytest.raises(ValueError):
+            store.open(bad)
+
+
+def declared(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it is so large."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [header, b"IDAT" + zlib.compress(b"\0" * 1000)]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks
+    )
+
+
+@pytest.mark.parametrize("size", [(8192, 8193), (12_000, 12_000), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
+def test_decompression_bombs_are_refused_by_their_header(size):
+    """SRV-5: 12,000 x 12,000 is what Pillow only warns about; nothing is unpacked."""
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="not a readable image: .*pixels") as error:
+        ImageStore([]).open("data:image/png;base64," + base64.b64encode(declared(*size)).decode())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not isinstance(error.value, ImageRefused) and peak < 4 << 20
+
+
+def test_formats_whose_decoder_runs_a_program_are_no_images(monkeypatch):
+    """SRV-5: Pillow hands EPS to Ghostscript."""
+    eps = io.BytesIO()
+    Image.new("RGB", (8, 6)).save(eps, "EPS")
+    monkeypatch.setattr("subprocess.check_call", lambda *_, **__: pytest.fail("a program was run"))
+    with pytest.raises(ValueError, match="not a readable image"):
+        ImageStore([]).open("data:image/eps;base64," + base64.b64encode(eps.getvalue()).decode())
+
+
+def test_a_directory_that_becomes_a_link_after_the_check_is_not_followed(root, monkeypatch):
+    """SRV-5: what counts is the file that was opened in the end."""
+    (root / "inside").mkdir()
+    (root / "inside" / "secret.png").write_bytes(png())
+    resolve = Path.resolve
+
+    def resolve_then_swap(path):
+        real = resolve(path)
+        if path.name == "secret.png":
+            os.rename(root / "inside", root / "before")
+            (root / "inside").symlink_to(root.parent)
+        return real
+
+    store = ImageStore([root])
+    monkeypatch.setattr(Path, "resolve", resolve_then_swap)
+    with pytest.raises(ImageRefused):
+        store.open(str(root / "inside" / "secret.png"))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.png", "https://example.com/a.png", "ftp://x/a.png", "s3://b/a"])
+def test_urls_are_refused_by_default(url):
+    """SRV-5"""
+    with pytest.raises(ImageRefused, match="allow_image_urls"):
+        ImageStore([]).open(url)
+
+
+def test_urls_are_fetched_when_allowed():
+    """SRV-5: only http(s), even then."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):  # noqa: N802
+            self.send_response(200 if self.path == "/a.png" else 404)
+            self.end_headers()
+            self.wfile.write(png())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        base = f"http://127.0.0.1:{server.server_port}"
+        store = ImageStore([], allow_urls=True)
+        assert store.open(f"{base}/a.png").size == (8, 6)
+        with pytest.raises(ValueError) as error:
+            store.open(f"{base}/b.png")
+        assert not isinstance(error.value, ImageRefused)
+        with pytest.raises(ImageRefused):
+            store.open("ftp://127.0.0.1/a.png")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L", "1", "I;16", "turned"])
+def test_server_and_learner_see_the_same_pixels(root, mode):
+    """ROL-3, SRV-5"""
+    from utils.data.samples import open_image
+
+    image = Image.effect_noise((7, 5), 60).convert("RGB")
+    path = root / "x.png"
+    if mode == "turned":
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        path = root / "x.jpg"
+        image.save(path, exif=exif)
+    elif mode == "I;16":
+        Image.new("I;16", (7, 5), 3000).save(path)
+    else:
+        if mode in ("RGBA", "LA"):
+            image.putalpha(100)
+        image.convert(mode).save(path)
+    ours, theirs = ImageStore([root]).open(str(path)), open_image(path)
+    assert ours.size == theirs.size and ours.tobytes() == theirs.tobytes()
+    assert to_rgb(Image.open(path)).mode == "RGB"

@@ -1,0 +1,527 @@
+"""Data files, the stream of samples, encoded prompts: DAT-1, DAT-2, DAT-3, LRN-1, ROL-3."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from tools.make_demo import build_start_model
+from utils.answer_format import QWEN3VL
+from utils.data import samples as data
+from utils.data.samples import DataError, Sample, SampleStream, encode_prompt, epoch_size, load_samples, open_image
+from utils.geometry import Object
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    return data.load_processor(build_start_model(tmp_path_factory.mktemp("model")))
+
+
+def png(path: Path, width: int = 100, height: int = 50) -> Path:
+    Image.new("RGB", (width, height), "red").save(path)
+    return path
+
+
+def line(**changes) -> dict:
+    row = {"images": ["a.png"], "width": 100, "height": 50, "objects": [{"desc": "cat", "bbox_2d": [0, 0, 50, 25]}]}
+    row.update(changes)
+    return {key: value for key, value in row.items() if value is not ...}
+
+
+def write(folder: Path, *rows, name: str = "d.jsonl") -> Path:
+    png(folder / "a.png")
+    path = folder / name
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def load_one(folder: Path, *, prompt="List.", object_order="file", **changes) -> Sample:
+    return load_samples([write(folder, line(**changes))], prompt, object_order)[0][0]
+
+
+def problems_of(*paths, prompt="List.") -> list[str]:
+    with pytest.raises(DataError) as caught:
+        load_samples(paths, prompt)
+    return caught.value.problems
+
+
+# ---- DAT-1: the format ---------------------------------------------------------------------------------------------
+
+
+def test_dat_1_own_form(tmp_path):
+    """DAT-1."""
+    sample = load_one(tmp_path, id="s1")
+    assert sample.id == "s1"
+    assert sample.images == [str(tmp_path / "a.png")]
+    assert sample.image_sizes == [(50, 100)]
+    assert sample.messages == [{"role": "user", "content": "List."}]
+    assert sample.objects == [Object("cat", "bbox_2d", (0, 0, 500, 500))]
+    assert sample.source == f"{tmp_path}/d.jsonl:1"
+
+
+def test_dat_1_prompt_of_the_line_wins_over_the_config(tmp_path):
+    """DAT-1."""
+    assert load_one(tmp_path, prompt="config's").messages[0]["content"] == "config's"
+    row = line(prompt="its own")
+    assert load_samples([write(tmp_path, row)], "config's")[0][0].messages[0]["content"] == "its own"
+
+
+def test_dat_1_without_objects_is_valid(tmp_path):
+    """DAT-1."""
+    assert load_one(tmp_path, objects=[]).objects == []
+
+
+def test_dat_1_grp_5_other_keys_are_kept_for_rewards(tmp_path):
+    """DAT-1, GRP-5: as they are; the format's own are not among them."""
+    summary = {"car": {"colour": ["red", None], "doors": 4}}
+    sample = load_one(tmp_path, id="s1", domain="street", summary=summary, answer=1.5, prompt="?")
+    assert sample.extra == {"domain": "street", "summary": summary, "answer": 1.5}
+    assert load_one(tmp_path).extra == {}
+
+
+def test_dat_1_grp_5_a_summary_needs_neither_objects_nor_an_image(tmp_path):
+    """DAT-1, GRP-5: but an image that is there is read as ever."""
+    assert load_one(tmp_path, objects=..., summary={}).objects == []
+    text = load_one(tmp_path, images=[], width=..., height=..., objects=..., summary={})
+    assert (text.images, text.image_sizes, text.width, text.objects) == ([], [], 0, [])
+    assert problems_of(write(tmp_path, line(objects=None, summary={}))) == [
+        f"{tmp_path}/d.jsonl:1: objects: missing; write [] for an image without objects"
+    ]
+
+
+def test_dat_1_polygon(tmp_path):
+    """DAT-1."""
+    objects = [{"desc": "kite", "poly": [0, 0, 100, 0, 100, 50]}]
+    assert load_one(tmp_path, objects=objects).objects == [Object("kite", "poly", (0, 0, 999, 0, 999, 999))]
+
+
+def test_dat_1_relative_images_belong_to_the_file_not_the_working_directory(tmp_path, monkeypatch):
+    """DAT-1."""
+    (tmp_path / "sub").mkdir()
+    path = write(tmp_path / "sub", line(images=["../sub/a.png"]))
+    monkeypatch.chdir(tmp_path)
+    sample = load_samples([Path("sub") / path.name], "x")[0][0]
+    assert Path(sample.images[0]).is_absolute() and open_image(sample.images[0]).size == (100, 50)
+
+
+def test_dat_1_blank_lines_and_a_byte_order_mark_do_no_harm(tmp_path):
+    """DAT-1."""
+    path = write(tmp_path, line())
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\n\r\n")
+    assert len(load_samples([path], "x")[0]) == 1
+
+
+def test_dat_1_swift_messages_with_markers_and_answer(tmp_path):
+    """DAT-1."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "<image>Find all."},
+        {"role": "assistant", "content": "<ref-object> at <bbox>"},
+    ]
+    sample = load_one(tmp_path, messages=messages)
+    assert sample.messages == messages[:2]
+
+
+def test_dat_1_swift_content_lists_with_images_inside(tmp_path):
+    """DAT-1."""
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Find all."}]
+    sample = load_one(tmp_path, images=..., messages=[{"role": "user", "content": content}])
+    assert sample.messages == [{"role": "user", "content": "<image>Find all."}]
+    assert sample.images == [str(tmp_path / "a.png")]
+
+
+def test_dat_1_swift_images_as_path_or_bytes(tmp_path):
+    """DAT-1."""
+    raw = base64.b64encode(png(tmp_path / "b.png", 30, 20).read_bytes()).decode()
+    assert load_one(tmp_path, images=[{"path": "a.png", "bytes": None}]).images == [str(tmp_path / "a.png")]
+    sample = load_one(tmp_path, images=[{"bytes": raw}])
+    assert sample.image_sizes == [(20, 30)] and open_image(sample.images[0]).size == (30, 20)
+
+
+def test_dat_1_swift_objects_and_size_from_the_image(tmp_path):
+    """DAT-1."""
+    objects = {"ref": ["cat", "kite"], "bbox": [[0, 0, 50, 25], [0, 0, 100, 0, 100, 50]]}
+    sample = load_one(tmp_path, objects=objects, width=..., height=...)
+    assert (sample.width, sample.height) == (100, 50)
+    assert [o.kind for o in sample.objects] == ["bbox_2d", "poly"]
+    assert sample.objects[0] == Object("cat", "bbox_2d", (0, 0, 500, 500))
+
+
+def test_dat_1_swift_one_ref_names_several_boxes_and_fractions(tmp_path):
+    """DAT-1."""
+    objects = {"ref": ["cat"], "bbox": [[0, 0, 0.5, 1], [0.5, 0, 1, 1]], "bbox_type": "norm1"}
+    assert [o.coords for o in load_one(tmp_path, objects=objects).objects] == [(0, 0, 500, 999), (500, 0, 999, 999)]
+
+
+def test_dat_1_swift_image_id_picks_the_image_whose_size_counts(tmp_path):
+    """DAT-1."""
+    png(tmp_path / "b.png", 200, 200)
+    objects = {"ref": ["x", "y"], "bbox": [[0, 0, 100, 50], [0, 0, 100, 100]], "image_id": [0, 1]}
+    sample = load_one(tmp_path, images=["a.png", "b.png"], width=..., height=..., objects=objects)
+    assert [o.coords for o in sample.objects] == [(0, 0, 999, 999), (0, 0, 500, 500)]
+
+
+# ---- DAT-2: bins and order -----------------------------------------------------------------------------------------
+
+
+def test_dat_2_half_a_pixel_outside_is_clamped(tmp_path):
+    """DAT-2."""
+    objects = [{"desc": "cat", "bbox_2d": [-0.4, 0, 100.5, 50]}]
+    assert load_one(tmp_path, objects=objects).objects[0].coords == (0, 0, 999, 999)
+
+
+def test_dat_2_polygon_points_just_outside_are_clamped_and_others_refused(tmp_path):
+    """DAT-2, DAT-3: each point by itself; far outside is a mistake even where the rest of the shape lies inside."""
+    near = [{"desc": "kite", "poly": [-0.5, -0.5, 100.5, 0, 50, 50.4]}]
+    assert load_one(tmp_path, objects=near).objects[0].coords == (0, 0, 999, 0, 500, 999)
+    for x, y in [(-0.6, 0), (0, -0.6), (100.6, 0), (0, 50.6)]:
+        far = [{"desc": "kite", "poly": [10, 10, 90, 10, x, y]}]
+        assert "lies outside the image" in problems_of(write(tmp_path, line(objects=far)))[0]
+
+
+def test_dat_2_grid_of_the_answer_format(tmp_path, caplog):
+    """DAT-2: Qwen3-VL's numbers are 0..1000, and a polygon becomes its box, with one warning for all files."""
+    poly = {"desc": "dog", "poly": [10, 5, 100, 5, 50, 50]}
+    files = [
+        write(tmp_path, line(objects=[poly, {"desc": "cat", "bbox_2d": [0, 0, 50, 25]}]), line(), name="a.jsonl"),
+        write(tmp_path, line(objects=[poly]), name="b.jsonl"),
+    ]
+    first, second = load_samples(files, "List.", form=QWEN3VL)
+    dog, cat = Object("dog", "bbox_2d", (100, 100, 1000, 1000)), Object("cat", "bbox_2d", (0, 0, 500, 500))
+    assert [sample.objects for sample in first + second] == [[dog, cat], [cat], [dog]]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 of 4 objects are polygons, which answer_format: qwen3vl cannot say")
+    assert load_samples(files, "List.")[1][0].objects == [Object("dog", "poly", (100, 100, 999, 100, 500, 999))]
+    assert len(caplog.records) == 1
+
+
+def test_dat_2_order(tmp_path):
+    """DAT-2."""
+    boxes = {"low": [0, 30, 5, 40], "right": [50, 10, 60, 40], "left": [10, 10, 20, 12]}
+    objects = [{"desc": desc, "bbox_2d": box} for desc, box in boxes.items()]
+    objects.append({"desc": "roof", "poly": [50, 20, 40, 5, 60, 5]})
+    assert [o.desc for o in load_one(tmp_path, objects=objects).objects] == ["low", "right", "left", "roof"]
+    in_order = load_one(tmp_path, objects=objects, object_order="sorted").objects
+    assert [o.desc for o in in_order] == ["roof", "left", "right", "low"]
+
+
+# ---- DAT-3: mistakes -----------------------------------------------------------------------------------------------
+
+BAD_LINES = {
+    "not json": ("{", "not valid JSON"),
+    "a list": ("[1]", "a sample is one JSON object, not a list"),
+    "half a character": (line(objects=[{"desc": "a\ud83d", "bbox_2d": [0, 0, 1, 1]}]), "half a character"),
+    "nan": ('{"width": NaN}', "NaN is not a JSON number"),
+    "missing image": (line(images=["no.png"]), "images[0]: {dir}/no.png: no such image"),
+    "image is a folder": (line(images=["."]), "images[0]: {dir}"),
+    "image is no image": (line(images=["d.jsonl"]), "not an image that can be read"),
+    "url": (line(images=["http://x/a.png"]), "images[0]: http://x/a.png: data files name local images only"),
+    "images is a string": (line(images="a.png"), "images: must be a list, not a string"),
+    "image is a number": (line(images=[3]), "images[0]: must be a path, not a number"),
+    "no images": (
+        line(images=..., image="a.png"),
+        "images: missing (the line has 'width', 'height', 'objects', 'image')",
+    ),
+    "no objects": (line(objects=...), "objects: missing; write []"),
+    "objects is a number": (line(objects=3), "objects: must be a list, not a number"),
+    "width is a string": (line(width="100"), 'width: must be a positive integer, not "100"'),
+    "height is zero": (line(height=0), "height: must be a positive integer, not 0"),
+    "no size": (
+        line(images=[], width=..., height=...),
+        "objects[0]: there is no image size; the line needs width and height",
+    ),
+    "height is missing": (line(height=...), "height: must be a positive integer, not null"),
+    "outside": (
+        line(objects=[{"desc": "cat", "bbox_2d": [0, 0, 150, 25]}]),
+        "objects[0].bbox_2d: [0, 0, 150, 25] lies outside the image of 100 x 50",
+    ),
+    "poly outside": (
+        line(objects=[{"desc": "c", "poly": [0, 0, 9, 9, -9, 3]}]),
+        "objects[0].poly: [0, 0, 9, 9, -9, 3]",
+    ),
+    "huge number": (line(objects=[{"desc": "c", "bbox_2d": [0, 0, 10**400, 9]}]), "lies outside the image"),
+    "infinite number": (
+        '{"images": [], "width": 9, "height": 9, "objects": [{"desc": "c", "bbox_2d": [0, 0, 1e999, 9]}]}',
+        "must be a list of numbers",
+    ),
+    "turned box": (line(objects=[{"desc": "c", "bbox_2d": [9, 0, 3, 9]}]), "is not [x1, y1, x2, y2]"),
+    "three numbers": (line(objects=[{"desc": "c", "bbox_2d": [9, 0, 3]}]), "bbox_2d: must have 4 numbers, has 3"),
+    "odd polygon": (line(objects=[{"desc": "c", "poly": [1] * 7}]), "poly: must have an even number of numbers"),
+    "box of strings": (line(objects=[{"desc": "c", "bbox_2d": ["1"] * 4}]), "bbox_2d: must be a list of numbers"),
+    "box of booleans": (line(objects=[{"desc": "c", "bbox_2d": [True] * 4}]), "bbox_2d: must be a list of numbers"),
+    "both kinds": (
+        line(objects=[{"desc": "c", "bbox_2d": [0, 0, 1, 1], "poly": [0] * 6}]),
+        "objects[0]: needs exactly one of bbox_2d and poly, has bbox_2d and poly",
+    ),
+    "no geometry": (line(objects=[{"desc": "c"}]), "has neither"),
+    "no desc": (line(objects=[{"bbox_2d": [0, 0, 1, 1]}]), "objects[0].desc: must be a non-empty string"),
+    "blank desc": (
+        line(objects=[{"desc": " ", "bbox_2d": [0, 0, 1, 1]}]),
+        "objects[0].desc: must be a non-empty string",
+    ),
+    "special desc": (line(objects=[{"desc": "<|im_end|>", "bbox_2d": [0, 0, 1, 1]}]), "spells a special token"),
+    "object is a string": (line(objects=["cat"]), "objects[0]: must be an object, not a string"),
+    "swift lengths": (line(objects={"ref": ["a", "b"], "bbox": [[0, 0, 1, 1]]}), "2 ref entries for 1 bbox entries"),
+    "swift form": (line(objects={"bbox": []}), "objects: must be a list, or"),
+    "id": (line(id=[1]), "id: must be a string, not a list"),
+    "prompt": (line(prompt=1), "prompt: must be a string, not a number"),
+    "two prompts": (line(prompt="x", messages=[{"role": "user", "content": "x"}]), "either messages or prompt"),
+    "messages": (line(messages="hi"), "messages: must be a list of {role, content}"),
+    "no user": (line(messages=[{"role": "system", "content": "x"}]), "messages: there is no user message"),
+    "role": (line(messages=[{"role": "robot", "content": "x"}]), "role 'robot' is not one of"),
+    "content": (line(messages=[{"role": "user", "content": 1}]), "content must be a string or a list of parts"),
+    "markers": (line(messages=[{"role": "user", "content": "<image><image>"}]), "2 <image> markers"),
+    "bbox marker": (line(messages=[{"role": "user", "content": "at <bbox>"}]), "the marker <bbox> is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_dat_3_bad_line_is_reported_with_file_line_and_reason(tmp_path, name):
+    """DAT-3."""
+    bad, reason = BAD_LINES[name]
+    problems = problems_of(write(tmp_path, line(), bad, line()))
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{tmp_path}/d.jsonl:2: ")
+    assert reason.replace("{dir}", str(tmp_path)) in problems[0]
+
+
+def test_dat_3_all_problems_of_all_files_together(tmp_path):
+    """DAT-3."""
+    first = write(tmp_path, line(images=["no.png"], objects=[{"desc": "", "bbox_2d": [0, 0, 1, 1]}]), "{")
+    empty = write(tmp_path, name="empty.jsonl")
+    problems = problems_of(first, empty, tmp_path / "absent.jsonl")
+    assert [p.split(": ")[0] for p in problems] == [
+        f"{first}:1",
+        f"{first}:1",
+        f"{first}:2",
+        f"{empty}",
+        f"{tmp_path}/absent.jsonl",
+    ]
+    assert "the file is empty" in problems[3] and "No such file" in problems[4]
+
+
+def test_dat_3_no_prompt_anywhere(tmp_path):
+    """DAT-3."""
+    assert "neither the line" in problems_of(write(tmp_path, line()), prompt=None)[0]
+
+
+def test_dat_3_bytes_that_are_not_utf_8(tmp_path):
+    """DAT-3."""
+    path = write(tmp_path, line())
+    path.write_bytes(path.read_bytes() + b'{"id": "\xff"}\n')
+    assert problems_of(path) == [f"{path}:2: not UTF-8 at byte 8"]
+
+
+def test_dat_3_truncated_image_is_named_when_opened(tmp_path):
+    """DAT-3."""
+    whole = png(tmp_path / "t.png", 300, 300).read_bytes()
+    (tmp_path / "t.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(OSError, match="t.png"):
+        open_image(tmp_path / "t.png")
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(
+                    "id images width height objects messages prompt desc bbox_2d poly ref bbox role content".split()
+                )
+                | st.text(max_size=3),
+                inner,
+                max_size=5,
+            )
+        ),
+        max_leaves=20,
+    )
+)
+def test_dat_3_wild_json_never_escapes_as_another_error(tmp_path_factory, value):
+    """DAT-3."""
+    path = tmp_path_factory.getbasetemp() / "wild.jsonl"
+    path.write_text(json.dumps(value) + "\n")
+    try:
+        load_samples([path], "x")
+    except DataError as error:
+        assert all(problem.startswith(f"{path}:1: ") for problem in error.problems)
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def test_open_image_turns_by_exif_and_puts_transparency_on_white(tmp_path):
+    exif = Image.Exif()
+    exif[data.EXIF_ORIENTATION] = 6
+    Image.new("RGB", (40, 20), "blue").save(tmp_path / "turned.jpg", exif=exif)
+    assert open_image(tmp_path / "turned.jpg").size == (20, 40)
+    sample = load_one(tmp_path, images=["turned.jpg"], width=..., height=..., objects=[])
+    assert (sample.width, sample.height) == (20, 40)
+    Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert open_image(tmp_path / "clear.png").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_open_image_reads_a_data_uri():
+    buffer = io.BytesIO()
+    Image.new("RGB", (7, 5), "blue").save(buffer, "PNG")
+    uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    assert open_image(uri).size == (7, 5)
+    with pytest.raises(OSError, match="bad base64"):
+        open_image("data:image/png;base64,@@@")
+
+
+# ---- DAT-3 and LRN-1: the stream -----------------------------------------------------------------------------------
+
+
+def files(*sizes: int) -> list[list[Sample]]:
+    return [[Sample(f"{f}-{i}", [], [], 1, 1, [], [], "") for i in range(n)] for f, n in enumerate(sizes)]
+
+
+def ids(samples) -> list[str]:
+    return [sample.id for sample in samples]
+
+
+def global_ids(datasets, count: int, world_size: int, **kwargs) -> list[str]:
+    """Ids at global positions 0 .. count-1, gathered from all ranks."""
+    ranks = [SampleStream(datasets, rank=r, world_size=world_size, **kwargs) for r in range(world_size)]
+    return [ids(ranks[position % world_size].next(1))[0] for position in range(count)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_lrn_1_every_sample_once_per_epoch_across_ranks(world_size):
+    """LRN-1."""
+    datasets = files(7, 4)
+    order = global_ids(datasets, 33, world_size, seed=3)
+    for epoch in range(3):
+        assert sorted(order[epoch * 11 : epoch * 11 + 11]) == sorted(ids(datasets[0] + datasets[1]))
+    assert order[:11] != order[11:22]
+    assert order == global_ids(datasets, 33, 1, seed=3)  # the order does not depend on the number of ranks
+
+
+def test_lrn_1_batches_cross_epoch_borders():
+    """LRN-1."""
+    stream = SampleStream(files(5), seed=1)
+    drawn = ids(stream.next(3) + stream.next(4))
+    assert len(set(drawn[:5])) == 5 and stream.epoch == 1
+
+
+def test_lrn_1_the_seed_decides_the_order():
+    """LRN-1."""
+    assert global_ids(files(50), 50, 1, seed=1) == global_ids(files(50), 50, 1, seed=1)
+    assert global_ids(files(50), 50, 1, seed=1) != global_ids(files(50), 50, 1, seed=2)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 30), st.integers(1, 4), st.integers(1, 4))
+def test_lrn_1_resumed_stream_goes_on_also_with_other_ranks(sizes, draws, before, after):
+    """LRN-1."""
+    datasets = files(*sizes)
+    whole = global_ids(datasets, draws * before + 20, 1, seed=5)
+    old = [SampleStream(datasets, seed=5, rank=r, world_size=before) for r in range(before)]
+    for stream in old:
+        stream.next(draws)
+    assert all(stream.state_dict() == old[0].state_dict() for stream in old)
+    state = json.loads(json.dumps(old[0].state_dict()))
+    new = [SampleStream(datasets, seed=5, rank=r, world_size=after) for r in range(after)]
+    for stream in new:
+        stream.load_state_dict(state)
+    rest = [ids(new[i % after].next(1))[0] for i in range(20)]
+    assert rest == whole[draws * before :]
+
+
+def test_lrn_1_state_of_other_data_is_refused():
+    """LRN-1."""
+    state = SampleStream(files(5), seed=1).state_dict()
+    with pytest.raises(ValueError, match="sizes was"):
+        SampleStream(files(6), seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed was"):
+        SampleStream(files(5), seed=2).load_state_dict(state)
+
+
+def test_dat_3_weights_mix_files():
+    """DAT-3."""
+    datasets, weights = files(4, 6), [2, 0.5]
+    assert [epoch_size([4, 6], weights, e) for e in range(2)] == [11, 11]
+    order = global_ids(datasets, 22, 2, weights=weights)
+    for epoch in range(2):
+        counts = Counter(order[epoch * 11 : epoch * 11 + 11])
+        assert all(counts[f"0-{i}"] == 2 for i in range(4))
+    assert all(Counter(order)[f"1-{i}"] == 1 for i in range(6))  # half of the second file in each epoch
+
+
+def test_dat_3_fractional_shares_add_up():
+    # 5 samples at weight 0.5: 2, 3, 2, 3 per epoch, each sample once in two epochs.
+    """DAT-3."""
+    assert [epoch_size([5], [0.5], e) for e in range(4)] == [2, 3, 2, 3]
+    assert sorted(global_ids(files(5), 5, 1, weights=[0.5])) == sorted(ids(files(5)[0]))
+
+
+# ---- ROL-3: prompts ------------------------------------------------------------------------------------------------
+
+
+def test_rol_3_encoded_prompt_equals_the_processors_own(tmp_path, processor):
+    """ROL-3."""
+    png(tmp_path / "b.png", 64, 200)
+    messages = [
+        {"role": "system", "content": "Be brief. 日本 é"},
+        {"role": "user", "content": "<image> and\n<image>: list ]}]}"},
+    ]
+    sample = load_one(tmp_path, images=["a.png", "b.png"], messages=messages, objects=[])
+    encoded = encode_prompt(sample, processor)
+    text = processor.apply_chat_template(data.prompt_chat(sample), tokenize=False, add_generation_prompt=True)
+    images = [open_image(image) for image in sample.images]
+    own = processor(text=[text], images=images, return_tensors="pt")
+    assert encoded.prompt_token_ids == own["input_ids"][0].tolist()
+    assert torch.equal(encoded.pixel_values, own["pixel_values"])
+    assert torch.equal(encoded.image_grid_thw, own["image_grid_thw"])
+    assert data.num_prompt_tokens(sample, processor) == len(encoded.prompt_token_ids)
+
+
+def test_encode_prompt_without_an_image(tmp_path, processor):
+    encoded = encode_prompt(load_one(tmp_path, images=[], objects=[]), processor)
+    assert encoded.pixel_values is None and processor.image_token_id not in encoded.prompt_token_ids
+
+
+def test_rol_3_placeholder_spelled_in_the_text_is_refused(tmp_path, processor):
+    """ROL-3."""
+    sample = load_one(tmp_path, prompt="what is <|image_pad|>?")
+    with pytest.raises(ValueError, match="d.jsonl:1: the prompt has 2 image placeholders for 1 images"):
+        encode_prompt(sample, processor)
+
+
+def test_load_processor_with_another_pixel_budget(tmp_path, processor):
+    path = build_start_model(tmp_path / "model")
+    small = data.load_processor(path, min_pixels=32 * 32, max_pixels=64 * 64)
+    sample = load_one(tmp_path)
+    assert len(encode_prompt(sample, small).prompt_token_ids) < len(encode_prompt(sample, processor).prompt_token_ids)
+    assert data.num_prompt_tokens(sample, small) == len(encode_prompt(sample, small).prompt_token_ids)
+
+
+def test_the_digest_of_a_model_is_that_of_its_shape_and_vocabulary(start_model, tmp_path):
+    """CON-4: saved again in another dtype it is the same model; with other layers or another token it is not."""
+    own = data.model_digest(start_model)
+    assert own is not None and data.model_digest(tmp_path) is None
+    config = json.loads((start_model / "config.json").read_text())
+    tokenizer = json.loads((start_model / "tokenizer.json").read_text())
+
+    def digest_of(config: dict, tokenizer: dict) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps(config, indent=1))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return data.model_digest(tmp_path)
+
+    text = config["text_config"]
+    assert (
+        digest_of(config | {"text_config": text | {"dtype": "bfloat16"}, "transformers_version": "9"}, tokenizer) == own
+    )
+    assert digest_of(config | {"text_config": text | {"num_hidden_layers": 99}}, tokenizer) != own
+    assert digest_of(config, tokenizer | {"added_tokens": tokenizer["added_tokens"][1:]}) != own

@@ -1,0 +1,220 @@
+"""The learning-rate schedule, a function of the step alone; an optimizer step of GRPO against a plain one."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.learner.test_model import coord_ids, make_segment
+from utils.config.load import build_config
+from utils.dist import Ranks
+from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
+from utils.learner.model import apply_tuner, base_model, dummy_segment, load_model, param_groups, position_ids_for
+from utils.learner.objectives import MatchingObjective, PolicyObjective, PolicyRow
+from utils.losses import LossWeights
+from utils.packing import Batch, collate_packed
+from utils.policy_loss import PolicyOptions, policy_segment, policy_tokens, token_weights
+from utils.sync.weight_sync import MergedWeights
+from utils.targets import Segment
+
+
+def schedule(kind: str, warmup_steps: int = 2, low: float = 0.1) -> SimpleNamespace:
+    return SimpleNamespace(lr_scheduler=kind, warmup_steps=warmup_steps, min_lr_ratio=low)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_warm_up_is_linear_and_reaches_the_peak_CFG_17(kind):
+    """CFG-17."""
+    assert [lr_factor(step, 12, schedule(kind)) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
+
+
+def test_decay_by_hand_CFG_17():
+    """CFG-17."""
+    assert lr_factor(7, 12, schedule("linear")) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert lr_factor(7, 12, schedule("cosine")) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert lr_factor(12, 12, schedule("cosine")) == pytest.approx(0.1)
+    assert lr_factor(11, 12, schedule("constant")) == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one optimizer step of GRPO, DeepSpeed included
+
+
+def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: str = "zero2") -> Learner:
+    """With an epsilon that does not blow rounding up to whole steps."""
+    config = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "global_max_length": 128,
+        "tuner": tuner,
+        "custom": {"trainer_variant": "grpo", "train_jsonl": "none"},
+        "rlhf": {"reward_funcs": ["detection_f1"], "use_vllm": False, "max_new_tokens": 32},
+        "training": {
+            "output_dir": str(folder),
+            "learning_rate": 1e-2,
+            "lr_scheduler": "constant",
+            "gradient_accumulation_steps": 3,  # rows there are four
+            "gradient_checkpointing": False,
+            "adam_epsilon": 1e-2,
+            "max_grad_norm": 0.0,
+        },
+        "deepspeed": deepspeed,
+    }
+    return Learner(build_config(config), ranks, num_steps=4)
+
+
+def answers_of(model: nn.Module, num: int = 5) -> list[Segment]:
+    """Segments with and without images, answers of 5 to 13 tokens."""
+    grids = [(4, 6), None, (2, 4), None]
+    raw = [make_segment(model, seed, grids[seed % 4], 5 + 2 * seed) for seed in range(num)]
+    split = [(s.input_ids[: s.answer_start], s.input_ids[s.answer_start :], s) for s in raw]
+    return [policy_segment(s.sample_id, prompt, own, s.pixel_values, s.image_grid_thw) for prompt, own, s in split]
+
+
+def policy_row_of(model: nn.Module, segments: list[Segment], advantages: dict[str, float]) -> PolicyRow:
+    lengths = [len(segment.text_index) for segment in segments]
+    weights, _ = token_weights(np.array(lengths), "grpo", 32)
+    tokens = policy_tokens(lengths, [advantages[segment.sample_id] for segment in segments], weights)
+    batch = collate_packed(segments, position_ids_for(model), np.zeros(0, dtype=np.int64), dummy_segment(model))
+    return PolicyRow(**vars(batch), policy=tokens)
+
+
+def plain_logprobs(model: nn.Module, segment: Segment, temperature: float) -> torch.Tensor:
+    """Of one answer's tokens by transformers' own forward, with all logits."""
+    input_ids = torch.from_numpy(segment.input_ids)[None]
+    logits = model(
+        input_ids=input_ids,
+        mm_token_type_ids=(input_ids == base_model(model).config.image_token_id).int(),
+        pixel_values=segment.pixel_values,
+        image_grid_thw=segment.image_grid_thw,
+    ).logits[0]
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p[torch.arange(len(segment)) - 1, input_ids[0]][segment.answer_start :]
+
+
+@pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
+def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_PCK_8(
+    tmp_path, start_model, ranks, deepspeed
+):
+    """GRP-6, PCK-5, PCK-8: loss and every updated parameter, for four rows (one of them empty) where the config says
+    three micro-steps, at temperature 0.7; ratios to the policy scored beforehand are 1."""
+    learner = learner_of(tmp_path, start_model, ranks, {"type": "full"}, deepspeed)
+    plain = apply_tuner(load_model(start_model, "float32"), type="full")
+    segments = answers_of(plain)
+    advantages = {f"s{i}": value for i, value in enumerate((1.0, -0.5, 0.3, -0.8, 0.6))}
+    layout = [[segments[3], segments[0]], [segments[1]], [], [segments[2], segments[4]]]
+    rows = [policy_row_of(learner.model, row, advantages) for row in layout]
+    for row, logprob in zip(rows, learner.logprobs(rows, temperature=0.7), strict=True):
+        row.policy.old_logprob = logprob
+    result = learner.step(rows, PolicyObjective(PolicyOptions(), share=5.0, temperature=0.7), step=0)
+
+    optimizer = torch.optim.AdamW(param_groups(plain, learning_rate=1e-2), eps=1e-2)
+    loss = sum(-advantages[s.sample_id] * plain_logprobs(plain, s, 0.7).mean() for s in segments) / 5
+    surrogate = sum(-advantages[s.sample_id] for s in segments) / 5  # ratios of 1 carry the gradient
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm()
+    optimizer.step()
+    assert result.losses["total"] == pytest.approx(surrogate, abs=1e-5)
+    assert result.losses["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert result.grad_norm == pytest.approx(float(norm), rel=5e-5)
+    for (name, ours), theirs in zip(learner.model.named_parameters(), plain.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-5, name
+
+
+def test_the_start_policy_is_had_by_switching_adapters_off_GRP_6(tmp_path, start_model, ranks):
+    """GRP-6: no second copy of the model; and training goes on as if nothing had been asked."""
+    learner = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4, "freeze_vit": True})
+    base = load_model(start_model, "float32")
+    segments = answers_of(base, 2)
+    rows = [policy_row_of(learner.model, segments, {"s0": 1.0, "s1": -1.0})]
+    trained = [parameter.requires_grad for parameter in learner.model.parameters()]
+    objective = PolicyObjective(PolicyOptions(), share=2.0)
+    for step in range(2):
+        learner.step(rows, objective, step)
+        (reference,) = learner.logprobs(rows, 1.0, of_start_policy=True)
+        (present,) = learner.logprobs(rows, 1.0)
+        with torch.no_grad():
+            expected = torch.cat([plain_logprobs(base, segment, 1.0) for segment in segments])
+        assert (reference - expected).abs().max() < 1e-5
+        assert (present - expected).abs().max() > 1e-4 * (step + 1)
+    assert [parameter.requires_grad for parameter in learner.model.parameters()] == trained
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a loss that is not finite
+
+
+def matching_learner(folder: Path, model: Path, ranks: Ranks, on_nan_loss: str, deepspeed: str, dtype: str) -> Learner:
+    matching = {"rollout_backend": "hf", "max_new_tokens": 32}
+    config = {
+        "model": {"path": str(model), "dtype": dtype},
+        "global_max_length": 128,
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": "none",
+            "extra": {"rollout_matching": matching},
+        },
+        "training": {"output_dir": str(folder), "gradient_accumulation_steps": 2, "on_nan_loss": on_nan_loss},
+        "deepspeed": deepspeed,
+    }
+    return Learner(build_config(config), ranks, num_steps=100)
+
+
+def matching_rows(learner: Learner, is_bad: bool) -> list[Batch]:
+    """Two rows; a bad sample is the first one of the second row."""
+    batches = []
+    for seeds in ((0, 1), (2, 3)):
+        segments = [make_segment(learner.model, seed, (4, 4)) for seed in seeds]
+        bins = np.array(coord_ids(learner.model))
+        positions, dummy = position_ids_for(learner.model), dummy_segment(learner.model)
+        batches.append(collate_packed(segments, positions, bins, dummy))
+    if is_bad:
+        batches[1].pixel_values[0] = torch.nan
+    return batches
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return dict(MergedWeights(learner.model).tensors())
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "dtype"),
+    [("zero0", "float32"), ("zero2", "float32"), ("zero3", "float32"), ("zero0", "bfloat16"), ("zero2", "bfloat16")],
+)
+def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples_LRN_2(
+    tmp_path, start_model, ranks, caplog, deepspeed, dtype
+):
+    """LRN-2, `training.on_nan_loss: skip`: weights stay bit for bit, the next step is that of a run that never had the
+    bad one; ten bad ones in a row end the run."""
+    learner, other = (matching_learner(tmp_path, start_model, ranks, "skip", deepspeed, dtype) for _ in range(2))
+    objective = MatchingObjective(LossWeights())
+    for one in (learner, other):
+        one.step(matching_rows(one, is_bad=False), objective, 0)
+    before = weights_of(learner)
+    assert np.isnan(learner.step(matching_rows(learner, is_bad=True), objective, 1).losses["total"])
+    (words,) = [record.message for record in caplog.records if record.name == "utils.learner.learner"]
+    assert words.startswith("the loss of optimizer step 2 is not finite; samples: s2, s3; the step is skipped")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+    for one in (learner, other):
+        one.step(matching_rows(one, is_bad=False), objective, 2)
+    after = weights_of(other)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights_of(learner).items())
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    for step in range(3, 2 + MAX_SKIPPED):
+        learner.step(matching_rows(learner, is_bad=True), objective, step)
+    with pytest.raises(NotFinite, match="10 steps in a row were skipped"):
+        learner.step(matching_rows(learner, is_bad=True), objective, 2 + MAX_SKIPPED)
+
+
+@pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
+def test_by_default_the_run_stops_at_a_gradient_that_is_not_finite_LRN_2(tmp_path, start_model, ranks, deepspeed):
+    """LRN-2, `training.on_nan_loss: stop`: also where the losses themselves are finite; all samples are named then."""
+    learner = matching_learner(tmp_path, start_model, ranks, "stop", deepspeed, "float32")
+    before = weights_of(learner)
+    parameter = next(parameter for parameter in learner.model.parameters() if parameter.requires_grad)
+    parameter.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(NotFinite, match="the gradient of optimizer step 6 is not finite; samples: s0, s1, s2, s3. The"):
+        learner.step(matching_rows(learner, is_bad=False), MatchingObjective(LossWeights()), 5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())

@@ -1,0 +1,217 @@
+"""The colocate backend: a real vLLM engine beside a DoRA model in one process, and how ranks share an engine.
+
+The engine runs in a process of its own (this file as a program), because vLLM changes the process that it lives in.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+colocate = pytest.importorskip("utils.rollout.colocate")
+
+from tools.make_demo import make_dataset  # noqa: E402
+from utils.rollout.backend import Decoding  # noqa: E402
+
+PLACE = {"global_step": 3, "micro_step_idx": 1, "run_seed": 5}
+
+
+@pytest.fixture(scope="module")
+def seen(warm_model, tmp_path_factory) -> dict:
+    """What `main` below saw."""
+    folder = tmp_path_factory.mktemp("colocate")
+    make_dataset(folder / "data", num_train=5, num_val=1)
+    command = [sys.executable, __file__, str(warm_model), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment.pop("MASTER_PORT", None)  # of process groups that other tests have opened in this process
+    run = subprocess.run(command, env=environment, timeout=400, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-5000:]
+    return json.loads((folder / "seen.json").read_text())
+
+
+def main(model_path: str, folder: str) -> None:
+    """Answers at several points of one engine's life, as JSON in `folder`."""
+    from transformers import AutoModelForImageTextToText
+
+    from tests.rollout.test_hf import plain_generate, requests_of, same_but_for_ties
+    from utils.data.samples import load_processor
+    from utils.dist import Ranks
+    from utils.learner.model import apply_tuner, load_model
+    from utils.rollout.colocate import ColocateBackend, EngineOptions
+    from utils.sync.weight_sync import MergedWeights, Probe
+
+    ranks = Ranks()
+    ranks.open()
+    processor = load_processor(model_path)
+    requests = requests_of(Path(folder), processor)
+    tuner = {"type": "lora", "use_dora": True, "rank": 4, "freeze_vit": False, "modules_to_save": ["embed_tokens"]}
+    model = apply_tuner(load_model(model_path, "float32"), **tuner)
+    plain = AutoModelForImageTextToText.from_pretrained(model_path, dtype=torch.float32).eval()
+    weights = MergedWeights(model)
+    options = EngineOptions(model_path, "float32", 1, 0.45, max_model_len=512, decode_batch_size=3)
+    backend = ColocateBackend(weights, ranks, processor, options, bucket_bytes=1 << 18, verify="off")
+    decoding = Decoding(max_new_tokens=80)
+    seen: dict = {"num_threads_is_torchs_own": torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"}
+
+    def answers(version, asked=requests, how=decoding) -> list:
+        return [vars(r) for r in backend.generate(asked, how, expect_version=version, **PLACE)]
+
+    def correct(given) -> list[bool]:
+        plain.load_state_dict(dict(weights.tensors()), strict=False)
+        plain.tie_weights()
+        pairs = zip(requests, given, strict=True)
+        got = [(request, (answer["response_token_ids"], answer["finish_reason"])) for request, answer in pairs]
+        return [same_but_for_ties(plain, request, ours, plain_generate(plain, request)) for request, ours in got]
+
+    def raises(function, *args) -> str:
+        try:
+            function(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    report = backend.sync("run:0")
+    seen["num_tensors"], seen["num_bytes"] = report.num_tensors, report.num_bytes
+    seen["start"] = answers("run:0")
+    seen["start_correct"] = correct(seen["start"])
+    with torch.no_grad():  # like an optimizer step
+        for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    seen["unsynced"] = answers("run:0")
+    seen["stale"] = raises(answers, "run:1")
+    backend.sync("run:1")
+    seen["changed"] = answers("run:1")
+    seen["changed_correct"] = correct(seen["changed"])
+    sampled = Decoding(temperature=1.2, top_k=50, max_new_tokens=40)
+    seen["sampled"], seen["sampled_again"] = answers("run:1", how=sampled), answers("run:1", how=sampled)
+    seen["sampled_first"] = answers("run:1", requests[:1], sampled)
+    seen["empty"] = answers("run:1", [])
+
+    request = {"messages": requests[0].messages, "images": requests[0].images}
+    token_ids = seen["changed"][0]["response_token_ids"][:8]
+    backend.verify, truth = "always", own_logprobs(plain, requests[0], token_ids)
+    backend.probe = Probe(request, token_ids, lambda: truth)
+    seen["verified"] = backend.sync("run:2").verified
+    backend.probe = Probe(request, token_ids, lambda: truth - 0.01)
+    seen["wrong_probe"] = raises(backend.sync, "run:3")
+
+    backend.probe, name = None, weights.entries[5].name
+    object.__setattr__(weights.entries[5], "name", "model.nothing.weight")
+    seen["bad_tensor"] = raises(backend.sync, "run:4")
+    object.__setattr__(weights.entries[5], "name", name)
+    backend.sync("run:5")
+    seen["after_failure"] = answers("run:5")
+    backend.close()
+    ranks.close()
+    (Path(folder) / "seen.json").write_text(json.dumps(seen))
+
+
+def own_logprobs(model, request, token_ids):
+    """Log-probabilities of an answer by transformers' forward, float64 `[len(token_ids)]`."""
+    ids = torch.tensor([[*request.prompt_token_ids, *token_ids]])
+    images = {"pixel_values": request.pixel_values, "image_grid_thw": request.image_grid_thw}
+    is_image = (ids == model.config.image_token_id).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=is_image, **images).logits[0]
+    steps = logits[-len(token_ids) - 1 : -1].double().log_softmax(-1)
+    return steps.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy()
+
+
+def response_ids(answers: list[dict]) -> list[list[int]]:
+    return [answer["response_token_ids"] for answer in answers]
+
+
+@pytest.mark.parametrize("when", ["start", "changed"])
+def test_greedy_answers_are_those_of_plain_generate_on_the_merged_weights_ROL_1_ROL_7_SYN_4(seen, when):
+    """ROL-1, ROL-7, SYN-4: before and after a change of adapters and embeddings, in float32."""
+    assert seen[f"{when}_correct"] == [True] * 5
+    assert {answer["finish_reason"] for answer in seen["start"]} >= {"stop"}
+
+
+def test_prompts_are_expanded_by_the_engine_as_by_the_learner_ROL_3(seen):
+    """ROL-3: vLLM gets one placeholder per image."""
+    assert [len(set(answer["prompt_token_ids"])) > 3 for answer in seen["start"]] == [True] * 5
+    assert seen["start"][2]["prompt_token_ids"] == seen["changed"][2]["prompt_token_ids"]
+
+
+def test_new_weights_are_in_force_after_a_sync_and_not_before_SYN_2_SYN_8(seen):
+    """SYN-2, SYN-8."""
+    assert response_ids(seen["unsynced"]) == response_ids(seen["start"]) != response_ids(seen["changed"])
+    assert seen["stale"].startswith("StaleRollout") and "run:0" in seen["stale"] and "run:1" in seen["stale"]
+    assert {answer["weight_version"] for answer in seen["changed"]} == {"run:1"}
+    assert seen["num_tensors"] > 50 and seen["num_bytes"] > 1 << 20
+
+
+def test_sampling_is_repeatable_by_seed_DIS_6(seen):
+    """DIS-6: request i samples with seed + i, so the first alone is the first of five."""
+    assert response_ids(seen["sampled"]) == response_ids(seen["sampled_again"])
+    assert response_ids(seen["sampled_first"]) == response_ids(seen["sampled"])[:1]
+    assert response_ids(seen["sampled"]) != response_ids(seen["changed"])
+    assert seen["empty"] == []
+
+
+def test_the_probe_proves_a_sync_SYN_7(seen):
+    """SYN-7, second step."""
+    assert seen["verified"] is True
+    assert "log-probabilities of the probe are off by 0.01" in seen["wrong_probe"]
+    assert "the engine of rank 0" in seen["wrong_probe"]
+
+
+def test_a_failed_sync_stops_and_the_next_one_mends_it_SYN_3(seen):
+    """SYN-3."""
+    assert "model.nothing.weight" in seen["bad_tensor"] and "weight sync run:4 failed" in seen["bad_tensor"]
+    assert response_ids(seen["after_failure"]) == response_ids(seen["changed"])
+
+
+def test_torch_is_left_as_it_was(seen):
+    assert seen["num_threads_is_torchs_own"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "expected", "own"),
+    [(0, 1, ["a0", "a1"], ["a0", "a1"]), (2, 2, ["c0", "d0", "d1"], ["c0"]), (3, 2, ["c0", "d0", "d1"], ["d0", "d1"])],
+)
+def test_ranks_of_a_group_submit_the_same_requests_and_keep_their_own_ROL_7(rank, size, expected, own):
+    """ROL-7: four ranks; with tensor parallelism 2 the last two share an engine."""
+    everyone = [["a0", "a1"], [], ["c0"], ["d0", "d1"]]
+    backend = object.__new__(colocate.ColocateBackend)
+    backend.options = SimpleNamespace(tensor_parallel_size=size)
+    backend.ranks = SimpleNamespace(rank=rank, raise_together=lambda error, where, value: everyone)
+    asked, mine = backend._share(everyone[rank])
+    assert asked == expected and asked[mine] == own
+
+
+def test_an_engine_over_t_devices_decodes_t_times_as_many_CFG_11(monkeypatch):
+    """CFG-11, CFG-6, ROL-7: what vLLM is built with."""
+    built = {}
+    monkeypatch.setattr(colocate, "LLM", lambda **kwargs: built.update(kwargs))
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, "")
+    options = colocate.EngineOptions("m", "bfloat16", 4, 0.45, max_model_len=100, decode_batch_size=3)
+    colocate.start_engine(options, torch.device("cuda"), sleeps=True)
+    assert (built["max_num_seqs"], built["tensor_parallel_size"], built["gpu_memory_utilization"]) == (12, 4, 0.45)
+    assert built["enable_sleep_mode"] is True and built["distributed_executor_backend"] == "external_launcher"
+
+
+def test_the_engine_sleeps_outside_of_its_work_ROL_7():
+    """ROL-7: asleep again even after a failure."""
+    calls = []
+    backend = object.__new__(colocate.ColocateBackend)
+    backend.sleeps = True
+    backend.llm = SimpleNamespace(wake_up=lambda: calls.append("wake"), sleep=lambda level: calls.append("sleep"))
+    with pytest.raises(KeyError), backend._awake():
+        raise KeyError
+    assert calls == ["wake", "sleep"]
+    backend.sleeps = False
+    with backend._awake():
+        pass
+    assert calls == ["wake", "sleep"]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

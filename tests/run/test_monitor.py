@@ -1,0 +1,122 @@
+"""What a run leaves to look at (LOG-2 to LOG-5)."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from utils.run.monitor import Monitor, collapse_warnings, write_run_json
+
+BOUNDS = {"min_parse_rate": 0.5, "max_duplicate_rate": 0.3, "max_truncated_rate": 0.5}
+
+
+def test_run_json_holds_config_versions_and_command_LOG_2(tmp_path):
+    """LOG-2."""
+    write_run_json(tmp_path, {"a": 1}, run_id="abc", world_size=2)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["config"] == {"a": 1} and record["run_id"] == "abc" and record["world_size"] == 2
+    assert {"torch", "deepspeed", "transformers", "peft"} <= set(record["versions"])
+    assert record["command"] and "git_revision" in record
+
+
+def test_scalars_are_written_by_rank_0_only_LOG_3(tmp_path):
+    """LOG-3."""
+    for enabled in (True, False):
+        monitor = Monitor(tmp_path / str(enabled), num_steps=2, enabled=enabled)
+        monitor.scalars(1, {"loss/total": 3.0})
+        monitor.close()
+    events = EventAccumulator(str(tmp_path / "True")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/total")] == [(1, 3.0)]
+    assert not (tmp_path / "False").exists()
+
+
+def test_progress_is_plain_lines_without_a_terminal_LOG_5(tmp_path, capsys):
+    """LOG-5."""
+    monitor = Monitor(tmp_path, num_steps=10, enabled=True, tensorboard=False)
+    monitor.progress(1, loss=2.5, f1=0.25)
+    monitor.close()
+    line = capsys.readouterr().out
+    assert line.startswith("step 1/10 loss=2.5 f1=0.25 left=")
+
+
+def test_collapse_is_warned_about_past_each_bound_LOG_3():
+    """LOG-3."""
+    fine = {"parse_rate": 0.9, "duplicate_rate": 0.1, "truncated_rate": 0.1}
+    assert collapse_warnings(fine, BOUNDS) == []
+    for name, value in (("parse_rate", 0.4), ("duplicate_rate", 0.4), ("truncated_rate", 0.6)):
+        (warning,) = collapse_warnings(fine | {name: value}, BOUNDS)
+        assert name in warning
+
+
+def test_a_resumed_run_does_not_draw_a_step_twice_LOG_3(tmp_path):
+    """LOG-3, LRN-5: what an earlier process recorded from the resumed step on is gone from the curves."""
+    for first, purge_step in ((1, None), (3, 3)):
+        monitor = Monitor(tmp_path, num_steps=5, enabled=True, purge_step=purge_step)
+        for step in range(first, 6):
+            monitor.scalars(step, {"loss/total": 10.0 * first + step})
+        monitor.close()
+        time.sleep(1.1)  # event files are read in the order of the second in their names
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/total")] == [(1, 11), (2, 12), (3, 33), (4, 34), (5, 35)]
+
+
+@pytest.mark.parametrize("way", ["flush", "time"])
+def test_a_killed_run_keeps_its_curves_LOG_3(tmp_path, way):
+    """LOG-3: after `flush`, or after the writer's own time (here 1 s instead of 30), a kill loses nothing."""
+    finish = "monitor.flush()" if way == "flush" else "time.sleep(2)"
+    program = f"""
+import os, signal, sys, time
+from pathlib import Path
+from utils.run import monitor as module
+assert module.FLUSH_S <= 30
+module.FLUSH_S = 1 if {way!r} == "time" else 1000
+monitor = module.Monitor(Path({str(tmp_path)!r}), num_steps=5, enabled=True)
+monitor.scalars(1, {{"loss/total": 3.0}})
+{finish}
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == -signal.SIGKILL
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/total")] == [(1, 3.0)]
+
+
+def test_images_are_read_back_as_drawn_LOG_4(tmp_path):
+    """LOG-4."""
+    pixels = np.zeros((4, 6, 3), dtype=np.uint8)
+    pixels[1, 2] = (255, 10, 20)
+    monitor = Monitor(tmp_path, num_steps=1, enabled=True)
+    monitor.image(7, "dump/0", pixels)
+    monitor.close()
+    (event,) = EventAccumulator(str(tmp_path)).Reload().Images("dump/0")
+    assert event.step == 7
+    assert (np.asarray(Image.open(io.BytesIO(event.encoded_image_string))) == pixels).all()
+
+
+def test_progress_lines_come_every_logging_steps_and_at_the_end_LOG_5(tmp_path, capsys):
+    """LOG-5: TensorBoard still has every step (LOG-3)."""
+    monitor = Monitor(tmp_path, num_steps=7, enabled=True, logging_steps=3)
+    for step in range(1, 8):
+        monitor.scalars(step, {"loss/total": step})
+        monitor.progress(step, loss=step)
+    monitor.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["3/7", "6/7", "7/7"]
+    assert len(EventAccumulator(str(tmp_path)).Reload().Scalars("loss/total")) == 7
+
+
+def test_other_ranks_write_and_print_nothing_LOG_5(tmp_path, capsys):
+    """LOG-5: every method may be called on every rank."""
+    monitor = Monitor(tmp_path / "run", num_steps=2, enabled=False)
+    monitor.scalars(1, {"a": 1.0})
+    monitor.image(1, "b", np.zeros((2, 2, 3), dtype=np.uint8))
+    monitor.progress(1, loss=1.0)
+    monitor.flush()
+    monitor.close()
+    assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()

@@ -1,0 +1,441 @@
+"""Checkpoint directories: complete or ignored, found or refused with a reason, never the last good one deleted."""
+
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.test_packing import labelled_segment, plain_segment
+from utils.data.samples import Sample, SampleStream
+from utils.dist import FailedTogether, Ranks
+from utils.packing import CarryBuffer
+from utils.run import resume
+from utils.run.resume import (
+    RunLock,
+    checkpoint_folders,
+    choose_checkpoint,
+    drop_records_after,
+    newest_complete,
+    random_states,
+    read_manifest,
+    set_random_states,
+    write_checkpoint,
+)
+
+CONFIG = {
+    "model": {"path": "m", "dtype": "float32"},
+    "tuner": {"rank": 4},
+    "custom": {"trainer_variant": "rollout_matching_sft", "train_jsonl": "train.jsonl"},
+    "training": {"seed": 42, "packing": True, "max_steps": 10, "output_dir": "run"},
+    "deepspeed": "zero2",
+}
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> Ranks:
+    """One rank, no processes."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    return Ranks()
+
+
+def save(run: Path, step: int, ranks: Ranks, limit: int | None = None) -> Path:
+    def write(folder: Path) -> None:
+        (folder / "state").mkdir()
+        (folder / "state" / "rank_00000.pt").write_bytes(bytes([step]) * 100)
+        (folder / "model.bin").write_bytes(bytes([step]) * 1000)
+
+    (run / "run.json").parent.mkdir(parents=True, exist_ok=True)
+    (run / "run.json").write_text("{}")
+    return write_checkpoint(run, step, ranks, write, run_id="abc", config=CONFIG, save_total_limit=limit)
+
+
+def names(run: Path) -> list[str]:
+    return [path.name for path in checkpoint_folders(run)]
+
+
+def test_a_checkpoint_says_what_it_holds_LRN_5(tmp_path, ranks):
+    """LRN-5."""
+    path = save(tmp_path, 7, ranks)
+    found = read_manifest(path)
+    assert (found.step, found.run_id, found.world_size, found.config) == (7, "abc", 1, CONFIG)
+    assert found.files.keys() == {"model.bin", "state/rank_00000.pt"}
+    assert found.files["model.bin"]["bytes"] == 1000
+    assert newest_complete(tmp_path, ranks) == (found, {})
+
+
+def flip(path: Path, at: int = 50) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a missing shard": (lambda p: (p / "state" / "rank_00000.pt").unlink(), "state/rank_00000.pt is missing"),
+    "a cut file": (lambda p: os.truncate(p / "model.bin", 999), "model.bin has 999 bytes, 1000 were written"),
+    "a flipped byte": (lambda p: flip(p / "model.bin"), "model.bin was changed after it was written"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "a cut manifest": (lambda p: os.truncate(p / "manifest.json", 40), "manifest.json was changed"),
+    "a flipped byte in the manifest": (lambda p: flip(p / "manifest.json"), "manifest.json was changed"),
+    "an empty manifest": (lambda p: os.truncate(p / "manifest.json", 0), "manifest.json was changed"),
+    "bytes that are no text": (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json cannot be"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_left_alone_and_passed_over_LRN_5(tmp_path, ranks, name, caplog):
+    """LRN-5: the newest complete one is found."""
+    damage, message = DAMAGES[name]
+    for step in (2, 4, 10):
+        save(tmp_path, step, ranks)
+    damage(tmp_path / "checkpoint-10")
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    found = choose_checkpoint(tmp_path, "auto", CONFIG, ranks)
+    assert found.path == tmp_path / "checkpoint-4"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "checkpoint-10" in warning and message in warning
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step_LRN_5(tmp_path, ranks):
+    """LRN-5."""
+    save(tmp_path, 2, ranks).rename(tmp_path / "checkpoint-3")
+    assert "it holds step 2" in newest_complete(tmp_path, ranks)[1]["checkpoint-3"]
+
+
+@given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
+@settings(max_examples=40, deadline=None)
+def test_no_flipped_bit_goes_unnoticed_LRN_5(tmp_path_factory, at, bit):
+    """LRN-5: in whichever file, manifest included."""
+    folder, ranks = tmp_path_factory.mktemp("flip"), Ranks()
+    path = save(folder, 3, ranks)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    at %= sum(file.stat().st_size for file in files)
+    for file in files:
+        if at < file.stat().st_size:
+            content = bytearray(file.read_bytes())
+            content[at] ^= 1 << bit
+            file.write_bytes(content)
+            break
+        at -= file.stat().st_size
+    checkpoint, passed_over = newest_complete(folder, ranks)
+    if content.endswith(b"\n") or file.name != "manifest.json":  # (its last newline is the one byte that says nothing)
+        assert checkpoint is None and "checkpoint-3" in passed_over
+
+
+def test_a_kill_while_writing_leaves_what_was_there_LRN_5(tmp_path, ranks):
+    """LRN-5: by a real process that is killed inside `write`, and one between manifest and name."""
+    save(tmp_path, 2, ranks)
+    for place in ("write", "rename"):
+        program = f"""
+import os, signal
+from pathlib import Path
+from utils.run import resume
+from utils.dist import Ranks
+kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+def write(folder):
+    (folder / "a").write_text("a")
+    if {place!r} == "write":
+        kill()
+resume._fsync_folder = kill
+resume.write_checkpoint(Path({str(tmp_path)!r}), 4, Ranks(), write, run_id="r", config={{}})
+"""
+        assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == -9
+        assert (tmp_path / "checkpoint-4.partial").exists() and names(tmp_path) == ["checkpoint-2"]
+        found, passed_over = newest_complete(tmp_path, ranks)
+        assert found.step == 2 and passed_over == {"checkpoint-4.partial": "it was never finished"}
+    save(tmp_path, 4, ranks)  # the same step again
+    assert newest_complete(tmp_path, ranks)[0].step == 4 and not (tmp_path / "checkpoint-4.partial").exists()
+
+
+def test_a_full_disk_ends_the_save_and_harms_nothing_LRN_5(tmp_path, ranks, monkeypatch):
+    """LRN-5: in the middle of the manifest; the error is everybody's, the space is free again."""
+    save(tmp_path, 2, ranks)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FailedTogether, match="No space left on device"):
+        save(tmp_path, 4, ranks, limit=1)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
+    assert newest_complete(tmp_path, ranks)[0].step == 2
+
+
+def test_a_damaged_one_of_the_same_step_is_kept_aside_LRN_5(tmp_path, ranks):
+    """LRN-5: left alone also when the run comes to that step again, and again."""
+    for number in (1, 2):
+        save(tmp_path, 4, ranks)
+        flip(tmp_path / "checkpoint-4" / "model.bin")
+        save(tmp_path, 4, ranks)
+        assert newest_complete(tmp_path, ranks)[0].step == 4
+        assert (tmp_path / f"checkpoint-4.damaged-{number}" / "model.bin").exists()
+
+
+def test_save_total_limit_keeps_the_newest_complete_ones_LRN_5(tmp_path, ranks):
+    """LRN-5: damaged ones neither count nor are deleted, so the last good one stays."""
+    for step in (2, 4, 6):
+        save(tmp_path, step, ranks, limit=2)
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-4"]
+    (tmp_path / "checkpoint-6" / "model.bin").unlink()
+    resume.delete_old(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-4"]
+    save(tmp_path, 8, ranks, limit=1)
+    assert names(tmp_path) == ["checkpoint-8", "checkpoint-6"]
+
+
+def test_a_deletion_that_a_kill_broke_off_is_finished_LRN_5(tmp_path, ranks):
+    """LRN-5: and what is left of it never looks like a checkpoint."""
+    save(tmp_path, 2, ranks).rename(tmp_path / "checkpoint-2.deleting")
+    (tmp_path / "checkpoint-2.deleting" / "model.bin").unlink()
+    assert newest_complete(tmp_path, ranks) == (None, {})
+    save(tmp_path, 4, ranks, limit=3)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which one to go on from
+
+
+def test_auto_without_a_checkpoint_starts_from_the_beginning_and_says_so_LRN_5(tmp_path, ranks, caplog):
+    """LRN-5."""
+    with caplog.at_level(logging.INFO):
+        assert choose_checkpoint(tmp_path / "run", "auto", CONFIG, ranks) is None
+    assert "no checkpoint yet, starting from the beginning" in caplog.text
+
+
+def test_auto_does_not_start_over_where_all_checkpoints_are_damaged_LRN_5(tmp_path, ranks):
+    """LRN-5: that would overwrite what may be mended."""
+    flip(save(tmp_path, 2, ranks) / "model.bin")
+    with pytest.raises(ValueError, match=r"none of its checkpoints is complete \(checkpoint-2: model.bin was changed"):
+        choose_checkpoint(tmp_path, "auto", CONFIG, ranks)
+
+
+def test_a_used_directory_is_refused_without_resume_LRN_5(tmp_path, ranks):
+    """LRN-5: two runs never mix."""
+    assert choose_checkpoint(tmp_path, None, CONFIG, ranks) is None
+    save(tmp_path, 2, ranks)
+    with pytest.raises(ValueError, match="holds an earlier run; go on with it .--resume auto., choose another"):
+        choose_checkpoint(tmp_path, None, CONFIG, ranks)
+
+
+def test_a_path_is_taken_if_it_is_complete_and_the_newest_LRN_5(tmp_path, ranks):
+    """LRN-5: later checkpoints would belong to another past."""
+    first, second = (save(tmp_path / "run", step, ranks) for step in (2, 4))
+    assert choose_checkpoint(tmp_path / "run", str(second), CONFIG, ranks).step == 4
+    with pytest.raises(ValueError, match="also holds checkpoint-4, which the steps from 2 on would make untrue"):
+        choose_checkpoint(tmp_path / "run", str(first), CONFIG, ranks)
+    assert choose_checkpoint(tmp_path / "new", str(first), CONFIG, ranks).step == 2  # a branch of its own
+    save(tmp_path / "other", 2, ranks)
+    with pytest.raises(ValueError, match="lies outside training.output_dir=.*which holds a run of its own"):
+        choose_checkpoint(tmp_path / "other", str(first), CONFIG, ranks)
+    flip(second / "model.bin")
+    with pytest.raises(ValueError, match="not a complete checkpoint: model.bin was changed"):
+        choose_checkpoint(tmp_path / "run", str(second), CONFIG, ranks)
+    with pytest.raises(ValueError, match="not a complete checkpoint: manifest.json cannot be read"):
+        choose_checkpoint(tmp_path / "run", str(tmp_path / "nowhere"), CONFIG, ranks)
+
+
+def test_another_number_of_ranks_is_refused_with_both_numbers_LRN_5_LRN_1(tmp_path, ranks):
+    """LRN-5, LRN-1."""
+    save(tmp_path, 2, ranks)
+    ranks.world_size = 4
+    ranks.gather = lambda value: [value, None, None, None]
+    with pytest.raises(ValueError, match="was written by 1 ranks, this run has 4; .*resume with 1 ranks"):
+        choose_checkpoint(tmp_path, "auto", CONFIG, ranks)
+
+
+def test_settings_that_must_stay_are_named_with_both_values_LRN_5(tmp_path, ranks):
+    """LRN-5."""
+    save(tmp_path, 2, ranks)
+    changed = CONFIG | {"tuner": {"rank": 8}, "model": {"path": "n", "dtype": "float32"}}
+    with pytest.raises(ValueError) as caught:
+        choose_checkpoint(tmp_path, "auto", changed, ranks)
+    assert 'model.path was "m", now "n"; tuner.rank was 4, now 8' in str(caught.value)
+
+
+def test_settings_that_may_change_are_named_in_the_log_LRN_5(tmp_path, ranks, caplog):
+    """LRN-5."""
+    save(tmp_path, 2, ranks)
+    changed = CONFIG | {"training": CONFIG["training"] | {"max_steps": 20, "output_dir": "elsewhere"}}
+    assert choose_checkpoint(tmp_path, "auto", changed, ranks).step == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "since the checkpoint training.max_steps has changed from 10 to 20"
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the run directory
+
+
+def test_a_second_live_run_is_refused_and_a_dead_one_is_no_hindrance_LRN_5(tmp_path):
+    """LRN-5: by process and host; a SIGKILL releases the lock."""
+    program = f"""
+import sys, time
+from pathlib import Path
+from utils.run.resume import RunLock
+lock = RunLock(Path({str(tmp_path)!r}))
+print("locked", flush=True)
+time.sleep(600)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(
+            ValueError, match=rf"training.output_dir=.*: in use by process {holder.pid} on \S+; end that"
+        ):
+            RunLock(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+    lock = RunLock(tmp_path)
+    assert f"process {os.getpid()} " in (tmp_path / "run.lock").read_text()
+    lock.close()
+    RunLock(tmp_path).close()
+
+
+def test_records_behind_the_checkpoint_are_taken_back_LRN_5(tmp_path):
+    """LRN-5, LOG-1: lines, evaluations, sheets and last words of steps that will be made again."""
+    lines = [
+        {"step": 0, "phase": "eval"},
+        *({"step": n, "phase": "train"} for n in (1, 2)),
+        {"step": 2, "phase": "eval"},
+    ]
+    lines += [{"step": 3, "phase": "train"}]
+    torn = '{"step": 4, "ph'
+    log = tmp_path / "rollouts.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
+    for step in (2, 4):
+        for name in (f"eval/step_{step:06d}.json", f"eval/step_{step:06d}.jsonl", f"dumps/step_{step:06d}/a.json"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text("{}")
+    (tmp_path / "finished.json").write_text("{}")
+    shutil.copytree(tmp_path, tmp_path.with_name("again"))
+    drop_records_after(tmp_path, 2)
+    assert [json.loads(line) for line in log.read_text().splitlines()] == lines[:4]
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = {"eval/step_000002.json", "eval/step_000002.jsonl", "dumps/step_000002/a.json"}
+    assert left == {"rollouts.jsonl", *kept}
+    drop_records_after(tmp_path.with_name("again"), 2, keep_evaluation=False)
+    log = tmp_path.with_name("again") / "rollouts.jsonl"
+    assert [json.loads(line) for line in log.read_text().splitlines()] == lines[:3]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one rank's own state, by way of a file
+
+
+def through_file(state: dict, folder: Path) -> dict:
+    """As a checkpoint keeps it: no code is run when it is read."""
+    torch.save(state, folder / "rank.pt")
+    return torch.load(folder / "rank.pt", weights_only=True)
+
+
+def test_random_numbers_go_on_LRN_5(tmp_path):
+    """LRN-5: python's, numpy's and torch's."""
+
+    def draw() -> tuple:
+        return random.random(), float(np.random.normal()), torch.rand(3).tolist()
+
+    draw(), np.random.normal()
+    state = through_file(random_states(torch.device("cpu")), tmp_path)
+    expected = draw()
+    draw()
+    set_random_states(state, torch.device("cpu"))
+    assert draw() == expected
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(10, 40), min_size=2, max_size=4), min_size=2, max_size=8),
+    at=st.integers(1, 7),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_carry_buffer_goes_on_from_any_micro_step_LRN_5_PCK_2(tmp_path_factory, lengths, at):
+    """LRN-5, PCK-2: two or more arrive where one or two leave; rows behind the checkpoint are the same, sample for
+    sample, and so is what the warning of PCK-7 counts."""
+    folder = tmp_path_factory.mktemp("buffer")
+    buffer, resumed = CarryBuffer(48, 1000), None
+    for micro_step, part in enumerate(lengths):
+        if micro_step == at:
+            resumed = CarryBuffer(48, 1000)
+            resumed.load_state_dict(through_file(buffer.state_dict(), folder))
+        arrived = [plain_segment(f"{micro_step}.{index}", length) for index, length in enumerate(part)]
+        arrived.append(labelled_segment(f"{micro_step}.image", coord=micro_step))
+        rows, both = [], [one for one in (buffer, resumed) if one is not None]
+        for one in both:
+            one.extend(arrived)
+            rows.append(one.pop_row())
+            assert all(isinstance(segment.input_ids, np.ndarray) for segment in rows[-1])
+        assert len({tuple(segment.sample_id for segment in row) for row in rows}) == 1
+        states = [one.state_dict() for one in both]
+        for state in states:
+            state["segments"] = [segment["sample_id"] for segment in state["segments"]]
+        assert states[0] == states[-1]
+
+
+@given(draws=st.lists(st.integers(0, 5), min_size=1, max_size=10), at=st.integers(0, 9), world_size=st.integers(1, 3))
+@settings(max_examples=50, deadline=None)
+def test_the_data_go_on_from_any_step_LRN_1_LRN_5(tmp_path_factory, draws, at, world_size):
+    """LRN-1, LRN-5: through epoch borders, on every rank."""
+    folder = tmp_path_factory.mktemp("stream")
+    samples = [Sample(str(n), [], [], 1, 1, [], [], "f:1") for n in range(7)]
+    for rank in range(world_size):
+        stream, resumed = (SampleStream([samples], seed=3, rank=rank, world_size=world_size) for _ in range(2))
+        for index, n in enumerate(draws):
+            if index == at:
+                resumed.load_state_dict(through_file(stream.state_dict(), folder))
+            drawn = [sample.id for sample in stream.next(n)]
+            if index >= at:
+                assert [sample.id for sample in resumed.next(n)] == drawn
+
+
+def test_a_refused_run_directory_ends_the_program_with_status_2_LRN_5(tmp_path, ranks, capsys):
+    """LRN-5: one message, no traceback, on rank 0; and the lock is held while the run lives."""
+    from types import SimpleNamespace
+
+    from utils.run.setup import claim_run_dir
+
+    cfg = SimpleNamespace(training=SimpleNamespace(output_dir=str(tmp_path)), model_dump=lambda **_: CONFIG)
+    lock, checkpoint = claim_run_dir(cfg, "auto", ranks)
+    assert checkpoint is None
+    with pytest.raises(SystemExit) as ended:
+        claim_run_dir(cfg, "auto", ranks)
+    assert ended.value.code == 2 and "in use by process" in capsys.readouterr().err
+    lock.close()
+    save(tmp_path, 2, ranks)
+    with pytest.raises(SystemExit) as ended:
+        claim_run_dir(cfg, None, ranks)
+    assert ended.value.code == 2 and "holds an earlier run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fallback", [None, "no slot left"])
+def test_a_sync_that_had_fallen_back_stays_full_SYN_10_LRN_5(monkeypatch, ranks, fallback):
+    """SYN-10, LRN-5: for the rest of the run, resumed or not; the adapter's communicator is not even opened."""
+    from types import SimpleNamespace
+
+    from utils.run import setup
+    from utils.sync.adapter_sync import FallbackSync
+
+    opened = []
+    adapter = SimpleNamespace(mode="adapter", fallback=None, open=lambda: opened.append("adapter"))
+    full = SimpleNamespace(mode="full", fallback=None, open=lambda: opened.append("full"))
+    monkeypatch.setattr(setup, "make_sync", lambda *_, **__: FallbackSync(adapter, lambda: full))
+    settings = SimpleNamespace(fallback_to_full=True, bucket_mib=1, timeout_s=1, verify="off")
+    vllm = SimpleNamespace(sync=settings, server=SimpleNamespace(timeout_s=1))
+    rm = SimpleNamespace(vllm=vllm, async_=SimpleNamespace(enabled=False))
+    cfg = SimpleNamespace(rm=rm, servers=list, sync_mode=lambda: "adapter")
+    learner, client = SimpleNamespace(model=None), SimpleNamespace()
+    sync = setup.open_sync(cfg, ranks, "run", client, learner, None, fallback)
+    assert (sync.mode, sync.fallback) == (("full", fallback) if fallback else ("adapter", None))
+    assert opened == [sync.mode]

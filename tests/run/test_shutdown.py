@@ -1,0 +1,71 @@
+"""The end of a run: what it says last, and that a signal only asks."""
+
+import os
+import signal
+
+import pytest
+
+from tests.run.test_resume import ranks, save  # noqa: F401
+from utils.dist import FailedTogether
+from utils.run.shutdown import STOPPED_STATUS, Stopped, StopRequest, end_with, resume_command
+
+
+def test_last_words_name_step_version_checkpoint_and_command_LRN_5(tmp_path, ranks, capsys, monkeypatch):  # noqa: F811
+    """LRN-5: behind the traceback, so that they are the last lines."""
+    monkeypatch.setattr("sys.argv", ["/somewhere/train_stage2.py", "--local_rank=0"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    save(tmp_path, 4, ranks)
+    save(tmp_path, 6, ranks)
+    (tmp_path / "checkpoint-6" / "model.bin").unlink()
+    assert end_with(RuntimeError("server gone"), tmp_path, "a.yaml", 7, "abc:6") == 1
+    words = capsys.readouterr().err
+    assert words.startswith("RuntimeError: server gone") or "Traceback" in words
+    assert words.endswith(
+        f"run {tmp_path}: failed: RuntimeError: server gone\n"
+        "  it ended after optimizer step 7, generating weights abc:6\n"
+        f"  newest complete checkpoint: {tmp_path / 'checkpoint-4'}\n"
+        "  go on from it with: deepspeed --num_gpus 2 train_stage2.py --config a.yaml --resume auto\n"
+    )
+
+
+def test_rank_1_speaks_where_rank_0_may_be_gone_LRN_5(tmp_path, capsys, monkeypatch):
+    """LRN-5: but not where all ranks have agreed on how the run ends; rank 2 never."""
+    monkeypatch.setattr("utils.run.shutdown._IS_MAIN", False)
+    said = {}
+    for rank, error in (("1", RuntimeError("peer")), ("1", FailedTogether("bad")), ("2", RuntimeError("peer"))):
+        monkeypatch.setenv("RANK", rank)
+        assert end_with(error, tmp_path, "a.yaml", 7, "abc:7") == 1
+        said[rank, type(error)] = f"run {tmp_path}: failed: " in capsys.readouterr().err
+    assert list(said.values()) == [True, False, False]
+
+
+def test_a_stop_has_a_status_of_its_own_and_no_traceback_LRN_5(tmp_path, capsys):
+    """LRN-5."""
+    assert end_with(Stopped("stopped by SIGTERM after step 1 of 2, saved"), tmp_path, "a.yaml", 1, None) == 75
+    words = capsys.readouterr().err
+    assert STOPPED_STATUS == 75 and "Traceback" not in words and "no checkpoint is complete" in words
+
+
+def test_the_command_of_a_run_without_a_launcher_LRN_5(monkeypatch):
+    """LRN-5."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["train_stage2.py"])
+    assert resume_command("a.yaml") == "python train_stage2.py --config a.yaml --resume auto"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_only_asks_however_often_it_comes_LRN_5(number):
+    """LRN-5: launchers send several."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    request = StopRequest()
+    try:
+        request.install()
+        assert request.signal_name is None
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)  # what DeepSpeed's launcher sends behind a Ctrl-C
+        assert request.signal_name == number.name
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

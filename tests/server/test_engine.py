@@ -1,0 +1,522 @@
+"""SRV-9 placement, SRV-3 token, and the weight-update state machine (SYN-3, SYN-9), with a make-believe vLLM."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from fastapi.testclient import TestClient  # noqa: E402
+
+from utils.data.images import ImageStore  # noqa: E402
+from utils.server.app import make_app  # noqa: E402
+from utils.server.engine import BadCall, Conflict, RolloutEngine, Unavailable, UpdateFailed, WeightUpdates  # noqa: E402
+from utils.server.protocol import (  # noqa: E402
+    FinishWeightUpdate,
+    InitCommunicator,
+    RequestConfig,
+    RolloutInferRequest,
+    StartWeightUpdate,
+    UpdateWeights,
+)
+
+STUCK_S = 120.0
+
+
+class FakeLLM:
+    """Counts what runs on each replica; answers with the replica's number; can be told to fail."""
+
+    def __init__(self, replicas: int = 2, seconds: float = 0.01):
+        self.seconds = seconds
+        self.errored = False
+        self.model_config = SimpleNamespace(get_diff_sampling_param=dict, is_multimodal_model=False)
+        self.engine_core = SimpleNamespace(
+            core_engines=list(range(replicas)), _call_utility_async=self._utility, pause_scheduler_async=self._pause
+        )
+        self.running, self.most = [0] * replicas, [0] * replicas
+        self.aborted: set[str] = set()
+        self.log: list[str] = []
+        self.failing_step: str | None = None
+        self.version = "default"
+        self.missing: list[str] = []
+        self.seeds: list[int | None] = []
+        self.slots: list[int | None] = []  # LoRA slot per request
+        self.learner_is_alive = False
+
+    async def generate(self, prompt, params, request_id, data_parallel_rank, lora_request=None):
+        self.seeds.append(params.seed)
+        self.slots.append(lora_request and lora_request.lora_int_id)
+        self.running[data_parallel_rank] += 1
+        self.most[data_parallel_rank] = max(self.most[data_parallel_rank], self.running[data_parallel_rank])
+        version = self.version
+        for _ in range(10):
+            await asyncio.sleep(self.seconds * (1 + data_parallel_rank) / 10)
+        self.running[data_parallel_rank] -= 1
+        reason = "abort" if request_id in self.aborted else "stop"
+        yield SimpleNamespace(
+            prompt_token_ids=prompt["prompt_token_ids"],
+            outputs=[
+                SimpleNamespace(
+                    token_ids=[7, 8, 2],
+                    text="text",
+                    finish_reason=reason,
+                    stop_reason=None,
+                    logprobs=None,
+                    weight_versions=[SimpleNamespace(version=version)],
+                )
+            ],
+        )
+
+    async def _utility(self, method, *args, engine):
+        if method == "get_weight_version":
+            return self.version
+        assert method == "collective_rpc"
+        step = args[2][0]
+        self.log.append(f"{step}@{engine}")
+        failed = step == self.failing_step and engine == 1
+        report = {"digests": {"w": f"digest{engine}"}, "parameters": {"w": ["model.w"]}}
+        result = {"update": report, "finish": self.missing, "hears_learner": self.learner_is_alive}.get(step)
+        return [{"result": result, "error": f"engine worker {engine}: boom" if failed else None}]
+
+    async def _pause(self, mode, clear_cache):
+        assert not clear_cache  # the end of the update does
+        self.log.append(f"pause {mode}")
+        while mode == "wait" and sum(self.running):
+            await asyncio.sleep(0.001)
+        if mode == "abort":
+            self.aborted |= {f"rollout-{i}" for i in range(len(self.seeds))}
+
+    async def abort(self, ids):
+        self.aborted |= set(ids)
+
+    async def resume_generation(self):
+        self.log.append("resume")
+
+    async def update_weight_version(self, version):
+        self.version = version
+
+    async def reset_mm_cache(self):
+        self.log.append("reset mm")
+
+    async def reset_encoder_cache(self):
+        self.log.append("reset encoder")
+
+    async def reset_prefix_cache(self, reset_running_requests=False):
+        self.log.append(f"reset prefix {reset_running_requests}")
+        return True
+
+
+class FakeTokenizer:
+    def apply_chat_template(self, messages, **_):
+        if messages[0]["content"] == "bad":
+            raise ValueError("bad prompt")
+        return messages[0]["content"]
+
+    def __call__(self, text, **_):
+        return {"input_ids": [len(text)]}
+
+
+def make(**kwargs) -> tuple[FakeLLM, RolloutEngine, WeightUpdates]:
+    llm = FakeLLM(**kwargs)
+    engine = RolloutEngine(llm, FakeTokenizer(), ImageStore([]), "model", 2, STUCK_S)
+    return llm, engine, WeightUpdates(engine, "gloo")
+
+
+def ask(*contents: str) -> list[RolloutInferRequest]:
+    return [RolloutInferRequest(messages=[{"role": "user", "content": text}]) for text in contents]
+
+
+INIT = InitCommunicator(
+    run_id="a", master_address="127.0.0.1", master_port=1, world_size=3, rank_offset=1, bucket_bytes=1, timeout_s=0.2
+)
+START = StartWeightUpdate(run_id="a", version="a:1", pause="wait")
+UPDATE = UpdateWeights(run_id="a", names=["w"], dtype_names=["float32"], shapes=[[1]], digest=True)
+FINISH = FinishWeightUpdate(run_id="a", version="a:1")
+
+
+def test_requests_go_to_the_replica_with_the_fewest_running():
+    """SRV-9: no replica ever holds more than its even share, whatever their speeds."""
+
+    async def run():
+        llm, engine, _ = make(replicas=3)
+        outputs = await engine.infer(ask(*"abcdefg"), RequestConfig(seed=5))
+        assert [len(output.response.prompt_token_ids) for output in outputs] == [1] * 7
+        assert llm.most == [3, 2, 2] and engine.num_running == [0, 0, 0]
+        assert sorted(llm.seeds) == [5, 6, 7, 8, 9, 10, 11]
+
+    asyncio.run(run())
+
+
+def test_answers_are_cut_before_the_stop_token_and_fail_alone():
+    """SRV-4, SRV-5, ROL-1"""
+
+    async def run():
+        _, engine, _ = make()
+        good, bad, refused = await engine.infer(
+            [*ask("x", "bad"), RolloutInferRequest(messages=[{"role": "user", "content": "i"}], images=["/etc/x"])],
+            RequestConfig(),
+        )
+        assert good.response_token_ids == [[7, 8]] and good.response.choices[0].finish_reason == "stop"
+        assert good.response.choices[0].token_ids == [7, 8]
+        assert good.rollout_infos == {"weight_version": None, "stop_token_id": 2}
+        assert bad.rollout_infos["error"] == "bad prompt" and "refused" not in bad.rollout_infos
+        assert refused.rollout_infos["refused"] is True
+
+    asyncio.run(run())
+
+
+def test_the_stop_token_is_the_one_that_the_engine_generated_ROL_1_GRP_6():
+    """ROL-1, GRP-6: of several stop tokens the one sampled, with its log-probability; none behind a stop string or a
+    cut."""
+    _, engine, _ = make()
+
+    def infos(finish_reason, stop_reason):
+        steps = [{token: SimpleNamespace(logprob=-float(token), decoded_token="x")} for token in (7, 9)]
+        answer = SimpleNamespace(
+            token_ids=[7, 9], text="", finish_reason=finish_reason, stop_reason=stop_reason, logprobs=steps,
+            weight_versions=[],
+        )  # fmt: skip
+        output = engine._rollout_output(SimpleNamespace(prompt_token_ids=[1], outputs=[answer]), [])
+        return output.response_token_ids, output.rollout_logprobs, output.rollout_infos
+
+    stopped = {"weight_version": None, "stop_token_id": 9, "stop_logprob": -9.0}
+    assert infos("stop", None) == infos("stop", 9) == ([[7]], [[-7.0]], stopped)
+    assert infos("stop", "text") == infos("length", None) == ([[7, 9]], [[-7.0, -9.0]], {"weight_version": None})
+
+
+def test_an_update_in_order_then_answers_carry_the_version():
+    """SYN-8, SYN-9: pause, all workers, version, caches, resume."""
+
+    async def run():
+        llm, engine, updates = make()
+        answer = await updates.init(INIT)
+        assert answer.pop("run_token") and answer == {"boot_id": engine.boot_id, "transport": "gloo"}
+        await updates.start(START)
+        late = asyncio.create_task(engine.infer(ask("late"), RequestConfig()))
+        await asyncio.sleep(0.01)
+        assert engine.gate.num_waiting == 1 and not llm.seeds
+        answer = {"digests": [{"w": "digest0"}, {"w": "digest1"}], "parameters": {"w": ["model.w"]}}
+        assert await updates.update(UPDATE) == answer
+        assert await updates.finish(FINISH) == {"weight_version": "a:1", "missing": []}
+        assert (await late)[0].rollout_infos == {"weight_version": "a:1", "stop_token_id": 2}
+        steps = [f"{step}@{i}" for step in ("init", "start", "update", "finish") for i in (0, 1)]
+        caches = ["reset mm", "reset encoder", "reset prefix False", "resume"]
+        assert llm.log == [*steps[:2], "pause wait", *steps[2:], *caches]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort"])
+def test_running_requests_finish_first_or_are_made_again(pause):
+    """SYN-9: either way an answer is made by one set of weights."""
+
+    async def run():
+        llm, engine, updates = make(seconds=0.2)
+        await updates.init(INIT)
+        early = asyncio.create_task(engine.infer(ask("a", "b"), RequestConfig(seed=3)))
+        while sum(llm.running) < 2:
+            await asyncio.sleep(0.001)
+        await updates.start(START.model_copy(update={"pause": pause}))
+        assert sum(llm.running) == (0 if pause == "wait" else 2)
+        await updates.update(UPDATE)
+        await updates.finish(FINISH)
+        version = None if pause == "wait" else "a:1"
+        assert [output.rollout_infos["weight_version"] for output in await early] == [version] * 2
+        assert sorted(llm.seeds) == ([3, 4] if pause == "wait" else [3, 3, 4, 4])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("step", ["start", "update", "finish"])
+def test_a_failed_update_leaves_the_server_dirty_until_a_full_one(step):
+    """SYN-3"""
+
+    async def run():
+        llm, engine, updates = make()
+        await updates.init(INIT)
+        llm.failing_step = step
+        with pytest.raises(UpdateFailed, match="engine worker 1: boom"):
+            await updates.start(START)
+            waiting = asyncio.create_task(engine.infer(ask("x"), RequestConfig()))
+            await asyncio.sleep(0)
+            await updates.update(UPDATE)
+            await updates.finish(FINISH)
+        if step != "start":
+            with pytest.raises(Unavailable, match="boom"):
+                await waiting
+        assert (engine.gate.state, engine.gate.version) == ("dirty", None)
+        assert llm.log[-3:] == ["abort@0", "abort@1", "resume"]
+        with pytest.raises(Unavailable, match="incomplete"):
+            await engine.infer(ask("x"), RequestConfig())
+        with pytest.raises(Conflict):
+            await updates.update(UPDATE)
+
+        llm.failing_step, llm.missing = None, ["v"]
+        await updates.start(START)
+        await updates.update(UPDATE)
+        with pytest.raises(UpdateFailed, match="all tensors are needed; 1 missing: v"):
+            await updates.finish(FINISH)
+        llm.missing = []
+        await updates.start(START)
+        await updates.update(UPDATE)
+        await updates.finish(FINISH)
+        assert (await engine.infer(ask("x"), RequestConfig()))[0].rollout_infos["weight_version"] == "a:1"
+
+    asyncio.run(run())
+
+
+def test_a_partial_update_is_fine_on_whole_weights():
+    """SYN-6"""
+
+    async def run():
+        llm, engine, updates = make()
+        llm.missing = ["frozen"]
+        await updates.init(INIT)
+        await updates.start(START)
+        await updates.update(UPDATE)
+        assert (await updates.finish(FINISH))["missing"] == ["frozen"]
+        assert engine.gate.state == "idle"
+
+    asyncio.run(run())
+
+
+def test_only_the_owner_updates_and_a_new_run_takes_over():
+    """CON-4: another owner; a learner that died in the middle leaves the server dirty, not stuck."""
+
+    async def run():
+        _, engine, updates = make()
+        with pytest.raises(Conflict):
+            await updates.start(START)
+        await updates.init(INIT)
+        await updates.start(START)
+        with pytest.raises(Conflict, match="already in progress"):
+            await updates.start(START)
+        with pytest.raises(Conflict, match="belongs to run a, not b"):
+            await updates.abort("b")
+        await updates.init(INIT.model_copy(update={"run_id": "b"}))
+        assert engine.gate.state == "dirty" and updates.owner == "b"
+        with pytest.raises(Conflict, match="belongs to run b"):
+            await updates.update(UPDATE)
+        await updates.close("b")
+        assert updates.owner is None
+
+    asyncio.run(run())
+
+
+def test_abort_gives_up_and_without_an_update_does_nothing():
+    async def run():
+        _, engine, updates = make()
+        await updates.init(INIT)
+        await updates.abort("a")
+        assert engine.gate.state == "idle"
+        await updates.start(START)
+        await updates.abort("a")
+        assert engine.gate.state == "dirty"
+        await updates.abort("a")
+
+    asyncio.run(run())
+
+
+def test_a_communicator_of_another_size_is_refused():
+    """DIS-1: TP x DP workers and rank 0."""
+    _, _, updates = make()
+    with pytest.raises(BadCall, match="= 3"):
+        asyncio.run(updates.init(INIT.model_copy(update={"world_size": 4})))
+
+
+def test_a_call_that_waits_for_an_update_that_never_ends_is_refused():
+    async def run():
+        _, _, updates = make()
+        await updates._lock.acquire()
+        with pytest.raises(Conflict, match="in the middle"):
+            await updates.init(INIT)
+
+    asyncio.run(run())
+
+
+def test_health_is_good_only_while_the_server_can_generate():
+    """SRV-6"""
+    llm, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+    answer = client.get("/health/")
+    assert answer.status_code == 200
+    expected = {"status": "ok", "boot_id": engine.boot_id, "weight_version": None, "world_size": 2, "running": 0}
+    assert expected.items() <= answer.json().items()
+    assert client.get("/get_world_size/").json() == {"world_size": 2}
+
+    engine.gate.move("updating", "a:1")
+    assert client.get("/health/").status_code == 200
+    engine.gate.move("dirty", None, "boom")
+    answer = client.get("/health/")
+    assert (answer.status_code, answer.json()["status"], answer.json()["reason"]) == (503, "dirty", "boom")
+    infer = client.post("/infer/", json={"infer_requests": [{"messages": [{"role": "user", "content": "x"}]}]})
+    assert infer.status_code == 503
+    engine.gate.move("idle", "a:2")
+    llm.errored = True
+    assert client.get("/health/").json()["status"] == "dead"
+
+
+def test_an_engine_that_is_silent_for_too_long_counts_as_hung_SRV_6():
+    """SRV-6: in a weight update for as long as the learner waits (`sync.timeout_s`); and not once it answers."""
+    llm, engine, updates = make()
+    asyncio.run(updates.init(INIT.model_copy(update={"timeout_s": 300.0})))
+    client = TestClient(make_app(engine, updates, None))
+    for state, limit_s in (("idle", STUCK_S), ("dirty", STUCK_S), ("updating", 300.0)):
+        engine.gate.move(state)
+        engine.last_contact = time.monotonic() - limit_s + 60
+        assert client.get("/health/").json()["status"] != "dead"
+        engine.last_contact = time.monotonic() - limit_s - 1
+        answer = client.get("/health/")
+        words = f"an engine process has not answered for {limit_s + 1:.0f} s; restart the server"
+        assert (answer.status_code, answer.json()["status"], answer.json()["reason"]) == (503, "dead", words)
+        asyncio.run(engine.on_all_engines("get_weight_version"))
+        assert client.get("/health/").json()["status"] != "dead"
+
+
+def test_a_token_is_required_on_every_endpoint():
+    """SRV-3"""
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, "secret"))
+    paths = [(route.path, next(iter(route.methods))) for route in client.app.routes if hasattr(route, "methods")]
+    assert len(paths) >= 13
+    wrong = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer sécret"})
+    for path, method in [*paths, ("/nowhere", "GET")]:
+        for headers in wrong:
+            raw = {key: value.encode() for key, value in headers.items()}
+            assert client.request(method, path, headers=raw).status_code == 401, path
+    assert client.get("/health/", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_endpoints_live_below_the_prefix_of_base_url():
+    """SRV-1"""
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None, prefix="/a/b"))
+    assert client.get("/a/b/health/").status_code == 200
+    assert client.get("/health/").status_code == 404
+
+
+def test_malformed_calls_get_a_4xx_with_the_field():
+    """SRV-5"""
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+    assert client.post("/infer/", content=b"{not json", headers={"content-type": "application/json"}).status_code == 422
+    answer = client.post("/infer/", json={"infer_requests": [], "request_config": {"top_p": "high"}})
+    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", "request_config", "top_p"]
+    assert client.post("/infer/", json=[]).status_code == 422
+    assert client.post("/update_weights/", json=UPDATE.model_dump()).status_code == 403
+    assert client.post("/infer/", json={"infer_requests": []}).json() == []
+
+
+def test_requests_use_the_lora_slot_until_a_full_update_has_the_adapter_merged_in():
+    """SYN-10: and an adapter is refused on top of weights that an earlier run replaced."""
+
+    async def run():
+        llm, engine, updates = make()
+        adapter = UPDATE.model_copy(update={"names": ["base_model.model.x.lora_A.weight"]})
+        await updates.init(INIT)
+        for names in (None, adapter, adapter, UPDATE):
+            if names is not None:
+                await updates.start(START)
+                await updates.update(names)
+                await updates.finish(FINISH)
+            await engine.infer(ask("a"), RequestConfig())
+        assert llm.slots == [None, 1, 1, None]
+        await updates.start(START)
+        with pytest.raises(UpdateFailed, match="restart the server, or sync in full"):
+            await updates.update(adapter)
+        assert engine.gate.state == "dirty"
+
+    asyncio.run(run())
+
+
+HELD = ("close_communicator", "start_weight_update", "update_weights", "finish_weight_update", "abort_weight_update")
+
+
+def test_weight_and_cache_calls_need_the_token_of_the_run_that_opened_the_communicator():
+    """SRV-3: whoever knows the run's name from /health/ cannot write into the server; the right token goes through."""
+    llm, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+    body = UPDATE.model_dump() | FINISH.model_dump() | {"pause": "wait"}
+    tokens = ["", "wrong", "wröng".encode("latin-1"), "None"]
+    for path in (*HELD, "reset_prefix_cache"):  # nobody holds it: there is no right token
+        assert {client.post(f"/{path}/", json=body, headers={"Run-Token": t}).status_code for t in tokens} == {403}
+    token = client.post("/init_communicator/", json=INIT.model_dump()).json()["run_token"]
+    assert client.get("/health/").json()["owner"] == "a" and token not in client.get("/health/").text
+    steps = list(llm.log)
+    for path in (*HELD, "reset_prefix_cache"):
+        answers = [client.post(f"/{path}/", json=body, headers={"Run-Token": t}) for t in (*tokens, token[:-1])]
+        assert {answer.status_code for answer in answers} == {403}, path
+        assert "belongs to run a" in answers[0].json()["detail"] and token not in answers[0].text
+        assert client.post(f"/{path}/", json=body).status_code == 403
+    assert llm.log == steps
+    holder = {"Run-Token": token}
+    assert client.post("/reset_prefix_cache/", headers=holder).json() == {"reset": True}
+    for path, call in (("start_weight_update", START), ("update_weights", UPDATE), ("finish_weight_update", FINISH)):
+        assert client.post(f"/{path}/", json=call.model_dump(), headers=holder).status_code == 200, path
+    assert client.post("/close_communicator/", json={"run_id": "a"}, headers=holder).status_code == 200
+    assert client.post("/reset_prefix_cache/", headers=holder).status_code == 403
+
+
+def test_a_server_is_taken_over_only_from_a_learner_that_is_gone():
+    """SRV-3, GRP-4: not even under the same name, unless the token proves that it is the same run."""
+    llm, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+
+    def init(run_id: str, token: str = "") -> tuple[int, dict]:
+        body = INIT.model_dump() | {"run_id": run_id}
+        answer = client.post("/init_communicator/", json=body, headers={"Run-Token": token})
+        return answer.status_code, answer.json()
+
+    first = init("a")[1]["run_token"]
+    llm.learner_is_alive = True
+    for run_id in ("a", "b"):
+        for token in ("", "wrong"):
+            status, answer = init(run_id, token)
+            assert status == 409 and "run a holds this server" in answer["detail"] and first not in str(answer)
+    assert updates.owner == "a"
+    status, answer = init("a", first)  # the same learner opens it anew
+    second = answer["run_token"]
+    assert status == 200 and second != first and len(second) >= 40
+    llm.learner_is_alive = False
+    assert init("b")[0] == 200 and updates.owner == "b"
+    assert client.post("/reset_prefix_cache/", headers={"Run-Token": second}).status_code == 403
+
+
+def test_bodies_that_are_too_large_are_refused_announced_or_not(monkeypatch):
+    """SRV-5: 413 after as many bytes as are allowed; the rest is never read."""
+    monkeypatch.setattr("utils.server.app.MAX_BODY_BYTES", 1 << 20)
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None))
+    headers = {"content-type": "application/json"}
+    assert client.post("/infer/", content=b" " * ((1 << 20) + 1), headers=headers).status_code == 413
+    answer = client.post("/infer/", content=iter([b" " * (1 << 16)] * 17), headers=headers)  # chunked
+    assert answer.status_code == 413 and "1 MiB" in answer.json()["detail"]
+    fits = b'{"infer_requests": []}'.ljust(1 << 20)
+    assert client.post("/infer/", content=fits, headers=headers).json() == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"infer_requests": [], "request_config": {"temperature": NaN}}', b"[" * 100_000, b'{"infer_requests": "\xff"}']
+    + [b'{"infer_requests": [{"messages": [{"role": "user", "content": "\\ud800"}]}]}', b"1" * 10_000, b""]
+    + [
+        b'{"infer_requests": [], "request_config": {"temperature": 1e999}}',
+        b'{"infer_requests": [3], "x": "' + b"y" * 9999,
+    ],
+)
+def test_what_is_not_quite_json_gets_a_short_4xx(body):
+    """SRV-5: not-a-number and half characters cannot even be repeated in an error."""
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, None), raise_server_exceptions=False)
+    for path in ("/infer/", "/probe/", "/init_communicator/"):
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 422 and len(answer.content) < 2000, answer.text
+
+
+def test_a_422_lists_the_first_mistakes_only():
+    """SRV-5"""
+    _, engine, updates = make()
+    answer = TestClient(make_app(engine, updates, None)).post("/infer/", json={"infer_requests": [3] * 10_000})
+    assert answer.status_code == 422 and len(answer.json()["detail"]) == 20

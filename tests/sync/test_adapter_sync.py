@@ -1,0 +1,96 @@
+"""Adapter sync (SYN-10): what is sent, when it is impossible, and how a run goes on without it. The way into a real
+engine's slots is tested in tests/e2e/test_adapter_sync.py."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
+
+from tests.sync.test_sync_order import OneRank, StandIn
+from utils.sync.adapter_sync import AdapterSync, AdapterWeights, FallbackSync, make_sync
+from utils.sync.weight_sync import MergedWeights, WeightSync
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+
+def tuned(**settings) -> nn.Module:
+    torch.manual_seed(0)
+    model = get_peft_model(Net(), LoraConfig(r=2, lora_alpha=5, **{"target_modules": ["first", "second"]} | settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"second": 7}}])
+def test_tensors_have_pefts_names_and_b_is_scaled_SYN_10(settings):
+    """SYN-10: B @ A of what is sent is the whole change that PEFT's merge makes."""
+    model = tuned(**settings)
+    sent = dict(AdapterWeights(model).tensors())
+    assert set(sent) == set(get_peft_model_state_dict(model))
+    before = {name: getattr(model.base_model.model, name).base_layer.weight.clone() for name in ("first", "second")}
+    merged = model.merge_and_unload()
+    for name in before:
+        change = sent[f"base_model.model.{name}.lora_B.weight"] @ sent[f"base_model.model.{name}.lora_A.weight"]
+        torch.testing.assert_close(before[name] + change, getattr(merged, name).weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: tuned(use_dora=True), "first.weight has a DoRA adapter"),
+        (lambda: tuned(target_modules=["first"], modules_to_save=["second"]), "second.weight is trained itself"),
+        (Net, "first.weight is trained itself"),
+        (lambda: Net().requires_grad_(False), "no adapters"),
+    ],
+)
+def test_what_slots_cannot_hold_is_known_at_start_SYN_10(model, words, caplog):
+    """SYN-10: with fallback one warning and a full sync, without it guidance."""
+    arguments = (OneRank([]), None, [])
+    limits = {"run_id": "run", "bucket_bytes": 1, "timeout_s": 1, "open_timeout_s": 1}
+    with pytest.raises(ValueError, match=rf"{words}.*set .*sync.mode: full, or .*fallback_to_full: true"):
+        make_sync(model(), "adapter", False, *arguments, **limits)
+    with caplog.at_level(logging.WARNING):
+        assert type(make_sync(model(), "adapter", True, *arguments, **limits)) is WeightSync
+    assert len(caplog.records) == 1 and words in caplog.text
+    assert type(make_sync(model(), "full", False, *arguments, **limits)) is WeightSync
+
+
+def test_a_failure_at_run_time_makes_the_rest_of_the_run_full_SYN_10(caplog):
+    """SYN-10: one warning; the communicator is opened anew, and the version that failed is synced in full."""
+    model = tuned()
+    server = StandIn(AdapterWeights(model))
+    server.lost = lambda: [0]
+    limits = {"run_id": "run", "bucket_bytes": 1 << 20, "timeout_s": 5, "open_timeout_s": 5}
+    ranks, addresses = OneRank(server.events), [("127.0.0.1", 1), ("127.0.0.1", 2)]
+
+    def full() -> WeightSync:
+        sync = WeightSync(MergedWeights(model), ranks, server, addresses, **limits)
+        server.fail_at, server.weights, sync.transport = "", sync.weights, server
+        return sync
+
+    adapter = AdapterSync(AdapterWeights(model), ranks, server, addresses, **limits)
+    adapter.transport = server
+    sync = FallbackSync(adapter, full)
+    assert sync.sync("run:0").num_tensors == 4 and all("lora_" in name for name in server.names)
+    assert sync.sync("run:1").num_tensors == 4
+    server.fail_at = "/update_weights/"
+    with pytest.raises(RuntimeError, match="run:2"):  # a lost server is for CON-4 to bring back
+        sync.sync("run:2")
+    assert sync.current is adapter
+    server.lost = list
+    with caplog.at_level(logging.WARNING):
+        assert sync.sync("run:2").num_tensors == 4  # weights and biases
+    assert server.names == ["first.weight", "first.bias", "second.weight", "second.bias"]
+    assert server.events.index("1 /close_communicator/") < server.events.index("1 /init_communicator/")
+    assert sync.sync("run:3").num_tensors == 4
+    assert [record.getMessage()[:47] for record in caplog.records] == [
+        "adapter sync failed; full sync from now on: weight sync run:2"[:47]
+    ]

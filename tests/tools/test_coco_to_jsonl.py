@@ -1,0 +1,452 @@
+"""tools.coco_to_jsonl: what becomes of annotations (DAT-1), against hand-worked values and the mask library itself."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shapely
+from faster_coco_eval.core import mask as rle_masks
+from PIL import Image
+
+from tools.check_jsonl import check
+from tools.coco_to_jsonl import Options, convert, convert_object, main, parse_splits, split_of
+from utils.data.samples import load_samples
+
+WIDTH, HEIGHT = 100, 80
+CATEGORIES = {1: "cat", 2: "traffic light"}
+CHANGED, LOST, IMAGES = "objects changed", "objects left out", "images left out"
+
+
+def annotation(image_id=1, category_id=1, **item) -> dict:
+    return {"id": 1, "image_id": image_id, "category_id": category_id, "bbox": [10, 20, 30, 40], "iscrowd": 0} | item
+
+
+def coco_file(folder: Path, annotations: list[dict], images: list[dict] | None = None, **more) -> Path:
+    """An annotation file with its keys in LVIS's order: what refers to images and categories comes first."""
+    Image.new("RGB", (WIDTH, HEIGHT)).save(folder / "1.png")
+    images = images or [{"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT}]
+    categories = [{"id": key, "name": name} for key, name in CATEGORIES.items()]
+    content = {"info": {}, "annotations": annotations, "images": images, "categories": categories} | more
+    path = folder / "annotations.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def converted(folder: Path, annotations: list[dict], images: list[dict] | None = None, **options):
+    """(rows, report)."""
+    path = coco_file(folder, annotations, images)
+    report = convert(path, folder, folder / "out" / "d.jsonl", Options(**options))
+    return [json.loads(row) for row in (folder / "out" / "d.jsonl").open()], report
+
+
+def one_object(folder: Path, options: dict, **item) -> dict:
+    rows, _ = converted(folder, [annotation(**item)], **options)
+    return rows[0]["objects"][0]
+
+
+# ---- boxes ---------------------------------------------------------------------------------------------------------
+
+
+def test_dat_1_a_line_by_hand(tmp_path):
+    """DAT-1."""
+    rows, report = converted(tmp_path, [annotation(bbox=[10.123, 20, 30, 40.5]), annotation(category_id=2)])
+    assert rows == [
+        {
+            "id": "1",
+            "images": ["../1.png"],
+            "width": WIDTH,
+            "height": HEIGHT,
+            "objects": [
+                {"desc": "cat", "bbox_2d": [10.12, 20, 40.12, 60.5]},
+                {"desc": "traffic light", "bbox_2d": [10, 20, 40, 60]},
+            ],
+        }
+    ]
+    assert report.objects == {"bbox_2d": 2, "poly": 0} and not report.reasons
+
+
+def test_boxes_are_clipped_and_those_without_area_dropped(tmp_path):
+    boxes = [[-5, -5, 10, 10], [90, 70, 50, 50], [200, 0, 9, 9], [5, 5, 0, 9], [5, 5, -3, 9], [1, 2, 3], ["1", 2, 3, 4]]
+    rows, report = converted(tmp_path, [annotation(bbox=box) for box in boxes])
+    assert [item["bbox_2d"] for item in rows[0]["objects"]] == [[0, 0, 5, 5], [90, 70, 100, 80]]
+    assert report.reasons == {
+        (CHANGED, "clipped to the image"): (2, 1),
+        (LOST, "outside the image"): (1, 1),
+        (LOST, "degenerate: no area"): (2, 1),
+        (LOST, "malformed: no usable bbox"): (2, 1),
+    }
+
+
+def test_a_missing_box_comes_from_the_outline(tmp_path):
+    item = annotation(segmentation=[[10, 10, 50, 10, 50, 30]])
+    del item["bbox"]
+    assert converted(tmp_path, [item])[0][0]["objects"] == [{"desc": "cat", "bbox_2d": [10, 10, 50, 30]}]
+    del item["segmentation"]
+    rows, report = converted(tmp_path, [item])
+    assert rows[0]["objects"] == [] and report.count(LOST, "neither bbox nor outline") == 1
+
+
+def test_crowds_categories_sizes(tmp_path):
+    items = [
+        annotation(iscrowd=1),
+        annotation(category_id=2),
+        annotation(category_id=9),
+        annotation(bbox=[0, 0, 50, 3]),
+    ]
+    rows, report = converted(tmp_path, items, categories=frozenset({"cat"}), min_size=4)
+    assert rows[0]["objects"] == []
+    assert {reason: count for (_, reason), (count, _) in report.reasons.items()} == {
+        "crowd": 1, "category not chosen": 1, "category not in the file's list": 1, "smaller than 4 px": 1,
+    }  # fmt: skip
+    rows, report = converted(tmp_path, items, keep_crowd=True)
+    assert len(rows[0]["objects"]) == 3
+
+
+# ---- outlines ------------------------------------------------------------------------------------------------------
+
+
+def test_one_ring_keeps_its_points(tmp_path):
+    ring = [10, 10, 50.25, 10, 50, 30, 20, 30.129]
+    assert one_object(tmp_path, {"geometry": "poly"}, segmentation=[ring])["poly"] == [*ring[:-1], 30.13]
+    closed = one_object(tmp_path, {"geometry": "poly"}, segmentation=[[*ring, 10, 10]])
+    assert closed["poly"] == [*ring[:-1], 30.13]
+    crossing = [10, 10, 50, 50, 50, 10, 10, 50]
+    assert one_object(tmp_path, {"geometry": "poly"}, segmentation=[crossing])["poly"] == crossing
+
+
+def area(coords: list[float]) -> float:
+    return shapely.Polygon(np.reshape(coords, (-1, 2))).area
+
+
+def test_several_rings(tmp_path):
+    """Apart: the main part or the box by the share of the area; touching: one outline."""
+    large, small = [0, 0, 40, 0, 40, 40, 0, 40], [60, 60, 70, 60, 70, 70, 60, 70]  # 1600 and 100 of area
+    item = annotation(segmentation=[small, large], bbox=[0, 0, 70, 70])
+    rows, report = converted(tmp_path, [item], geometry="poly")
+    assert shapely.Polygon(np.reshape(rows[0]["objects"][0]["poly"], (-1, 2))).bounds == (0, 0, 40, 40)
+    assert report.count(CHANGED, "small parts left out") == 1
+    rows, report = converted(tmp_path, [item], geometry="poly", main_part=0.95)
+    assert rows[0]["objects"] == [{"desc": "cat", "bbox_2d": [0, 0, 70, 70]}]
+    assert report.count(CHANGED, "box instead of outline: several parts") == 1 and report.objects["poly"] == 0
+    touching = annotation(segmentation=[large, [40, 0, 60, 0, 60, 40, 40, 40]])
+    rows, report = converted(tmp_path, [touching], geometry="poly")
+    assert area(rows[0]["objects"][0]["poly"]) == 60 * 40 and not report.reasons
+
+
+def test_a_ring_beyond_the_image_is_cut(tmp_path):
+    rows, report = converted(tmp_path, [annotation(segmentation=[[80, 10, 120, 10, 120, 30, 80, 30]])], geometry="poly")
+    assert area(rows[0]["objects"][0]["poly"]) == 20 * 20 and report.count(CHANGED, "clipped to the image") == 1
+    rows, report = converted(tmp_path, [annotation(segmentation=[[110, 0, 120, 0, 120, 9]])], geometry="poly")
+    assert rows[0]["objects"] == [] and report.count(LOST, "outside the image") == 1
+
+
+@pytest.mark.parametrize("segmentation", [[], None, [[1, 1, 5, 5]], [[1, 1, 5, 5, 9, 9]], [[3, 3] * 4]])
+def test_no_outline_with_an_area_leaves_the_box(tmp_path, segmentation):
+    rows, report = converted(tmp_path, [annotation(segmentation=segmentation)], geometry="poly")
+    assert rows[0]["objects"] == [{"desc": "cat", "bbox_2d": [10, 20, 40, 60]}]
+    assert report.count(CHANGED, "box instead of outline: no ring or mask with an area") == 1
+
+
+BAD_MASKS = {
+    "another size": ({"size": [5, 5], "counts": [0, 25]}, "malformed: the mask has another size than the image"),
+    "too long": ({"size": [HEIGHT, WIDTH], "counts": [0, HEIGHT * WIDTH + 1]}, "malformed: segmentation"),
+    "too short": ({"size": [HEIGHT, WIDTH], "counts": [5, 5]}, "malformed: segmentation"),
+    "negative": ({"size": [HEIGHT, WIDTH], "counts": [5, -5, HEIGHT * WIDTH]}, "malformed: segmentation"),
+    "noise": ({"size": [HEIGHT, WIDTH], "counts": "no run lengths"}, "malformed: segmentation"),
+    "no counts": ({"size": [HEIGHT, WIDTH]}, "malformed: segmentation"),
+    "no size": ({"counts": "abc"}, "malformed: segmentation"),
+    "odd ring": ([[1, 2, 3]], "malformed: segmentation"),
+    "text": ("abc", "malformed: segmentation"),
+    "text in a ring": ([["1", "2", "3", "4", "5", "6"]], "malformed: segmentation"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MASKS)
+def test_malformed_outlines_are_counted_not_met_with_a_crash(tmp_path, name):
+    segmentation, reason = BAD_MASKS[name]
+    rows, report = converted(tmp_path, [annotation(segmentation=segmentation), annotation()], geometry="poly")
+    assert len(rows[0]["objects"]) == 1 and report.count(LOST, reason) == 1
+
+
+def random_mask(seed: int) -> np.ndarray:
+    """One blob: a disc with a bite and a rough border, uint8 [HEIGHT, WIDTH], without holes."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    angle = np.arctan2(y - 40, x - 50)
+    radius = 25 + 6 * np.sin(rng.integers(2, 6) * angle + rng.uniform(0, 6)) + 2 * np.sin(11 * angle)
+    return (np.hypot(y - 40, x - 50) < radius).astype(np.uint8)
+
+
+def as_rle(mask: np.ndarray, compressed: bool) -> dict:
+    if compressed:
+        rle = rle_masks.encode(np.asfortranarray(mask))
+        return {"size": [HEIGHT, WIDTH], "counts": rle["counts"].decode()}
+    flat = mask.flatten(order="F")
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flat, [2]])))
+    return {"size": [HEIGHT, WIDTH], "counts": np.diff(np.concatenate([[0], edges])).tolist()}
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mask_becomes_its_outline(tmp_path, seed, compressed):
+    """Unsimplified it covers exactly the mask's pixels, by the library's area and box and by each pixel's centre."""
+    mask = random_mask(seed)
+    rle = as_rle(mask, compressed)
+    truth = rle_masks.encode(np.asfortranarray(mask))
+    x, y, w, h = rle_masks.toBbox(truth).tolist()
+    item = annotation(segmentation=rle, iscrowd=1)
+    rows, report = converted(tmp_path, [item], geometry="poly", keep_crowd=True, simplify=0)
+    shape = shapely.Polygon(np.reshape(rows[0]["objects"][0]["poly"], (-1, 2)))
+    assert shape.area == rle_masks.area(truth) and shape.bounds == (x, y, x + w, y + h) and not report.reasons
+    column, row = np.meshgrid(np.arange(WIDTH) + 0.5, np.arange(HEIGHT) + 0.5)
+    assert (shapely.contains_xy(shape, column, row) == mask).all()
+    rows, _ = converted(tmp_path, [item], geometry="poly", keep_crowd=True)
+    simple = shapely.Polygon(np.reshape(rows[0]["objects"][0]["poly"], (-1, 2)))
+    assert simple.intersection(shape).area / simple.union(shape).area > 0.96
+    assert len(simple.exterior.coords) < len(shape.exterior.coords) / 3
+    item.pop("bbox")
+    box = converted(tmp_path, [item], keep_crowd=True)[0][0]["objects"][0]["bbox_2d"]
+    assert box == [x, y, x + w, y + h]
+
+
+def test_masks_in_parts_and_with_holes(tmp_path):
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[10:50, 10:50] = 1
+    mask[20:30, 20:30] = 0
+    rows, report = converted(tmp_path, [annotation(segmentation=as_rle(mask, True))], geometry="poly")
+    assert area(rows[0]["objects"][0]["poly"]) == 40 * 40 and report.count(CHANGED, "holes filled") == 1
+    mask[60:75, 60:95] = 1
+    rows, report = converted(tmp_path, [annotation(segmentation=as_rle(mask, True))], geometry="poly")
+    assert "bbox_2d" in rows[0]["objects"][0]
+    assert report.count(CHANGED, "box instead of outline: several parts") == 1
+
+
+def test_a_mask_of_one_pixel_keeps_its_size(tmp_path):
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[10, 20] = 1
+    assert area(one_object(tmp_path, {"geometry": "poly"}, segmentation=as_rle(mask, True))["poly"]) == 1
+
+
+def test_rings_against_the_librarys_own_rasterisation(tmp_path):
+    """Two overlapping rings: the outline's area and the merged mask's differ by less than half the outline's length."""
+    rings = [[10, 10, 60, 12, 55, 50, 8, 44], [40, 30, 90, 35, 85, 70, 42, 66]]
+    coords = one_object(tmp_path, {"geometry": "poly"}, segmentation=rings)["poly"]
+    truth = rle_masks.merge(rle_masks.frPyObjects(rings, HEIGHT, WIDTH))
+    outline = shapely.Polygon(np.reshape(coords, (-1, 2)))
+    assert abs(outline.area - rle_masks.area(truth)) < outline.length / 2
+    x, y, w, h = rle_masks.toBbox(truth)
+    assert np.abs(np.array(outline.bounds) - (x, y, x + w, y + h)).max() <= 1
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def test_lvis_images_are_found_by_their_url(tmp_path):
+    """LVIS has no `file_name`; its folder may be the parent of `train2017` or that folder itself."""
+    (tmp_path / "train2017").mkdir()
+    Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / "train2017" / "7.png")
+    url = "http://images.cocodataset.org/train2017/7.png"
+    images = [{"id": 7, "coco_url": url, "width": WIDTH, "height": HEIGHT, "not_exhaustive_category_ids": [2]}]
+    path = coco_file(tmp_path, [annotation(7)], images)
+    for folder in (tmp_path, tmp_path / "train2017"):
+        report = convert(path, folder, tmp_path / "d.jsonl")
+        assert json.loads((tmp_path / "d.jsonl").read_text())["images"] == ["train2017/7.png"]
+        assert "not exhaustively annotated for some category (LVIS): 1" in report.text()
+
+
+def test_images_that_do_not_fit_are_left_out(tmp_path):
+    Image.new("RGB", (9, 9)).save(tmp_path / "other.png")
+    (tmp_path / "broken.png").write_text("x")
+    good = {"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT}
+    images = [
+        good,
+        good,
+        good | {"id": 2, "file_name": "absent.png"},
+        good | {"id": 3, "file_name": "other.png"},
+        good | {"id": 4, "file_name": "broken.png"},
+        {"id": 5, "width": WIDTH, "height": HEIGHT},
+        good | {"id": None},
+        {"id": "six", "file_name": "1.png"},
+    ]
+    rows, report = converted(tmp_path, [annotation(), annotation(2), annotation(99), annotation(None)], images)
+    assert [(row["id"], len(row["objects"]), row["width"]) for row in rows] == [("1", 1, WIDTH), ("six", 0, WIDTH)]
+    reasons = {reason: entry for (what, reason), entry in report.reasons.items() if what == IMAGES}
+    assert reasons == {
+        "no such image file": (1, 2),
+        "the image file has another size than the annotations say (turned by EXIF, or resized?)": (1, 3),
+        "image file cannot be read": (1, 4),
+        "malformed: neither file_name nor coco_url": (1, 5),
+        "malformed: no id": (1, None),
+        "id listed before": (1, None),
+    }
+    assert report.count(LOST, "their image is not in the file's list") == 2
+    assert report.num_empty == 1
+
+
+def many_images(num: int) -> list[dict]:
+    return [{"id": i, "file_name": "1.png", "width": WIDTH, "height": HEIGHT} for i in range(num)]
+
+
+def test_limits(tmp_path):
+    items = [annotation(i) for i in range(5) for _ in range(i)]  # image i has i objects
+    rows, report = converted(tmp_path, items, many_images(5), max_objects=3, skip_empty=True)
+    assert [row["id"] for row in rows] == ["1", "2", "3"]
+    assert report.reasons == {(IMAGES, "more than 3 objects"): (1, 4), (IMAGES, "no objects"): (1, 0)}
+    rows, _ = converted(tmp_path, items, many_images(5), skip_empty=True, limit=2)
+    assert [row["id"] for row in rows] == ["1", "2"]
+
+
+def test_splits_are_disjoint_deterministic_and_of_the_right_size(tmp_path):
+    path = coco_file(tmp_path, [], many_images(1000))
+    splits = parse_splits("train=0.8,val=0.1")
+
+    def ids(seed: int) -> dict[str, list[str]]:
+        report = convert(path, tmp_path, tmp_path / "d.jsonl", splits=splits, seed=seed)
+        assert report.count(IMAGES, "in no split") == 1000 - sum(report.images.values())
+        return {name: [json.loads(row)["id"] for row in (tmp_path / f"d_{name}.jsonl").open()] for name in splits}
+
+    first = ids(0)
+    assert not set(first["train"]) & set(first["val"]) and not (tmp_path / "d.jsonl").exists()
+    assert abs(len(first["train"]) - 800) < 50 and abs(len(first["val"]) - 100) < 40
+    assert ids(0) == first and ids(1) != first
+    grown = coco_file(tmp_path, [], many_images(1500))  # an image stays where it is when others come
+    convert(grown, tmp_path, tmp_path / "d.jsonl", splits=splits)
+    assert [json.loads(row)["id"] for row in (tmp_path / "d_val.jsonl").open()][: len(first["val"])] == first["val"]
+    assert Counter(split_of(i, {"a": 0.5, "b": 0.5}, 3) for i in range(4000))[None] == 0
+
+
+@pytest.mark.parametrize("text", ["train", "train=x", "a=0.5,a=0.5", "a=0.9,b=0.2", "a=0", "a b=1", "=1"])
+def test_splits_that_cannot_be(text):
+    with pytest.raises(ValueError, match="--splits"):
+        parse_splits(text)
+
+
+def test_paths_relative_to_a_given_root(tmp_path):
+    (tmp_path / "images").mkdir()
+    path = coco_file(tmp_path / "images", [annotation()])
+    convert(path, tmp_path / "images", tmp_path / "out" / "d.jsonl", root=tmp_path)
+    assert json.loads((tmp_path / "out" / "d.jsonl").read_text())["images"] == ["images/1.png"]
+
+
+# ---- the whole -----------------------------------------------------------------------------------------------------
+
+
+def test_dat_1_what_is_written_passes_every_check_of_training(tmp_path):
+    """DAT-1, DAT-3: all kinds of annotations at once, boxes and outlines; the bins are those of the pixels."""
+    rng = np.random.default_rng(0)
+    items = []
+    for image_id in range(40):
+        for _ in range(8):
+            x, y, w, h = rng.uniform(-20, 110, 2).tolist() + rng.uniform(-2, 90, 2).tolist()
+            ring = rng.uniform(-20, 120, 2 * int(rng.integers(2, 9))).tolist()
+            mask = as_rle(random_mask(int(rng.integers(100))), bool(rng.integers(2)))
+            segmentation = [[ring], [ring, ring[::-1]], mask, None][int(rng.integers(4))]
+            items.append(annotation(image_id, int(rng.integers(1, 3)), bbox=[x, y, w, h], segmentation=segmentation))
+    path = coco_file(tmp_path, items, many_images(40))
+    for geometry in ("box", "poly"):
+        report = convert(path, tmp_path, tmp_path / "d.jsonl", Options(geometry=geometry))
+        counts, text = check([str(tmp_path / "d.jsonl")], "x")
+        assert counts.num_bad == 0, text
+        samples = load_samples([tmp_path / "d.jsonl"], "x")[0]
+        kinds = Counter(item.kind for sample in samples for item in sample.objects)
+        assert dict(kinds) == {kind: count for kind, count in report.objects.items() if count}
+        lost = sum(count for (what, _), (count, _) in report.reasons.items() if what == LOST)
+        assert kinds.total() + lost == len(items) and kinds.total() > 100
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "no COCO file"),
+        ('{"images": [3]}', "images: must be a list of objects, holds 3"),
+        (
+            '{"images": [{"id": 1}], "categories": [{"id": 1, "name": "<|im_end|>"}]}',
+            "cannot be an object's description",
+        ),
+        ('{"images": [{"id": 1, "file_name": "no.png"}]}', "no image is left to write"),
+        ("\x00\xff", "not valid JSON"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, content, words):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        convert(tmp_path / "a.json", tmp_path, tmp_path / "d.jsonl")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json"}
+
+
+def test_a_wrong_category_name_is_met_with_the_right_one(tmp_path):
+    path = coco_file(tmp_path, [])
+    with pytest.raises(ValueError, match="has no 'trafic light'; did you mean one of traffic light"):
+        convert(path, tmp_path, tmp_path / "d.jsonl", Options(categories=frozenset({"trafic light"})))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"min_size": -1}, {"main_part": 2}, {"limit": 0}, {"max_objects": 0}, {"simplify": -1}]
+)
+def test_options_out_of_range(bad):
+    with pytest.raises(ValueError, match="--"):
+        Options(**bad)
+
+
+def run_tool(monkeypatch, *args: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["coco_to_jsonl", *map(str, args)])
+    main()
+
+
+def test_the_program(tmp_path, monkeypatch, capsys):
+    path, out = coco_file(tmp_path, [annotation(), annotation(iscrowd=1)]), tmp_path / "d.jsonl"
+    args = ["--annotations", path, "--images", tmp_path, "--output", out]
+    run_tool(monkeypatch, *args)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{out}: 1 images",
+        "objects: 1 boxes, 0 outlines",
+        "images without objects: 0",
+        "objects left out: crowd: 1 (first: image 1)",
+    ]
+    run_tool(monkeypatch, *args, "--crowd", "keep", "--categories", "cat,traffic light", "--splits", "a=1")
+    assert f"{tmp_path}/d_a.jsonl: 1 images\nobjects: 2 boxes" in capsys.readouterr().out
+    for wrong, words in [(["--limit", "0"], "--limit and"), (["--images", tmp_path / "none"], "no such folder")]:
+        with pytest.raises(SystemExit) as ended:
+            run_tool(monkeypatch, *args, *wrong)
+        assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from tools.coco_to_jsonl import Options, convert
+def peak():  # of this program alone; getrusage's starts at that of the process that started it
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+before = peak()
+options = Options(geometry="poly", limit=int(sys.argv[2]))
+report = convert(sys.argv[1], Path(sys.argv[1]).parent, Path(sys.argv[1]).parent / "d.jsonl", options)
+print(report.objects["poly"], (peak() - before) / 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """A file of 60 MB, its outlines in an order in which none can be written before all are read."""
+    num_images, num_objects = 300, 1800
+    angle = np.linspace(0, 6, 1000)
+    ring = np.stack([50 + 30 * np.cos(angle), 40 + 30 * np.sin(angle)], 1).ravel()
+    item = json.dumps(annotation(0, segmentation=[ring.tolist()])).replace('"image_id": 0', '"image_id": %d')
+    path = coco_file(tmp_path, [], many_images(num_images))
+    head, _, tail = path.read_text().partition('"annotations": [')
+    with path.open("w") as file:
+        file.write(head + '"annotations": [')
+        file.write(", ".join(item % (i % num_images) for i in range(num_objects)))
+        file.write(tail)
+    assert path.stat().st_size > 60e6
+    done = subprocess.run([sys.executable, "-c", PEAK, str(path), "30"], capture_output=True, text=True, check=True)
+    num_polygons, growth = done.stdout.split()
+    assert int(num_polygons) == num_objects // 10 and float(growth) < 45, growth
+
+
+def test_object_of_an_unknown_category_type():
+    with pytest.raises(Exception, match="category not in the file's list"):
+        convert_object(annotation(category_id=[1]), CATEGORIES, WIDTH, HEIGHT, Options())

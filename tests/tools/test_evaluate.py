@@ -1,0 +1,189 @@
+"""`tools.evaluate`: the program on a small model, its counts from its own files, COCO's scores by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tools import evaluate
+from tools.evaluate import COCO_NAMES, coco_scores
+from tools.make_demo import make_dataset
+from utils.data.samples import Sample
+from utils.geometry import Object
+
+CAT, CAT_BELOW = Object("cat", "bbox_2d", (0, 0, 300, 300)), Object("cat", "bbox_2d", (500, 500, 900, 900))
+NOTHING_THERE = Object("cat", "bbox_2d", (0, 600, 200, 900))
+HALF = 51 / 101  # precision 1 at recalls 0, 0.01, ..., 0.5 of COCO's 101 recalls
+
+
+def image(*objects: Object, width: int = 640, height: int = 480) -> Sample:
+    return Sample("x", [], [], width, height, list(objects), [], "x.jsonl:1")
+
+
+# ---- COCO ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("truth", "answers", "expected"),
+    [
+        ([[CAT, CAT_BELOW]], [[CAT_BELOW, CAT]], 1.0),
+        ([[CAT], [CAT_BELOW]], [[CAT], [CAT_BELOW]], 1.0),
+        ([[CAT, CAT_BELOW]], [[CAT]], HALF),
+        ([[CAT, CAT_BELOW]], [[CAT, NOTHING_THERE]], HALF),  # equal scores rank in the order of writing
+        ([[CAT, CAT_BELOW]], [[NOTHING_THERE, CAT]], HALF / 2),  # so here precision is 1/2 up to recall 1/2
+        ([[CAT, Object("dog", "bbox_2d", CAT_BELOW.coords)]], [[CAT]], 0.5),  # the mean over two categories
+        ([[CAT]], [[Object(" Cat ", "bbox_2d", CAT.coords)]], 1.0),
+        ([[CAT]], [[Object("dog", "bbox_2d", CAT.coords), CAT]], 1.0),  # "dog" is no category here
+        ([[CAT]], [[Object("cat", "poly", (0, 0, 300, 0, 300, 300, 0, 300))]], 1.0),
+        ([[CAT]], [[]], 0.0),
+    ],
+)
+def test_coco_precision_by_hand(truth: list, answers: list, expected: float) -> None:
+    result = coco_scores([image(*objects) for objects in truth], answers)
+    assert [result[name] for name in ("AP", "AP50", "AP75")] == pytest.approx([expected] * 3)
+
+
+def test_coco_thresholds_run_from_half_to_95_percent() -> None:
+    """Overlap 0.75 (up to float rounding a little above): found at 0.50 to 0.75, six of ten thresholds."""
+    truth = Object("cat", "bbox_2d", (0, 0, 400, 400))
+    result = coco_scores([image(truth)], [[Object("cat", "bbox_2d", (0, 0, 400, 301))]])
+    assert (result["AP"], result["AP50"], result["AP75"]) == pytest.approx((0.6, 1.0, 1.0))
+
+
+def test_coco_sizes_are_pixels_of_the_image() -> None:
+    """A box of 100 x 100 bins is 20 x 20 pixels (small, below 32 x 32) or 200 x 200 (large, above 96 x 96)."""
+    box = Object("cat", "bbox_2d", (0, 0, 100, 100))
+    small, large = (coco_scores([image(box, width=side, height=side)], [[box]]) for side in (200, 2000))
+    assert (small["AP_small"], small["AP_large"]) == (1.0, None)
+    assert (large["AP_small"], large["AP_large"]) == (None, 1.0)
+
+
+def test_coco_without_any_object_is_undefined() -> None:
+    assert coco_scores([image()], [[CAT]]) == dict.fromkeys(COCO_NAMES)
+
+
+# ---- the program ---------------------------------------------------------------------------------------------------
+
+
+def run_files(folder: Path, model: Path) -> tuple[Path, Path]:
+    """Six images, and a config that differs from the defaults in everything the program takes from it."""
+    data = make_dataset(folder / "data", num_train=6, num_val=1, seed=7)[0]
+    config = {
+        "global_max_length": 512,
+        "model": {"path": "elsewhere", "dtype": "float32", "image_max_pixels": 96 * 96, "image_min_pixels": 1024},
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": "gone.jsonl",
+            "extra": {
+                "rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 90, "eval": {"iou_threshold": 0.3}}
+            },
+        },
+        "training": {"output_dir": "gone"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return data, folder / "run.yaml"
+
+
+def call(*args: Any) -> Callable[[], None]:
+    return lambda: evaluate_main([str(arg) for arg in args])
+
+
+def evaluate_main(args: list[str]) -> None:
+    before, sys.argv = sys.argv, ["evaluate", *args]
+    try:
+        evaluate.main()
+    finally:
+        sys.argv = before
+
+
+def overlap(a: list[int], b: list[int]) -> float:
+    width = max(0, min(a[2], b[2]) - max(a[0], b[0]))
+    height = max(0, min(a[3], b[3]) - max(a[1], b[1]))
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)]
+    return width * height / (sum(areas) - width * height)
+
+
+def most_pairs(pred: list[dict], gt: list[dict], threshold: float, with_label: bool) -> int:
+    """Size of the largest one-to-one pairing above the threshold, by trying everything (few objects only)."""
+    if not pred:
+        return 0
+    best = most_pairs(pred[1:], gt, threshold, with_label)
+    for i, true in enumerate(gt):
+        same = not with_label or true["desc"] == pred[0]["desc"]
+        if same and overlap(pred[0]["bbox_2d"], true["bbox_2d"]) >= threshold:
+            best = max(best, 1 + most_pairs(pred[1:], gt[:i] + gt[i + 1 :], threshold, with_label))
+    return best
+
+
+def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, capsys) -> None:
+    """LRN-7: F1 at the config's threshold, with and without labels, recounted from the answers by brute force."""
+    data, config = run_files(tmp_path, warm_model)
+    output = tmp_path / "out" / "scores.json"
+    call("--checkpoint", warm_model, "--data", data, "--config", config, "--backend", "hf", "--output", output)()
+    result = json.loads(output.read_text())
+    records = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
+    assert [record["id"] for record in records] == [json.loads(line)["id"] for line in data.open()]
+    assert set(records[0]) == {"id", "images", "gt", "pred"}
+    num_objects = sum(len(record["pred"]) + len(record["gt"]) for record in records)
+    for name, with_label in (("f1", True), ("f1_no_label", False)):
+        matched = sum(most_pairs(record["pred"], record["gt"], 0.3, with_label) for record in records)
+        assert result[name] == pytest.approx(2 * matched / num_objects)
+    assert 0 < result["f1_no_label"] < 1  # the model says something, and not everything is right
+    assert (result["num_images"], result["iou_threshold"], result["dtype"]) == (6, 0.3, "float32")
+    assert set(result["coco"]) == set(COCO_NAMES)
+    assert "f1_no_label" in (shown := capsys.readouterr().out) and "COCO AP50" in shown
+
+
+@pytest.mark.slow
+def test_answers_are_the_same_by_vllm_and_transformers_ROL_1(warm_model, tmp_path) -> None:
+    """ROL-1: in float32, images in the config's size. vLLM changes the process it lives in, so it gets its own."""
+    data, config = run_files(tmp_path, warm_model)
+    answers = {}
+    for backend in ("hf", "vllm"):
+        output = tmp_path / f"{backend}.json"
+        command = [sys.executable, "-m", "tools.evaluate", "--checkpoint", str(warm_model), "--data", str(data)]
+        command += ["--config", str(config), "--backend", backend, "--output", str(output), "--batch-size", "3"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        run = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-5000:]
+        answers[backend] = [json.loads(line)["pred"] for line in output.with_suffix(".jsonl").read_text().splitlines()]
+    assert answers["hf"] == answers["vllm"] and any(answers["hf"])
+
+
+def test_images_prompt_and_length_are_the_configs_CFG_17(start_model, tmp_path) -> None:
+    """CFG-17: without a config the schema's defaults, `--checkpoint` as the model in both cases."""
+    _, config = run_files(tmp_path, start_model)
+    model, data, rm = evaluate.settings(str(config), "here")
+    assert (model.path, model.dtype, model.image_max_pixels, rm.max_new_tokens) == ("here", "float32", 96 * 96, 90)
+    model, data, rm = evaluate.settings(None, "here")
+    assert (model.path, model.dtype, rm.max_new_tokens, rm.eval.iou_threshold) == ("here", "bfloat16", 1024, 0.5)
+    assert data.prompt == "Find every object in the image."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "model" / "merged").mkdir(parents=True), "holds no config.json; use"),
+        (lambda folder: (folder / "model").mkdir(), "name a directory in Hugging Face form"),
+    ],
+)
+def test_a_directory_that_is_no_checkpoint_ends_with_2_and_one_line(tmp_path, capsys, change, message) -> None:
+    change(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        call("--checkpoint", tmp_path / "model", "--data", "gone.jsonl")()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_mistakes_in_the_data_end_with_2_DAT_3(start_model, tmp_path, capsys) -> None:
+    """DAT-3."""
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(SystemExit) as caught:
+        call("--checkpoint", start_model, "--data", tmp_path / "bad.jsonl", "--backend", "hf")()
+    assert caught.value.code == 2 and "bad.jsonl:1: not valid JSON" in capsys.readouterr().err

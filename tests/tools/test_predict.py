@@ -1,0 +1,106 @@
+"""`tools.predict` and `tools.plan`: seconds worked out by hand, and what is said when nothing was measured (CFG-16)."""
+
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_load import edited
+from tools.plan import measure, splits
+from tools.predict import Constants, StepTime, Work, calibrate, load_constants, predict, write_constants
+from utils.config.load import build_config, load_config
+from utils.run.monitor import write_run_json
+
+ROOT = Path(__file__).parents[2]
+CONSTANTS = Constants(
+    train_flops_per_s=1e6, rollout_flops_per_s=2e5, prepare_s=0.1, sync_fixed_s=0.5, sync_bytes_per_s=1e3
+)
+WORK = Work(num_answers=10, new_tokens=50, num_tokens=1000, parameters=1000, trainable=500, sync_bytes=2000)
+
+
+def test_a_step_by_hand():
+    """Train: 1000 tokens x 2 x (2 x 1000 + 500) = 5e6 FLOPs on 2 learners of 1e6/s: 2.5 s. Rollout: 10 x 50 x 2000 =
+    1e6 on 4 devices of 2e5/s: 1.25 s. Prepare: 5 each x 0.1 s. Sync: 0.5 + 2 s."""
+    time = predict(WORK, CONSTANTS, learners=2, rollout_devices=4, prefetch=False)
+    assert (time.rollout, time.train, time.prepare, time.sync) == (1.25, 2.5, 0.5, 2.5)
+    assert time.step == 6.75
+    assert predict(WORK, CONSTANTS, 2, 4, prefetch=True).step == 5.5  # the learner's part is the larger
+    assert replace(WORK, recompute=True).train_flops == 7e6
+
+
+def test_constants_of_a_measured_step_predict_that_step_again(tmp_path):
+    measured = StepTime(rollout=3.0, train=2.0, prepare=1.0, sync=0.25, prefetch=False)
+    path = tmp_path / "constants.json"
+    write_constants("cuda", {"train_flops_per_s": 1.0}, path)
+    write_constants("cpu", {"sync_bytes_per_s": 1e12}, path)
+    write_constants("cpu", calibrate(WORK, measured), path)
+    again = predict(WORK, load_constants("cpu", path), 1, 1, prefetch=False)
+    assert again.step == pytest.approx(measured.step, rel=1e-3)
+    assert load_constants("cuda", path) == Constants(train_flops_per_s=1.0)
+
+
+def test_what_was_not_measured_is_named(tmp_path):
+    assert load_constants("cuda", tmp_path / "none.json") == Constants()
+    with pytest.raises(ValueError, match="not measured: rollout_flops_per_s, sync_fixed_s"):
+        predict(WORK, replace(CONSTANTS, rollout_flops_per_s=None, sync_fixed_s=None), 1, 1, prefetch=False)
+
+
+def test_the_best_split_balances_learner_and_rollouts():
+    """The 8B preset on 16 GPUs: every split is one of 16 devices, best first, memory is that of --dry-run."""
+    cfg = load_config(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml")
+    constants = replace(CONSTANTS, train_flops_per_s=3e14, rollout_flops_per_s=3e13, sync_bytes_per_s=1e10)
+    args = Namespace(new_tokens=None, segment_tokens=None, device_gib=80.0)
+    found = splits(cfg, constants, 16, args)
+    assert found and all(split.learners + split.rollout_devices <= 16 for split in found)
+    fitting = [split.samples_per_s for split in found if split.fits]
+    assert fitting == sorted(fitting, reverse=True)
+    assert all(split.learner_bytes > 16e9 for split in found)  # the weights alone
+    slower = splits(cfg, replace(constants, rollout_flops_per_s=3e11), 16, args)
+    assert slower[0].rollout_devices >= found[0].rollout_devices
+
+
+def test_without_constants_the_tool_says_how_to_measure_them():
+    command = [sys.executable, "-m", "tools.plan", "--config", "configs/stage2/qwen3vl_8b_3v1.yaml", "--nodes", "2"]
+    if load_constants("cuda").missing:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 2 and "--run RUN_DIR" in result.stderr and "Traceback" not in result.stderr
+
+
+def finished_run(folder: Path, **changes) -> Path:
+    """What a run of two learners and a server of two devices leaves: five steps, the first three of them slow."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    from tests.config.test_plan import checkpoint
+
+    checkpoint(folder / "model")
+    cfg = build_config(edited(model__path=str(folder / "model"), **changes))
+    facts = {"world_size": 2, "server_world_sizes": [2]}
+    write_run_json(folder / "run", cfg.model_dump(mode="json", by_alias=True), **facts)
+    values = {"seconds/rollout": 4.0, "seconds/train": 2.0, "seconds/sync": 0.5, "seconds/prepare": 1.0}
+    values |= {"seconds/step": 8.0, "rollout/new_tokens_mean": 30.0, "train/tokens_per_s": 100.0}
+    values |= {"rollout/num_images": 16.0, "sync/bytes": 5e6}
+    with SummaryWriter(folder / "run") as writer:
+        for step in range(1, 6):
+            for tag, value in values.items():
+                writer.add_scalar(tag, value * (10 if step <= 3 else 1), step)
+    return folder / "run"
+
+
+def test_constants_of_a_finished_run_by_hand(tmp_path):
+    """90 parameters, full fine-tuning of what is not frozen (52: language and embeddings); 800 tokens, 16 answers."""
+    constants = measure(finished_run(tmp_path))
+    passes = 3 if build_config(edited()).training.gradient_checkpointing else 2
+    assert constants.train_flops_per_s == pytest.approx(800 * 2 * (passes * 90 + 52) / (2 * 2.0))
+    assert constants.rollout_flops_per_s == pytest.approx(16 * 30 * 2 * 90 / (2 * 4.0))
+    assert constants.prepare_s == pytest.approx(1.0 * 2 / 16)
+    assert (constants.sync_fixed_s, constants.sync_bytes_per_s) == (0.0, 1e7)
+
+
+def test_a_run_that_cannot_tell_says_why(tmp_path):
+    with pytest.raises(ValueError, match="no finished run there"):
+        measure(tmp_path)
+    with pytest.raises(ValueError, match="with prefetch a step's seconds are not its own"):
+        measure(finished_run(tmp_path, RM__async={"enabled": True}))

@@ -1,0 +1,460 @@
+"""What must hold between the keys of a config.
+
+A rule yields `(path, "the rule; what to do")` for everything it finds; `utils.config.load` runs them all and prints
+them.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from utils.config.schema import RM, RS, Config, Losses, RolloutMatching, Sampling, ServerAddress, ServerSettings, brief
+
+Found = Iterator[tuple[str, str]]
+RULES: list[tuple[tuple[str, ...], Callable[[Config], Found]]] = []
+
+
+def _rule(*reads: str) -> Callable[[Callable[[Config], Found]], Callable[[Config], Found]]:
+    """Register a rule and the paths it reads; it is skipped where one of them is already reported."""
+
+    def register(check: Callable[[Config], Found]) -> Callable[[Config], Found]:
+        RULES.append((reads, check))
+        return check
+
+    return register
+
+
+def _is_stage2(cfg: Config) -> bool:
+    return cfg.custom.trainer_variant == "rollout_matching_sft"
+
+
+@_rule("training.packing", "training.packing_drop_last")
+def _packing_drops_last(cfg: Config) -> Found:
+    if cfg.training.packing and not cfg.training.packing_drop_last:
+        yield (
+            "training.packing_drop_last",
+            "training.packing needs it to be true, there are no flush steps after the last step; set it to true",
+        )
+
+
+@_rule("training.packing", "training.packing_buffer", "training.per_device_train_batch_size", "rlhf")
+def _buffer_holds_a_batch(cfg: Config) -> Found:
+    batch = cfg.training.per_device_train_batch_size * cfg.answers_per_sample
+    if cfg.training.packing and cfg.training.packing_buffer < batch:
+        what = f"{batch} samples" if cfg.answers_per_sample == 1 else f"{batch} answers (rlhf.num_generations each)"
+        yield (
+            "training.packing_buffer",
+            f"must hold the {what} of a micro-step; raise it or lower training.per_device_train_batch_size",
+        )
+
+
+@_rule("custom.trainer_variant", "global_max_length", f"{RM}.max_new_tokens", RS, "rlhf", "training.packing")
+def _lengths_fit(cfg: Config) -> Found:
+    new_tokens, row, key = cfg.rm.max_new_tokens, cfg.global_max_length, cfg.rollout_path("max_new_tokens")
+    if row is None and _is_stage2(cfg):
+        yield "global_max_length", "is required for stage 2; set it to the tokens one row may hold"
+    elif row is None and (cfg.training.packing or is_colocate(cfg)):
+        why = "training.packing" if cfg.training.packing else "rlhf.vllm_mode: colocate"
+        yield "global_max_length", f"is required with {why}; set it to the tokens one row may hold"
+    elif row is not None and new_tokens >= row:
+        yield key, f"prompt and answer must fit in global_max_length={row}; lower it or raise global_max_length"
+    for path, settings in _server_settings(cfg):
+        length = settings.vllm_max_model_len
+        if new_tokens >= length:
+            yield (
+                f"{path}.vllm_max_model_len",
+                f"prompt and answer must fit, and {key}={new_tokens} fills it; raise it or lower that",
+            )
+        elif cfg.is_grpo and row is not None and length < row:
+            yield f"{path}.vllm_max_model_len", f"must be at least global_max_length={row}; raise it or lower that"
+
+
+def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
+    """(path, settings) of the common launch settings and of each server that overrides some; none where GRPO does
+    without a server (GRP-2)."""
+    if cfg.rs is not None and (_is_stage2(cfg) or cfg.connection):
+        yield RS, cfg.rs
+        yield from ((f"{RS}.servers[{i}]", cfg.server_settings(i)) for i in range(len(cfg.rs.servers)))
+
+
+@_rule(f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.server", "custom.trainer_variant")
+def _server_mode_has_servers(cfg: Config) -> Found:
+    if not _is_stage2(cfg) or cfg.rm.rollout_backend != "vllm" or cfg.rm.vllm.mode != "server":
+        return
+    if cfg.rm.vllm.server is None:
+        yield f"{RM}.vllm.server", "is required by mode: server; list the servers with base_url and group_port"
+
+
+@_rule(f"{RM}.vllm.server")
+def _server_form(cfg: Config) -> Found:
+    path, server = f"{RM}.vllm.server", cfg.rm.vllm.server
+    if server is None or cfg.is_grpo:  # GRPO's is made of rlhf, see _grpo_connection
+        return
+    paired = server.base_url is not None or server.group_port is not None
+    if paired == (server.servers is not None):
+        both = "servers and base_url/group_port are both given" if paired else "neither servers nor base_url is given"
+        yield path, f"{both}; give exactly one: servers, or base_url with group_port"
+        return
+    if paired and (server.base_url is None or server.group_port is None):
+        yield path, "base_url and group_port belong together; give both"
+        return
+    try:
+        addresses = server.addresses()
+    except ValueError as error:
+        yield f"{path}.group_port", str(error)
+        return
+    if not addresses:
+        yield f"{path}.{'base_url' if paired else 'servers'}", "must not be empty; name at least one server"
+    yield from _address_problems(addresses, path, paired)
+
+
+def _address_problems(addresses: list[ServerAddress], path: str, paired: bool) -> Found:
+    """Malformed urls; two servers on one url, on one host and port, or with one group port."""
+    taken: dict[tuple[str, int], int] = {}
+    group_ports: dict[int, int] = {}
+    for index, address in enumerate(addresses):
+        url_path = f"{path}.base_url" if paired else f"{path}.servers[{index}].base_url"
+        port_path = f"{path}.group_port" if paired else f"{path}.servers[{index}].group_port"
+        place = _host_and_port(address.base_url)
+        if place is None:
+            yield url_path, f"{address.base_url!r} must be http(s)://HOST[:PORT][/PREFIX]; correct it"
+        elif (other := taken.setdefault(place, index)) != index:
+            yield url_path, f"servers {other} and {index} are both at {place[0]}:{place[1]}; give each its own port"
+        if address.group_port > 65535:
+            yield port_path, f"server {index} would get port {address.group_port}, above 65535; start lower"
+        if (other := group_ports.setdefault(address.group_port, index)) != index:
+            yield port_path, f"servers {other} and {index} share group port {address.group_port}; give each its own"
+    for group_port in group_ports:
+        if (other := taken.get(("loopback", group_port))) is not None:
+            rule = f"group port {group_port} is also where server {other} listens on this machine; choose another"
+            yield f"{path}.group_port" if paired else f"{path}.servers[{group_ports[group_port]}].group_port", rule
+
+
+def _host_and_port(url: str) -> tuple[str, int] | None:
+    """Where a url leads, all names of the own machine being one; None when it is not a usable url."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
+        return None
+    loopback = parts.hostname == "localhost" or parts.hostname == "::1" or parts.hostname.startswith("127.")
+    default_port = 443 if parts.scheme == "https" else 80
+    return "loopback" if loopback else parts.hostname, default_port if port is None else port
+
+
+@_rule(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", RS)
+def _adapter_sync_needs_lora(cfg: Config) -> Found:
+    enabled = cfg.rm.vllm.enable_lora
+    if _is_stage2(cfg) and cfg.rm.vllm.sync.mode == "adapter" and not enabled:
+        yield (
+            f"{RM}.vllm.sync.mode",
+            f"adapter needs {RM}.vllm.enable_lora: true; set it, or use full",
+        )
+    for path, settings in _server_settings(cfg) if _is_stage2(cfg) else ():
+        if settings.vllm_enable_lora != enabled:
+            yield (
+                f"{path}.vllm_enable_lora",
+                f"must agree with {RM}.vllm.enable_lora={brief(enabled)}; change one",
+            )
+
+
+def is_colocate(cfg: Config) -> bool:
+    return cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "colocate"
+
+
+@_rule("custom.trainer_variant", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.enable_lora")
+def _colocate_needs_no_lora(cfg: Config) -> Found:
+    if is_colocate(cfg) and cfg.rm.vllm.enable_lora:
+        yield (
+            f"{RM}.vllm.enable_lora",
+            f"a colocated engine takes merged weights only; set it to false with {RM}.vllm.sync.mode: full, "
+            f"or use {RM}.rollout_backend: hf",
+        )
+
+
+def engine_problems(cfg: Config, world_size: int, has_vllm: bool = True) -> Found:
+    """Why `world_size` learners cannot generate as the config says, with the ways out (ROL-5)."""
+    backend = cfg.rollout_path("rollout_backend")
+    hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
+    if cfg.rm.rollout_backend == "vllm" and not has_vllm:
+        yield backend, f"vLLM is not installed here; install it (see README), or set {hf}"
+    size = cfg.rm.vllm.tensor_parallel_size
+    if is_colocate(cfg) and world_size % size:
+        yield (
+            cfg.rollout_path("vllm.tensor_parallel_size"),
+            f"must divide the {world_size} learner(s); set it to 1 (with {cfg.rollout_path('vllm.mode')}: colocate) or "
+            f"to another divisor of {world_size}, or set {hf}",
+        )
+
+
+def kernel_problems(cfg: Config, has_liger: bool, has_cuda: bool) -> Found:
+    """Why this learner cannot use fused kernels as the config says, with the way out."""
+    if cfg.training.fused_kernels and not (has_liger and has_cuda):
+        missing = "CUDA devices" if has_liger else "the package liger-kernel (requirements-gpu.txt)"
+        yield "training.fused_kernels", f"needs {missing}, which this machine does not have; set it to false"
+
+
+@_rule(RS, f"{RM}.vllm.server", "rlhf")
+def _overrides_have_servers(cfg: Config) -> Found:
+    if cfg.rs is None or not cfg.rs.servers or any(True for _ in _server_form(cfg)) or not cfg.connection:
+        return
+    given, known = len(cfg.rs.servers), len(cfg.servers())
+    if given > known:
+        yield (
+            f"{RS}.servers",
+            f"overrides {given} servers, but {known} are connected; remove entries or add servers",
+        )
+
+
+# Engine arguments of vLLM that have a key of their own here, so that one thing is never set in two places.
+_ENGINE_KEYS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "training.seed",
+    "tensor_parallel_size": f"{RS}.vllm_tensor_parallel_size",
+    "data_parallel_size": f"{RS}.vllm_data_parallel_size",
+    "gpu_memory_utilization": f"{RS}.vllm_gpu_memory_utilization",
+    "max_model_len": f"{RS}.vllm_max_model_len",
+    "max_num_seqs": f"{RS}.vllm_max_num_seqs",
+    "enable_lora": f"{RS}.vllm_enable_lora",
+    "enable_prefix_caching": f"{RS}.vllm_enable_prefix_caching",
+}
+
+
+@_rule(RS)
+def _engine_kwargs(cfg: Config) -> Found:
+    for path, settings in _server_settings(cfg):
+        if path != RS and "vllm_engine_kwargs" not in cfg.rs.servers[int(path.rsplit("[", 1)[1][:-1])].model_fields_set:
+            continue  # taken over from the common settings, reported there
+        for key, value in settings.vllm_engine_kwargs.items():
+            here = f"{path}.vllm_engine_kwargs.{key}"
+            if key in _ENGINE_KEYS:
+                yield here, f"has a key of its own; use {_ENGINE_KEYS[key]}"
+            elif key == "quantization" and value is not None or key == "kv_cache_dtype" and "fp8" in str(value):
+                yield here, "FP8 and other quantized rollouts are not supported; delete the key"
+
+
+@_rule("model.image_min_pixels", "model.image_max_pixels")
+def _image_sizes(cfg: Config) -> Found:
+    smallest, largest = cfg.model.image_min_pixels, cfg.model.image_max_pixels
+    if smallest and largest and smallest > largest:
+        yield "model.image_min_pixels", f"must not exceed model.image_max_pixels={largest}; lower it or raise that"
+
+
+@_rule("tuner", "training.vit_lr", "training.aligner_lr")
+def _tuner_is_consistent(cfg: Config) -> Found:
+    tuner = cfg.tuner
+    if tuner.use_dora and tuner.type != "lora":
+        yield "tuner.use_dora", "needs tuner.type: lora; set it, or use_dora: false"
+    if tuner.adapter_path is not None and tuner.type != "lora":
+        yield "tuner.adapter_path", "needs tuner.type: lora; set it, or adapter_path: null"
+    if tuner.freeze_llm and tuner.freeze_vit and tuner.freeze_aligner and not tuner.modules_to_save:
+        yield "tuner.freeze_llm", "freezes the last part that could learn; unfreeze the llm, the vit or the aligner"
+    if tuner.freeze_vit and cfg.training.vit_lr is not None:
+        yield "training.vit_lr", "the vision tower is frozen; set tuner.freeze_vit: false, or vit_lr: null"
+    if tuner.freeze_aligner and cfg.training.aligner_lr is not None:
+        yield "training.aligner_lr", "the aligner is frozen; set tuner.freeze_aligner: false, or aligner_lr: null"
+
+
+@_rule(f"{RM}.async", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.sync")
+def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
+    prefetch = cfg.rm.async_
+    if not prefetch.enabled:
+        if prefetch.version_window:
+            yield f"{RM}.async.version_window", f"needs {RM}.async.enabled: true; set it, or version_window: 0"
+        return
+    if not cfg.servers():
+        yield f"{RM}.async.enabled", f"prefetch needs rollout servers; use {RM}.vllm.mode: server, or set it to false"
+    if prefetch.on_sync == "keep" and cfg.sync_mode() == "adapter":
+        yield f"{RM}.async.on_sync", "requests cannot be held over an adapter sync; use wait, abort or full sync"
+
+
+@_rule(f"{RM}.answer_format", f"{RM}.losses")
+def _numbers_have_no_coordinate_loss(cfg: Config) -> Found:
+    if cfg.rm.format.has_coord_tokens:
+        return
+    default = Losses()
+    for key in ("w1", "gate", "sigma"):
+        value = getattr(cfg.rm.losses, key)
+        if value not in (0, getattr(default, key)):
+            yield (
+                f"{RM}.losses.{key}",
+                f"means coordinate tokens, and {RM}.answer_format: {cfg.rm.answer_format} has none; delete it, "
+                f"or set the default {getattr(default, key):g}",
+            )
+
+
+@_rule("training.eval_steps", "training.eval_at_start", "custom.val_jsonl")
+def _evaluation_has_data(cfg: Config) -> Found:
+    for key in ("eval_steps", "eval_at_start"):
+        if getattr(cfg.training, key) and cfg.custom.val_jsonl is None:
+            yield f"training.{key}", "evaluation needs custom.val_jsonl; name a file, or take this out"
+
+
+@_rule("custom.trainer_variant", "rlhf")
+def _rlhf_belongs_to_grpo(cfg: Config) -> Found:
+    if _is_stage2(cfg) and cfg.rlhf is not None:
+        yield "rlhf", "belongs to trainer_variant: grpo; delete it"
+    if cfg.is_grpo and cfg.rlhf is None:
+        yield "rlhf", "is required for trainer_variant: grpo; add it"
+
+
+@_rule("custom.trainer_variant", "rlhf", RS)
+def _grpo_connection(cfg: Config) -> Found:
+    if not cfg.is_grpo or cfg.rlhf is None:
+        return
+    if cfg.rlhf.sync.mode == "adapter":
+        yield "rlhf.sync.mode", "GRPO syncs merged weights; set it to full"
+    if not cfg.rlhf.uses_server:
+        return  # host, port and the server's launch settings are then ignored
+    hosts, ports = cfg.rlhf.vllm_server_host, cfg.rlhf.vllm_server_port
+    if len(hosts) != 1:
+        yield "rlhf.vllm_server_host", "must be a list of exactly one host; use [127.0.0.1]"
+    elif hosts[0] not in ("127.0.0.1", "localhost"):
+        yield "rlhf.vllm_server_host", "must be loopback, 127.0.0.1 or localhost; use [127.0.0.1]"
+    if len(ports) != 1:
+        yield "rlhf.vllm_server_port", "must be a list of exactly one port; give one"
+    elif ports[0] == cfg.rlhf.vllm_server_group_port:
+        yield "rlhf.vllm_server_group_port", f"is also the server's port, {ports[0]}; choose another"
+    if cfg.rs is None:
+        yield RS, "is required by rlhf.vllm_mode: server; add it with vllm_max_model_len"
+    for path, settings in _server_settings(cfg):
+        if settings.vllm_enable_lora:
+            yield f"{path}.vllm_enable_lora", "GRPO syncs merged weights; set it to false"
+
+
+@_rule("custom.trainer_variant", "rlhf", RS)
+def _engine_reports_what_it_samples_from(cfg: Config) -> Found:
+    """vLLM reports by default what the model says, before temperature and filters make a distribution of it."""
+    if not cfg.is_grpo or cfg.rlhf is None or not cfg.rlhf.uses_server or cfg.rlhf.importance_correction_cap is None:
+        return
+    if cfg.rlhf.decoding == Sampling():
+        return
+    for path, settings in _server_settings(cfg):
+        if settings.vllm_engine_kwargs.get("logprobs_mode") != "processed_logprobs":
+            yield (
+                f"{path}.vllm_engine_kwargs",
+                "importance correction with rlhf.decoding other than plain sampling at temperature 1 needs "
+                "{logprobs_mode: processed_logprobs}; add it, or set rlhf.importance_correction_cap: null",
+            )
+
+
+# What a GRPO file may say in the section of stage 2; for all else it has `rlhf`.
+_SHARED_WITH_STAGE2 = ("max_failed_fraction", "monitor_dump", "eval", "async_")
+
+
+@_rule("custom.trainer_variant", RM)
+def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
+    given, default = cfg.custom.extra.rollout_matching, RolloutMatching()
+    for key, found in RolloutMatching.model_fields.items():
+        if cfg.is_grpo and key not in _SHARED_WITH_STAGE2 and getattr(given, key) != getattr(default, key):
+            yield f"{RM}.{found.alias or key}", "is for stage 2, GRPO takes its settings from rlhf; delete it here"
+
+
+@_rule("rlhf", "tuner")
+def _penalty_has_a_reference(cfg: Config) -> Found:
+    if cfg.rlhf is None or not cfg.rlhf.beta:
+        return
+    if cfg.tuner.type != "lora":
+        yield "rlhf.beta", "the policy at the start is had by switching adapters off; set tuner.type: lora, or beta: 0"
+    elif cfg.tuner.adapter_path is not None:
+        why = "switching adapters off gives the policy before tuner.adapter_path, not the one at the start"
+        yield "rlhf.beta", f"{why}; merge that adapter into model.path and start a new one, or set beta: 0"
+
+
+@_rule("rlhf", f"{RM}.async")
+def _old_answers_are_corrected(cfg: Config) -> Found:
+    if cfg.is_grpo and cfg.rlhf is not None and cfg.rm.async_.version_window:
+        if cfg.rlhf.importance_correction_cap is None:
+            why = f"answers of older weights ({RM}.async.version_window) need the correction"
+            yield "rlhf.importance_correction_cap", f"{why}; set a number, or version_window: 0"
+
+
+@_rule("rlhf")
+def _rewards_have_weights(cfg: Config) -> Found:
+    if cfg.rlhf is None:
+        return
+    names, weights = cfg.rlhf.reward_funcs, cfg.rlhf.reward_weights
+    if weights is not None and len(weights) != len(names):
+        yield "rlhf.reward_weights", f"must have one weight for each of the {len(names)} reward_funcs; make them equal"
+    elif weights is not None and not any(weights):
+        yield "rlhf.reward_weights", "are all 0, so no answer is better than another; make one positive"
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        yield "rlhf.reward_funcs", f"names {', '.join(repeated)} more than once; raise its weight instead"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DeepSpeed
+
+
+@_rule("deepspeed")
+def _deepspeed_is_readable(cfg: Config) -> Found:
+    yield from (("deepspeed", rule) for rule in read_deepspeed(cfg)[1])
+
+
+@_rule("deepspeed", "training", "model.dtype")
+def _deepspeed_agrees(cfg: Config) -> Found:
+    yield from (("deepspeed", rule) for rule in contradictions(cfg, read_deepspeed(cfg)[0]))
+
+
+def batch_geometry(cfg: Config) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": cfg.training.per_device_train_batch_size,
+        "gradient_accumulation_steps": cfg.training.gradient_accumulation_steps,
+        "gradient_clipping": cfg.training.max_grad_norm,
+    }
+
+
+def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
+    path = cfg.deepspeed_path()
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = ", ".join(sorted(file.stem for file in (Path(__file__).parents[2] / "ds_configs").glob("*.json")))
+        return {}, [f"there is no {path}; use a name from ds_configs/ ({known}) or a path to a .json"]
+    except (OSError, ValueError) as error:
+        return {}, [f"{path} cannot be read as JSON: {error}; correct it"]
+    return (raw, []) if isinstance(raw, dict) else ({}, [f"{path} must hold a JSON object; correct it"])
+
+
+def contradictions(cfg: Config, raw: dict[str, Any]) -> list[str]:
+    """Settings the YAML owns that stand in the JSON with another value; equal values and "auto" are harmless."""
+    t, dtype, path = cfg.training, cfg.model.dtype, cfg.deepspeed_path()
+    yaml_names = {
+        "train_micro_batch_size_per_gpu": "training.per_device_train_batch_size",
+        "gradient_accumulation_steps": "training.gradient_accumulation_steps",
+        "gradient_clipping": "training.max_grad_norm",
+    }
+    pairs = [(key, raw.get(key), yaml_names[key], value) for key, value in batch_geometry(cfg).items()]
+    for switch, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        enabled = _mapping(raw.get(switch)).get("enabled")
+        pairs += [(f"{switch}.enabled", enabled, "model.dtype", dtype)] * (enabled != (dtype == name))
+    if optimizer := _mapping(raw.get("optimizer")):
+        given = _mapping(optimizer.get("params"))
+        betas = [t.adam_beta1, t.adam_beta2]
+        kind = optimizer.get("type", "AdamW")
+        pairs += [("optimizer.type", kind, "the optimizer", "AdamW")] * (str(kind).lower() not in ("adam", "adamw"))
+        pairs += [
+            ("optimizer.params.lr", given.get("lr"), "training.learning_rate", t.learning_rate),
+            ("optimizer.params.betas", given.get("betas"), "training.adam_beta1, adam_beta2", betas),
+            ("optimizer.params.eps", given.get("eps"), "training.adam_epsilon", t.adam_epsilon),
+            ("optimizer.params.weight_decay", given.get("weight_decay"), "training.weight_decay", t.weight_decay),
+        ]
+    found = [
+        f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
+        for key, theirs, name, ours in pairs
+        if theirs not in (None, "auto", ours)
+    ]
+    if raw.get("scheduler"):
+        found.append(f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON")
+    if raw.get("sequence_parallel_size", 1) != 1:
+        found.append(f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it")
+    return found
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

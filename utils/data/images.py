@@ -1,0 +1,142 @@
+"""Opens the images of rollout requests, and only those that may be opened (SRV-5). No network unless allowed."""
+
+import base64
+import binascii
+import io
+import os
+import re
+import stat
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+MAX_IMAGE_BYTES = 64 << 20
+MAX_IMAGE_PIXELS = 64 << 20  # told by an image's first bytes; a few kilobytes can unpack to any number of pixels
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS, which runs a program
+URL_TIMEOUT_S = 20.0
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*\Z")
+
+
+class ImageRefused(ValueError):
+    """The server is not allowed to read this image; trying again cannot help."""
+
+
+class ImageStore:
+    """Reads images from data URIs, base64, files below `roots`, and http(s) URLs if `allow_urls`.
+
+    Args:
+        roots: directories; a file counts as inside only after all `..` and symbolic links are resolved.
+    """
+
+    def __init__(self, roots: Sequence[str | os.PathLike], allow_urls: bool = False) -> None:
+        self.roots = [Path(root).resolve() for root in roots]
+        self.allow_urls = allow_urls
+
+    def open(self, source: str) -> Image.Image:
+        """The image as RGB, fully decoded. Blocking: call it in a thread.
+
+        Raises:
+            ImageRefused: path outside the roots, URL not allowed.
+            ValueError: unreadable, too large, or not an image.
+        """
+        data = self._read(source)
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            if image.width * image.height > MAX_IMAGE_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_IMAGE_PIXELS >> 20} Mi")
+            return to_rgb(image)
+        except Exception as error:  # Pillow's decoders raise whatever they like for broken bytes
+            raise ValueError(f"not a readable image: {_short(source)}: {error}") from error
+
+    def _read(self, source: str) -> bytes:
+        if source.startswith("data:"):
+            header, _, payload = source.partition(",")
+            if not header.endswith(";base64"):
+                raise ValueError(f"data URI is not base64: {_short(source)}")
+            return _decode(payload, source)
+        if re.match(r"(?i)[a-z][a-z0-9+.-]*://", source) and not source.startswith("file://"):
+            return self._fetch(source)
+        if _looks_like_base64(source):
+            return _decode(source, source)
+        return self._read_file(source.removeprefix("file://"))
+
+    def _read_file(self, path: str) -> bytes:
+        if "\0" in path or len(path) > 4096:
+            raise ValueError(f"not an image path, URL, base64 or data URI: {_short(path)}")
+        try:
+            real = Path(path).resolve()
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"cannot read image {_short(path)}: {error}") from error
+        self._check_inside(real, path)
+        try:
+            # O_NONBLOCK: a named pipe must not hang the server; O_NOFOLLOW: the resolved path holds no links any more.
+            with os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise ValueError(f"image {_short(path)} is not a regular file")
+                # What was opened in the end: a directory may have been swapped for a link after the check above.
+                self._check_inside(Path(os.readlink(f"/proc/self/fd/{file.fileno()}")), path)
+                return _bounded(file.read(MAX_IMAGE_BYTES + 1), path)
+        except OSError as error:
+            raise ValueError(f"cannot read image {_short(path)}: {error.strerror}") from error
+
+    def _check_inside(self, real: Path, path: str) -> None:
+        """Raises ImageRefused unless `real`, which holds no links, lies below a root."""
+        if not any(real.is_relative_to(root) for root in self.roots):
+            roots = ", ".join(map(str, self.roots)) or "(none)"
+            raise ImageRefused(
+                f"image {_short(path)} lies outside the directories this server may read: {roots}; "
+                "add its directory to rollout_server.allowed_image_roots or send the image as base64"
+            )
+
+    def _fetch(self, url: str) -> bytes:
+        if not self.allow_urls or not re.match(r"(?i)https?://", url):
+            raise ImageRefused(
+                f"image URL {_short(url)} refused: only http(s), and only with rollout_server.allow_image_urls: true"
+            )
+        try:
+            with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as answer:
+                return _bounded(answer.read(MAX_IMAGE_BYTES + 1), url)
+        except OSError as error:  # URLError, timeouts and refused connections are all OSErrors
+            raise ValueError(f"cannot fetch image {_short(url)}: {error}") from error
+
+
+def _looks_like_base64(source: str) -> bool:
+    """True if the text decodes to something that starts like an image file. "/9j/..." is a JPEG, not a path."""
+    head = source[:64].strip()
+    if len(source) < 24 or not _BASE64.match(head[: len(head) // 4 * 4]):
+        return False
+    try:
+        return base64.b64decode(head[: len(head) // 4 * 4]).startswith(_MAGIC)
+    except binascii.Error:
+        return False
+
+
+def _decode(payload: str, source: str) -> bytes:
+    try:
+        return _bounded(base64.b64decode("".join(payload.split()), validate=True), source)
+    except binascii.Error as error:
+        raise ValueError(f"broken base64 image {_short(source)}: {error}") from error
+
+
+def _bounded(data: bytes, source: str) -> bytes:
+    if len(data) > MAX_IMAGE_BYTES:
+        raise ValueError(f"image {_short(source)} is larger than {MAX_IMAGE_BYTES >> 20} MiB")
+    return data
+
+
+def _short(source: str) -> str:
+    """For messages: base64 payloads are megabytes long."""
+    return source if len(source) <= 120 else f"{source[:100]}... ({len(source)} characters)"
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB as `utils.data.samples.open_image` makes it: turned as the EXIF tag says, transparency on white."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")

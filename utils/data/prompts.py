@@ -1,0 +1,87 @@
+"""One place where messages become prompt tokens, shared by the learner and the rollout server.
+
+Both sides must write the same prompt for the same messages, or the learner would train behind a prompt that the engine
+never saw (ROL-3). Images are only placeholders here; `utils.data.samples.encode_prompt` and vLLM expand them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+IMAGE_MARKER = "<image>"
+
+
+def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them: each image one `{"type": "image"}` part, plain text a string.
+
+    Content comes as a string with `<image>` markers or as a list of parts. As in ms-swift, images without a marker go
+    to the front of the first user message. Applied to its own result it changes nothing.
+
+    Raises:
+        ValueError: more markers than images, no user message to hold an image, a part or role of unknown form.
+    """
+    chat = [{"role": _role(message), "content": _parts(message)} for message in messages]
+    markers = sum(part["type"] == "image" for message in chat for part in message["content"])
+    if markers > num_images:
+        raise ValueError(f"{markers} {IMAGE_MARKER} markers in the messages but {num_images} images")
+    if markers < num_images:
+        first = next((message for message in chat if message["role"] == "user"), None)
+        if first is None:
+            raise ValueError("there are images but no user message to hold them")
+        first["content"] = [{"type": "image"}] * (num_images - markers) + first["content"]
+    return [{**message, "content": _text_or_parts(message["content"])} for message in chat]
+
+
+def render_prompt(processor_or_tokenizer: Any, chat_messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of the prompt by the model's own chat template, ready for the assistant's first token.
+
+    `chat_messages` as `to_chat_messages` returns them. Each image is still one placeholder token.
+    """
+    text = processor_or_tokenizer.apply_chat_template(list(chat_messages), tokenize=False, add_generation_prompt=True)
+    tokenizer = getattr(processor_or_tokenizer, "tokenizer", processor_or_tokenizer)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _role(message: dict[str, Any]) -> str:
+    role = message.get("role")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ValueError(f"message role {role!r} is not one of system, user, assistant, tool")
+    return role
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Content as a list of `{"type": "text", "text": str}` and `{"type": "image"}`, payloads of images left out."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return _split_markers(content)
+    if not isinstance(content, list):
+        raise ValueError(f"message content must be a string or a list of parts, not {type(content).__name__}")
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image", "image_url"):
+            parts.append({"type": "image"})
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.extend(_split_markers(part["text"]))
+        else:
+            raise ValueError(f"message part {part!r} is neither text nor image")
+    return parts
+
+
+def _split_markers(text: str) -> list[dict[str, Any]]:
+    """Text cut at `<image>`: "a<image>b" becomes text a, image, text b."""
+    parts: list[dict[str, Any]] = []
+    for i, piece in enumerate(text.split(IMAGE_MARKER)):
+        if i > 0:
+            parts.append({"type": "image"})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _text_or_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Text alone as one string: templates of models without images know no parts."""
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)

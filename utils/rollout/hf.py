@@ -1,0 +1,208 @@
+"""Rollouts by transformers' own `generate` on the model that is being trained: no server, no engine, no weight sync.
+
+The slowest backend and the one with the fewest parts. Works under every ZeRO stage: with ZeRO-3 each forward gathers
+the weights of one layer after the other, so all ranks must run the same forwards, those with nothing to say included.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from utils.capacity import call_seed, request_seed, rounds
+from utils.dist import Ranks
+from utils.learner.model import base_model, dummy_segment
+from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult
+from utils.sync.weight_sync import SyncReport
+
+Row = tuple[Sequence[int], Tensor | None, Tensor | None]  # prompt token ids, pixel_values, image_grid_thw
+
+
+class HfBackend:
+    """Rollouts from the training model itself (ROL-6).
+
+    Args:
+        learner: a `utils.learner.learner.Learner`: its DeepSpeed engine and its model.
+        decode_batch_size: most sequences in one call of `generate`.
+    """
+
+    ledger: dict[str, str] = {}  # no engine holds weights of its own
+
+    def __init__(self, learner: Any, ranks: Ranks, tokenizer: Any, decode_batch_size: int) -> None:
+        self.ranks, self.tokenizer, self.decode_batch_size = ranks, tokenizer, decode_batch_size
+        model = base_model(learner.model)
+        self.engine_forward = EngineForward(learner.engine, model)
+        self.is_sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        self.stop_ids = stop_token_ids(model, tokenizer)
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        decoding: Decoding,
+        *,
+        global_step: int,
+        micro_step_idx: int,
+        run_seed: int,
+        expect_version: str | None,
+        strict: bool = True,
+    ) -> list[RolloutResult]:
+        """One result per request, in order. Under ZeRO-3 a collective: all ranks, with any number of requests each."""
+        seed = request_seed(run_seed, global_step, micro_step_idx, self.ranks.rank)
+        batches = rounds(len(requests), self.decode_batch_size)
+        num_calls = len(batches)
+        if self.is_sharded:
+            num_calls = max(self.ranks.raise_together(None, "generating", num_calls))
+        results: list[RolloutResult] = []
+        with self.engine_forward as model, torch.no_grad():
+            for batch in [*batches, *[range(0)] * (num_calls - len(batches))]:
+                asked = [requests[index] for index in batch]
+                seeds = [call_seed(seed, index) for index in batch]
+                answers = self._answer(model, asked, seeds, decoding)
+                results += map(partial(self._result, version=expect_version), asked, answers)
+        return results
+
+    def sync(self, version: str) -> SyncReport:
+        """Nothing to do: the weights that are trained are those that generate."""
+        return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, verified=False)
+
+    def close(self) -> None:
+        """Nothing to do: the model is the learner's."""
+
+    def _answer(
+        self, model: nn.Module, requests: Sequence[RolloutRequest], seeds: Sequence[int], decoding: Decoding
+    ) -> list[list[int]]:
+        """New token ids per request, stop token and padding behind it included; one call of `generate`."""
+        device = self.ranks.device
+        rows: list[Row] = [(r.prompt_token_ids, r.pixel_values, r.image_grid_thw) for r in requests]
+        if self.is_sharded and all(pixel_values is None for _, pixel_values, _ in rows):
+            dummy = dummy_segment(model)  # on other ranks the vision tower runs
+            rows.append((dummy.input_ids.tolist(), dummy.pixel_values, dummy.image_grid_thw))
+        inputs = {name: tensor.to(device) for name, tensor in left_pad(rows, model.config.image_token_id).items()}
+        config = GenerationConfig(
+            max_new_tokens=decoding.max_new_tokens,
+            do_sample=False,  # see Sampler
+            repetition_penalty=decoding.repetition_penalty,
+            eos_token_id=self.stop_ids,
+            pad_token_id=self.stop_ids[0],
+            use_cache=True,
+        )
+        greedy = decoding.temperature == 0
+        output = model.generate(
+            **inputs,
+            generation_config=config,
+            logits_processor=[] if greedy else [Sampler(decoding, [*seeds, 0][: len(rows)], device)],
+            stopping_criteria=[EndDummies(len(requests))],
+            synced_gpus=self.is_sharded and self.ranks.world_size > 1,
+        )
+        return output[: len(requests), inputs["input_ids"].shape[1] :].tolist()
+
+    def _result(self, request: RolloutRequest, new_ids: list[int], version: str | None) -> RolloutResult:
+        end = next((index for index, token in enumerate(new_ids) if token in self.stop_ids), None)
+        response = new_ids[:end]
+        return RolloutResult(
+            response_token_ids=response,
+            prompt_token_ids=list(request.prompt_token_ids),
+            text=self.tokenizer.decode(response),
+            finish_reason="length" if end is None else "stop",
+            weight_version=version,
+            stop_token_id=None if end is None else new_ids[end],
+        )
+
+
+class Sampler(LogitsProcessor):
+    """Makes the largest logit a sample: `argmax(logits + Gumbel noise)` is distributed as `softmax(logits)`.
+
+    Each row draws from a generator of its own, so that an answer depends on its request's seed (DIS-6) and not on what
+    is decoded beside it, as it would with `generate`'s own sampling.
+
+    Args:
+        seeds: one per row.
+    """
+
+    def __init__(self, decoding: Decoding, seeds: Sequence[int], device: torch.device) -> None:
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(decoding.temperature))]
+        if decoding.top_k > 0:
+            self.warpers.append(TopKLogitsWarper(decoding.top_k))
+        if decoding.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(decoding.top_p))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [B, vocabulary], float32."""
+        for warper in self.warpers:
+            scores = warper(input_ids, scores)
+        rows = [torch.empty_like(scores[0]).exponential_(generator=generator) for generator in self.generators]
+        return scores - torch.stack(rows).clamp_min(torch.finfo(scores.dtype).tiny).log()
+
+
+class EndDummies(StoppingCriteria):
+    """Rows from `num_real` on end at once: nobody waits for what a dummy says."""
+
+    def __init__(self, num_real: int) -> None:
+        self.num_real = num_real
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.arange(len(input_ids), device=input_ids.device) >= self.num_real
+
+
+def left_pad(rows: Sequence[Row], image_token_id: int) -> dict[str, Tensor]:
+    """`generate`'s inputs for prompts of different lengths, int64 `[B, longest]`, images of all rows in order.
+
+    Padding repeats the row's first token: masked out everywhere, and unlike a padding token it is in the prompt anyway,
+    so that a repetition penalty does not depend on the padding.
+    """
+    longest = max(len(ids) for ids, _, _ in rows)
+    ids = [torch.tensor(list(ids)) for ids, _, _ in rows]
+    input_ids = torch.stack([torch.cat([row[:1].expand(longest - len(row)), row]) for row in ids])
+    is_real = torch.arange(longest) >= torch.tensor([longest - len(row) for row in ids])[:, None]
+    inputs = {
+        "input_ids": input_ids,
+        "attention_mask": is_real.long(),
+        "mm_token_type_ids": (is_real & (input_ids == image_token_id)).int(),
+    }
+    with_image = [(pixels, grid) for _, pixels, grid in rows if pixels is not None]
+    if with_image:
+        inputs["pixel_values"] = torch.cat([pixels for pixels, _ in with_image])
+        inputs["image_grid_thw"] = torch.cat([grid for _, grid in with_image])
+    return inputs
+
+
+def stop_token_ids(model: nn.Module, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer, as vLLM takes them: the tokenizer's own and those of the generation config."""
+    given = model.generation_config.eos_token_id
+    listed = given if isinstance(given, list) else [given]
+    return list(dict.fromkeys(int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None))
+
+
+class EngineForward:
+    """A context in which the DeepSpeed engine's forward is the transformers model's own, and the model for `generate`
+    whose every forward goes through the engine.
+
+    Only in an engine's forward ZeRO-3 gathers weights that one module reads from another, as DoRA reads those of the
+    layer it adapts. One forward of the engine per token, not one around all of them: DeepSpeed records the order of
+    modules from one forward of the engine to the next, and searches it at every module.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module) -> None:
+        self.engine, self.model = engine, model
+
+        class Front(type(model)):
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                return engine(*args, **kwargs)
+
+        self.front = copy.copy(model)  # the same modules and parameters
+        self.front.__class__ = Front
+
+    def __enter__(self) -> nn.Module:
+        self.engine.eval()
+        self.engine.module.forward = self.model.__call__  # hides the class's own
+        return self.front
+
+    def __exit__(self, *_: Any) -> None:
+        del self.engine.module.forward
+        self.engine.train()

@@ -1,0 +1,62 @@
+"""How both training programs are started and how they end: the command line, one exit status, last words."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from utils.config.load import Config, load_config_or_exit, require_variant
+from utils.config.plan import print_dry_run
+from utils.run.session import Session
+from utils.run.shutdown import end_with
+
+AnySession = TypeVar("AnySession", bound=Session)
+
+
+def run_program(
+    script: str,
+    variant: str,
+    description: str,
+    set_up: Callable[[Config, str | None], AnySession],
+    train: Callable[[AnySession], None],
+    check: Callable[[Config], None] = lambda cfg: None,
+) -> NoReturn:
+    """Read the command line, then `train(set_up(config, what to resume))` to its end, whatever that is.
+
+    Args:
+        script: the program's file, which trains configs of `variant` (CFG-4).
+        check: exits with status 2 for what the program finds wrong with the config before anything is touched.
+    """
+    args = parse_args(description)
+    cfg = load_config_or_exit(args.config)
+    require_variant(cfg, variant, script)
+    check(cfg)
+    if args.dry_run:
+        print_dry_run(cfg, args.world_size)
+        sys.exit(0)
+    run, status = None, 0
+    try:
+        run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint)
+        train(run)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
+        facts = (run.steps_done, run.version) if run else (None, None)
+        status = end_with(error, Path(cfg.training.output_dir), args.config, *facts)
+    finally:
+        if run is not None:
+            run.close()
+    sys.exit(status)
+
+
+def parse_args(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file; everything is set there")
+    parser.add_argument("--dry-run", action="store_true", help="check the config, print the plan, touch no device")
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    parser.add_argument("--world-size", type=int, default=launched, help="learner ranks to plan for (--dry-run only)")
+    parser.add_argument(
+        "--resume", nargs="?", const="auto", metavar="CHECKPOINT", help="instead of training.resume_from_checkpoint"
+    )
+    parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher")
+    return parser.parse_args()

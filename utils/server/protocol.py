@@ -1,0 +1,245 @@
+"""What crosses the wire between the rollout server and its clients: request and answer types of every endpoint. Pure.
+
+`/infer/` speaks ms-swift's forms (`RolloutInferRequest`, `RequestConfig`, `RolloutOutput`), as its client posts and
+reads them. Fields of theirs that this server cannot honour are accepted only at their neutral value: a setting that
+would be ignored is an error that names the field.
+"""
+
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MAX_SEED = 2**31
+MAX_INT = 2**31 - 1  # of counts and ids: the engine's own messages know no larger ones
+Message = dict[str, Any]  # {"role": ..., "content": str with <image> markers | list of parts}
+
+
+class WireModel(BaseModel):
+    """Unknown fields and values of another type are errors, never guesses."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RolloutInferRequest(WireModel):
+    """One conversation to be answered. `images`: local paths, URLs, base64 or data URIs, in order of appearance."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    images: list[str] = []
+    uuid: str | None = None
+    data_dict: dict[str, Any] = {}  # the caller's own notes; not read here
+    audios: Annotated[list[Any], Field(max_length=0)] = []
+    videos: Annotated[list[Any], Field(max_length=0)] = []
+    objects: Annotated[dict[str, Any], Field(max_length=0)] = {}
+    tools: None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] = {}
+
+    @field_validator("images", "audios", "videos", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else [] if value is None else value
+
+    @field_validator("objects", "data_dict", "chat_template_kwargs", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @field_validator("messages")
+    @classmethod
+    def _messages_have_role_and_content(cls, messages: list[Message]) -> list[Message]:
+        for i, message in enumerate(messages):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"messages[{i}].role must be a string")
+            if not isinstance(message.get("content"), str | list):
+                raise ValueError(f"messages[{i}].content must be a string or a list of parts")
+        return messages
+
+
+class RequestConfig(WireModel):
+    """How to sample. `None` takes the model's own default (generation_config.json); greedy at temperature 0."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None  # None: up to the engine's max model length
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    seed: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: None = None
+    return_details: bool = True  # token ids are always returned
+    n: Literal[1] = 1
+    num_beams: Literal[1] = 1
+    best_of: Literal[1] | None = None
+    stream: Literal[False] = False
+    length_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
+    structured_outputs_regex: None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else [] if value is None else value
+
+    def seed_of(self, index: int) -> int | None:
+        """Seed of request `index` of a call (SRV-4); None without a seed."""
+        return None if self.seed is None else (self.seed + index) % MAX_SEED
+
+
+class InferCall(WireModel):
+    """Body of `/infer/`."""
+
+    infer_requests: list[RolloutInferRequest]
+    request_config: RequestConfig = RequestConfig()
+    use_tqdm: bool | None = None  # sent by ms-swift's client; means nothing here
+    metrics: None = None
+    template: None = None
+    adapter_request: None = None
+
+    @field_validator("request_config", mode="before")
+    @classmethod
+    def _null_is_default(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class ChatMessage(BaseModel):
+    role: str = "assistant"
+    content: str = ""
+
+
+class Choice(BaseModel):
+    """`token_ids` are the generated tokens, cut before the stop token; `logprobs` has one entry for each of them."""
+
+    index: int = 0
+    message: ChatMessage = ChatMessage()
+    finish_reason: Literal["stop", "length"] | None = None
+    logprobs: dict[str, list[dict[str, Any]]] | None = None
+    token_ids: list[int] = []
+
+
+class Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class ChatCompletionResponse(BaseModel):
+    """OpenAI's chat-completion form, with `prompt_token_ids` as the engine saw them (image placeholders expanded)."""
+
+    model: str
+    choices: list[Choice]
+    usage: Usage = Usage()
+    id: str = Field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    object: str = "chat.completion"
+    created: int = Field(default_factory=lambda: int(time.time()))
+    prompt_token_ids: list[int] | None = None
+    images_size: list[tuple[int, int]] | None = None
+
+
+class RolloutOutput(BaseModel):
+    """One answer. Lists are per turn as in ms-swift, here always one turn (none if the request failed).
+
+    `rollout_infos` holds `weight_version` (with `last_weight_version` where the weights changed under way); where a
+    token ended the answer `stop_token_id`, and `stop_logprob` where asked for; and for a request that failed `error`,
+    with `refused: true` where the content was not allowed rather than unreadable.
+    """
+
+    response: ChatCompletionResponse
+    messages: list[Message] | None = None
+    response_token_ids: list[list[int]] = []
+    response_loss_mask: list[list[int]] = []
+    rollout_infos: dict[str, Any] = {}
+    rollout_logprobs: list[list[float]] = []
+
+    @classmethod
+    def failed(cls, model: str, weight_version: str | None, error: str, refused: bool = False) -> "RolloutOutput":
+        """The answer to a request that failed alone."""
+        infos = {"weight_version": weight_version, "error": error} | ({"refused": True} if refused else {})
+        return cls(response=ChatCompletionResponse(model=model, choices=[Choice()]), rollout_infos=infos)
+
+
+class OwnedCall(WireModel):
+    """Weight-update calls name their run; a server belongs to the run that opened its communicator last."""
+
+    run_id: Annotated[str, Field(min_length=1)]
+
+
+class InitCommunicator(OwnedCall):
+    """The learner is rank 0 at `master_address:master_port`; engine workers take ranks from `rank_offset` on."""
+
+    master_address: str
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    world_size: Annotated[int, Field(ge=2)]
+    rank_offset: Annotated[int, Field(ge=1)] = 1
+    bucket_bytes: Annotated[int, Field(ge=1, le=2**50)]
+    timeout_s: Annotated[float, Field(gt=0, le=86400)]
+
+
+class StartWeightUpdate(OwnedCall):
+    """`pause`: running requests finish first, are aborted and made again, or are held over the change (SYN-9)."""
+
+    version: Annotated[str, Field(min_length=1)]
+    pause: Literal["wait", "abort", "keep"] = "wait"
+
+
+class UpdateWeights(OwnedCall):
+    """Tensors of this update in the order they are sent; bucket borders follow from `utils.sync.wire.plan_buckets`."""
+
+    names: Annotated[list[str], Field(min_length=1)]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    digest: bool = False
+
+    @field_validator("dtype_names", "shapes")
+    @classmethod
+    def _same_length(cls, value: list, info: Any) -> list:
+        if "names" in info.data and len(value) != len(info.data["names"]):
+            raise ValueError(f"has {len(value)} entries for {len(info.data['names'])} names")
+        return value
+
+
+class FinishWeightUpdate(OwnedCall):
+    version: Annotated[str, Field(min_length=1)]
+
+
+class ProbeCall(WireModel):
+    """Log-probabilities of a fixed prompt, with `token_ids` put behind the rendered messages, from every replica."""
+
+    infer_request: RolloutInferRequest
+    token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = []
+
+
+def collect_images(messages: list[Message], images: list[str]) -> list[str]:
+    """Image sources in the order of their placeholders.
+
+    A content part that carries its own source (`{"type": "image", "image": src}` or OpenAI's `image_url`) keeps it;
+    `<image>` markers and bare parts take the next of `images`; what is left of `images` comes first, where
+    `utils.data.prompts.to_chat_messages` puts placeholders without a marker.
+    """
+    slots = [slot for message in messages for slot in _image_slots(message["content"])]
+    bare = slots.count(None)
+    left_over = max(0, len(images) - bare)
+    taken = iter(images[left_over:])
+    placed = [next(taken, None) if slot is None else slot for slot in slots]
+    return images[:left_over] + [source for source in placed if source is not None]
+
+
+def _image_slots(content: str | list[Any]) -> list[str | None]:
+    """One entry per image placeholder of a message: its source where the part carries one, else None."""
+    if isinstance(content, str):
+        return [None] * content.count("<image>")
+    slots: list[str | None] = []
+    for part in content:
+        if not isinstance(part, dict):
+            continue
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            slots += [None] * part["text"].count("<image>")
+        elif part.get("type") in ("image", "image_url"):
+            source = part.get("image", part.get("image_url"))
+            source = source.get("url") if isinstance(source, dict) else source
+            slots.append(source if isinstance(source, str) and source else None)
+    return slots
