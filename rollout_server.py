@@ -223,7 +223,7 @@ def listen(host: str, port: int) -> socket.socket:
         server.bind(address)
         server.listen(1024)
     except OSError as error:
-        from utils.ports import port_holder
+        from utils.dist import port_holder
 
         server.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{port_holder(port)}") from error
@@ -321,10 +321,11 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         import uvicorn
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from utils.data.encoding import load_processor
         from utils.data.images import ImageStore
-        from utils.data.samples import load_processor
         from utils.server.app import make_app
-        from utils.server.engine import RolloutEngine, WeightUpdates
+        from utils.server.engine import RolloutEngine
+        from utils.server.weight_updates import WeightUpdates
 
         # In the main thread: the engines' lives are tied to the thread that starts them.
         llm = AsyncLLM.from_engine_args(engine_args(launch))

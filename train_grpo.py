@@ -24,8 +24,9 @@ import numpy as np
 
 from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import Config, exit_with, problem
-from utils.data.samples import EncodedPrompt, Sample
-from utils.groups import (
+from utils.data.encoding import EncodedPrompt
+from utils.data.samples import Sample
+from utils.grpo import (
     Answer,
     Group,
     Weighed,

@@ -23,7 +23,8 @@ import numpy as np
 from utils import targets
 from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import Config
-from utils.data.samples import EncodedPrompt, Sample
+from utils.data.encoding import EncodedPrompt
+from utils.data.samples import Sample
 from utils.geometry import iou_matrix
 from utils.learner.learner import StepResult
 from utils.learner.objectives import MatchingObjective
@@ -34,7 +35,7 @@ from utils.parsing import parse_answer
 from utils.rollout.backend import Decoding, RolloutResult, policy_lags
 from utils.run.monitor import collapse_warnings
 from utils.run.program import run_program
-from utils.run.rollout_log import Example, SampleDump
+from utils.run.sample_sheets import Example, SampleDump
 from utils.run.session import Session, make_prefetcher
 from utils.run.setup import open_session
 from utils.scores import count_sample, prediction_record, scores

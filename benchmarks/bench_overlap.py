@@ -29,7 +29,7 @@ from tools.predict import (
     work_of_step,
     write_constants,
 )
-from utils.config.plan import ModelSize, model_size
+from utils.config.memory import ModelSize, model_size
 from utils.config.schema import Tuner
 
 NEW_TOKENS = 40  # an untrained model never stops by itself; with these rollouts take about as long as training

@@ -33,7 +33,8 @@ from tools.predict import write_constants
 from utils.config.schema import ServerAddress
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
-from utils.sync.weight_sync import MergedWeights, WeightSync
+from utils.sync.merged_weights import MergedWeights
+from utils.sync.weight_sync import WeightSync
 from utils.sync.wire import plan_buckets
 
 SMOLLM2_135M = {

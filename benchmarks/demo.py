@@ -10,7 +10,8 @@ import torch
 
 from tools.make_demo import build_start_model, make_dataset
 from utils.config.load import load_config
-from utils.data.samples import EncodedPrompt, encode_prompt, load_processor, load_samples
+from utils.data.encoding import EncodedPrompt, encode_prompt, load_processor
+from utils.data.samples import load_samples
 from utils.geometry import Object, iou_matrix
 from utils.learner.model import RowModel, apply_tuner, dummy_segment, load_model, param_groups, position_ids_for
 from utils.learner.objectives import MatchingObjective

@@ -27,13 +27,13 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from benchmarks.baselines.padded_full_logits import padded_loss_sums
 from benchmarks.bench_learner import answer_lengths, carried_rows
 from tools.predict import write_constants
-from utils.config.known_models import known_config
+from utils.config.memory import known_config
 from utils.learner import attention
 from utils.learner.model import RowModel, dummy_segment, position_ids_for
 from utils.learner.objectives import MatchingObjective
 from utils.losses import LossWeights, loss_sums, num_chunks_for, total_loss
 from utils.packing import Batch, collate_packed, collate_padded, denominators
-from utils.sync.weight_sync import MergedWeights
+from utils.sync.merged_weights import MergedWeights
 from utils.targets import Segment
 
 RESULTS = Path(__file__).parent / "gpu_results.json"

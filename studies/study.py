@@ -47,7 +47,8 @@ from studies.study_report import (
 from tools import demo, make_demo
 from tools.warmup_sft import Parts, WarmupConfig, load_parts, load_warmup_config, save, train
 from utils.config.load import resolve_yaml
-from utils.data.samples import Sample, encode_prompt, load_samples
+from utils.data.encoding import encode_prompt
+from utils.data.samples import Sample, load_samples
 from utils.parsing import parse_answer
 from utils.rollout.hf import left_pad, stop_token_ids
 from utils.scores import count_duplicates, count_sample, scores

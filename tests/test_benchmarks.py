@@ -25,9 +25,8 @@ from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_tu
 from tools.demo_grpo import CONFIG as GRPO_CONFIG
 from tools.make_demo import build_tokenizer
 from tools.predict import calibrate, time_of_step, work_of_step
-from utils.config.known_models import parameter_shapes
 from utils.config.load import load_config
-from utils.config.plan import ModelSize
+from utils.config.memory import ModelSize, parameter_shapes
 from utils.geometry import iou_matrix
 from utils.losses import PARTS
 from utils.matching import match

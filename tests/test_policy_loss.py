@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.learner.test_model import collate, make_segment, relative_difference
-from utils.advantages import group_advantages
+from utils.grpo import group_advantages
 from utils.learner.model import RowModel, base_model, load_model
 from utils.packing import Batch
 from utils.policy_loss import (

@@ -17,9 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train_grpo
 from tools.demo_grpo import make_data
 from utils.config.load import load_config
-from utils.data.samples import SampleStream, load_processor
+from utils.data.encoding import load_processor
+from utils.data.stream import SampleStream
 from utils.dist import Ranks
-from utils.groups import Answer
+from utils.grpo import Answer
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutResult
 from utils.run.session import make_prefetcher

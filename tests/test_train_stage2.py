@@ -13,7 +13,7 @@ import yaml
 import train_stage2
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
-from utils.data.samples import encode_prompt
+from utils.data.encoding import encode_prompt
 from utils.rollout.backend import RolloutResult
 from utils.run import setup
 

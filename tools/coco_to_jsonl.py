@@ -35,7 +35,8 @@ import numpy as np
 import shapely
 from faster_coco_eval.core import mask as rle_masks
 
-from utils.data.samples import SPECIAL_TOKEN, SURROGATE, image_size, map_ahead
+from utils.data.images import image_size
+from utils.data.samples import SPECIAL_TOKEN, SURROGATE, map_ahead
 
 # A mask's outline is a staircase whose steps say nothing about the object, unless it is only a few pixels large.
 MASK_SIMPLIFY_PX, MASK_SIMPLIFY_SHARE = 1.0, 0.05

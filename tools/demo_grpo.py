@@ -23,7 +23,8 @@ from tools.demo import exit_on_sigterm, run, say, serve_and_train
 from tools.make_demo import build_start_model, cached, make_dataset
 from tools.warmup_sft import load_parts, load_warmup_config, save, train
 from utils.config.load import load_config_or_exit
-from utils.data.samples import Sample, encode_prompt
+from utils.data.encoding import encode_prompt
+from utils.data.samples import Sample
 from utils.policy_loss import policy_segment
 from utils.targets import Segment
 

@@ -28,15 +28,8 @@ from tqdm import tqdm
 
 from utils.config.load import exit_with, load_config_or_exit
 from utils.config.schema import Data, Model, RolloutMatching
-from utils.data.samples import (
-    DataError,
-    Sample,
-    encode_prompt,
-    load_processor,
-    load_samples,
-    num_prompt_tokens,
-    prompt_chat,
-)
+from utils.data.encoding import encode_prompt, load_processor, num_prompt_tokens, prompt_chat
+from utils.data.samples import DataError, Sample, load_samples
 from utils.dist import Ranks
 from utils.geometry import MAX_BIN, Object, bins_to_pixels, bounding_box, to_norm1000
 from utils.parsing import TokenTable, parse_answer

@@ -17,7 +17,7 @@ from types import FrameType
 
 import psutil
 
-from utils.ports import check_master_port
+from utils.dist import check_master_port
 
 MASTER_PORT = 29500  # DeepSpeed's, where none is given
 

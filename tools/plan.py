@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tools.predict import Constants, StepTime, constants_of_run, load_constants, predict, work_of
 from utils.config.load import ConfigError, build_config, check_world_size, engine_json, load_config_or_exit
-from utils.config.plan import DEVICE_GIB, GIB, learner_memory, model_size
+from utils.config.memory import DEVICE_GIB, GIB, learner_memory, model_size
 from utils.config.schema import Config
 
 NUM_SHOWN = 8

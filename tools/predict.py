@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from utils.config.plan import ModelSize, max_tokens_per_step
+from utils.config.memory import ModelSize
+from utils.config.plan import max_tokens_per_step
 from utils.config.schema import Config
 
 CONSTANTS = Path(__file__).parents[1] / "benchmarks" / "constants.json"

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from utils.data.samples import DataError, Sample, open_image, read_samples
+from utils.data.images import open_image
+from utils.data.samples import DataError, Sample, read_samples
 from utils.run.draw import draw_objects, sheet, stack, text_panel
 
 

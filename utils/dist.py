@@ -1,14 +1,16 @@
 """Process groups of the learner and the few collectives the trainer uses by name."""
 
+import contextlib
 import os
+import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-
-from utils.ports import check_master_port
 
 
 class FailedTogether(RuntimeError):
@@ -114,8 +116,42 @@ def _forget_shared_buffer(rank: int) -> None:
 
 
 def _free_port() -> int:
-    import socket
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> Exception | None:
+    """Run `function`; hand its error back instead of raising, so that collectives around it stay aligned."""
+    try:
+        function(*args)
+    except Exception as error:  # noqa: BLE001  (raised again, on all ranks, at the next fence)
+        return error
+    return None
+
+
+def check_master_port(port: int) -> None:
+    """Whether rank 0 can listen on `port`, where the learner's ranks meet.
+
+    Raises:
+        OSError: it cannot; names the port's holder, as far as the system tells, and the way out.
+    """
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) + port_holder(port)
+        raise OSError(
+            f"the learner's ranks cannot meet at port {port}: {reason}; end that process or take another port: "
+            f"PORT={port + 1} behind make train or make grpo (deepspeed --master_port {port + 1})"
+        ) from error
+
+
+def port_holder(port: int) -> str:
+    """Who listens on `port`, as far as the system tells this user; for an error message."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f"; held by process {connection.pid}: {command[:200]}"
+    return ""

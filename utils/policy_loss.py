@@ -7,8 +7,9 @@ micro-steps of an optimizer step (PCK-5), so the gradient does not depend on how
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
+from utils.packing import Batch
 from utils.targets import Segment
 
 LossType = Literal["grpo", "dapo", "dr_grpo"]
@@ -286,3 +288,13 @@ def _log_ratio(log_ratio: Tensor, tokens: PolicyTokens, options: PolicyOptions) 
     total = log_ratio.new_zeros(size).index_add(0, tokens.sequence, log_ratio)
     count = log_ratio.new_zeros(size).index_add(0, tokens.sequence, torch.ones_like(log_ratio))
     return (total / count.clamp(min=1))[tokens.sequence]
+
+
+@dataclass
+class PolicyRow(Batch):
+    """A row of sampled answers: all its text labels are scored, and `policy` says what is known of them."""
+
+    policy: PolicyTokens = field(kw_only=True)
+
+    def to(self, device: torch.device | str) -> PolicyRow:
+        return dataclasses.replace(super().to(device), policy=self.policy.to(device))

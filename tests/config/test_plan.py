@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tests.config.test_load import edited
-from utils.config.known_models import known_config, known_model, parameter_shapes
-from utils.config.layout import plan_layout
 from utils.config.load import ConfigError, build_config, engine_json, load_config
-from utils.config.plan import ModelSize, format_plan, learner_memory, make_plan, model_size, print_dry_run
+from utils.config.memory import ModelSize, known_config, known_model, learner_memory, model_size, parameter_shapes
+from utils.config.plan import format_plan, make_plan, plan_layout, print_dry_run
 from utils.config.schema import Config, Tuner
 
 
@@ -175,7 +174,7 @@ def test_CFG_16_dry_run_prints_what_loads_again(tmp_path: Path, capsys: pytest.C
 
 
 def test_checkpoint_of_the_test_is_what_it_says(tmp_path: Path) -> None:
-    from utils.config.plan import _tensor_shapes
+    from utils.config.memory import _tensor_shapes
 
     assert sum(prod(shape) for _, shape in _tensor_shapes(checkpoint(tmp_path))) == 90
 

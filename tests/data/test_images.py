@@ -184,7 +184,7 @@ def test_urls_are_fetched_when_allowed():
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L", "1", "I;16", "turned"])
 def test_server_and_learner_see_the_same_pixels(root, mode):
     """ROL-3, SRV-5"""
-    from utils.data.samples import open_image
+    from utils.data.images import open_image
 
     image = Image.effect_noise((7, 5), 60).convert("RGB")
     path = root / "x.png"

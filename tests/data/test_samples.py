@@ -17,7 +17,10 @@ from PIL import Image
 from tools.make_demo import build_start_model
 from utils.answer_format import QWEN3VL
 from utils.data import samples as data
-from utils.data.samples import DataError, Sample, SampleStream, encode_prompt, epoch_size, load_samples, open_image
+from utils.data.encoding import encode_prompt
+from utils.data.images import open_image
+from utils.data.samples import DataError, Sample, load_samples
+from utils.data.stream import SampleStream, epoch_size
 from utils.geometry import Object
 
 

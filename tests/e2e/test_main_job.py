@@ -13,7 +13,8 @@ from transformers import AutoModelForImageTextToText
 from tests.e2e.processes import Server, config_of, run_learner, write_yaml
 from tools.make_demo import make_dataset
 from utils.config.schema import Data
-from utils.data.samples import encode_prompt, load_processor, load_samples, prompt_chat
+from utils.data.encoding import encode_prompt, load_processor, prompt_chat
+from utils.data.samples import load_samples
 from utils.rollout.backend import Decoding, RolloutRequest, ServerBackend
 from utils.rollout.client import RolloutClient
 from utils.sync.wire import tensor_digest

@@ -12,11 +12,13 @@ from transformers import AutoModelForImageTextToText
 from tests.e2e.processes import Server
 from tests.e2e.test_server import asked, assert_serves, folder, save_variant  # noqa: F401
 from utils.config.schema import ServerAddress
+from utils.data.encoding import load_processor
+from utils.data.images import open_image
 from utils.data.prompts import to_chat_messages
-from utils.data.samples import load_processor, open_image
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
-from utils.sync.weight_sync import MergedWeights, Probe, WeightSync
+from utils.sync.merged_weights import MergedWeights
+from utils.sync.weight_sync import Probe, WeightSync
 from utils.sync.wire import tensor_digest
 
 pytestmark = pytest.mark.e2e

@@ -153,8 +153,9 @@ def own_answers(model_dir: Path, asked: list[dict], max_tokens: int) -> list[tup
     """Transformers' own greedy answers: (prompt ids, answer ids cut before the end token, log-probs of all of them)."""
     from transformers import AutoModelForImageTextToText
 
+    from utils.data.encoding import load_processor
+    from utils.data.images import open_image
     from utils.data.prompts import to_chat_messages
-    from utils.data.samples import load_processor, open_image
 
     processor = load_processor(model_dir)
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()

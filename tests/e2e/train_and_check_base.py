@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from train_stage2 import set_up, train
 from utils.config.load import load_config_or_exit
-from utils.rollout.client import Link
+from utils.rollout.link import Link
 from utils.run.program import parse_args
 
 

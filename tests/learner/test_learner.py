@@ -13,11 +13,11 @@ from utils.config.load import build_config
 from utils.dist import Ranks
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
 from utils.learner.model import apply_tuner, base_model, dummy_segment, load_model, param_groups, position_ids_for
-from utils.learner.objectives import MatchingObjective, PolicyObjective, PolicyRow
+from utils.learner.objectives import MatchingObjective, PolicyObjective
 from utils.losses import LossWeights
 from utils.packing import Batch, collate_packed
-from utils.policy_loss import PolicyOptions, policy_segment, policy_tokens, token_weights
-from utils.sync.weight_sync import MergedWeights
+from utils.policy_loss import PolicyOptions, PolicyRow, policy_segment, policy_tokens, token_weights
+from utils.sync.merged_weights import MergedWeights
 from utils.targets import Segment
 
 

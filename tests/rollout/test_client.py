@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from utils.rollout import client as rollout_client
-from utils.rollout.client import CallFailed, Link, RolloutClient, RolloutError, ServerGone, is_loopback
+from utils.rollout.client import RolloutClient, ServerGone
+from utils.rollout.link import CallFailed, Link, RolloutError, is_loopback
 
 METRICS = b"""# HELP rollout_running by replica
 rollout_running{replica="0"} 3.0

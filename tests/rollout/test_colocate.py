@@ -39,11 +39,12 @@ def main(model_path: str, folder: str) -> None:
     from transformers import AutoModelForImageTextToText
 
     from tests.rollout.test_hf import plain_generate, requests_of, same_but_for_ties
-    from utils.data.samples import load_processor
+    from utils.data.encoding import load_processor
     from utils.dist import Ranks
     from utils.learner.model import apply_tuner, load_model
     from utils.rollout.colocate import ColocateBackend, EngineOptions
-    from utils.sync.weight_sync import MergedWeights, Probe
+    from utils.sync.merged_weights import MergedWeights
+    from utils.sync.weight_sync import Probe
 
     ranks = Ranks()
     ranks.open()

@@ -14,7 +14,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from tools.make_demo import make_dataset
 from utils.capacity import call_seed, request_seed
 from utils.config.schema import Data
-from utils.data.samples import encode_prompt, load_processor, load_samples, prompt_chat
+from utils.data.encoding import encode_prompt, load_processor, prompt_chat
+from utils.data.samples import load_samples
 from utils.learner.model import apply_tuner, load_model
 from utils.rollout.backend import Decoding, RolloutRequest
 from utils.rollout.hf import HfBackend, Sampler, left_pad, stop_token_ids
@@ -68,7 +69,7 @@ def parts(warm_model, tmp_path_factory):
 
 
 def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    from utils.sync.weight_sync import MergedWeights
+    from utils.sync.merged_weights import MergedWeights
 
     return dict(MergedWeights(model).tensors())
 

@@ -3,7 +3,8 @@
 import pytest
 
 from utils.dist import FailedTogether, Ranks
-from utils.rollout.client import RolloutError, ServerGone
+from utils.rollout.client import ServerGone
+from utils.rollout.link import RolloutError
 from utils.run.recovery import MAX_RECOVERIES, through_restarts
 
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_packing import labelled_segment, plain_segment
-from utils.data.samples import Sample, SampleStream
+from utils.data.samples import Sample
+from utils.data.stream import SampleStream
 from utils.dist import FailedTogether, Ranks
 from utils.packing import CarryBuffer
 from utils.run import resume

@@ -20,18 +20,9 @@ from utils.matching import match
 from utils.parsing import parse_answer
 from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult, ServerBackend
 from utils.run import rollout_log as records
-from utils.run.monitor import Monitor
-from utils.run.rollout_log import (
-    Example,
-    RolloutLog,
-    SampleDump,
-    ServerWatch,
-    marked_text,
-    read_rollout_log,
-    safe_name,
-    server_scalars,
-    token_records,
-)
+from utils.run.monitor import Monitor, ServerWatch, server_scalars
+from utils.run.rollout_log import RolloutLog, read_rollout_log
+from utils.run.sample_sheets import Example, SampleDump, marked_text, safe_name, token_records
 from utils.targets import TargetOptions, build_target, format_objects
 
 RED = Object("red circle", "bbox_2d", (100, 200, 300, 400))

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient  # noqa: E402
 
 from utils.data.images import ImageStore  # noqa: E402
 from utils.server.app import make_app  # noqa: E402
-from utils.server.engine import BadCall, Conflict, RolloutEngine, Unavailable, UpdateFailed, WeightUpdates  # noqa: E402
+from utils.server.engine import BadCall, Conflict, RolloutEngine, Unavailable, UpdateFailed
 from utils.server.protocol import (  # noqa: E402
     FinishWeightUpdate,
     InitCommunicator,
@@ -21,6 +21,7 @@ from utils.server.protocol import (  # noqa: E402
     StartWeightUpdate,
     UpdateWeights,
 )
+from utils.server.weight_updates import WeightUpdates
 
 STUCK_S = 120.0
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.sync.test_sync_order import OneRank, StandIn
 from utils.sync.adapter_sync import AdapterSync, AdapterWeights, FallbackSync, make_sync
-from utils.sync.weight_sync import MergedWeights, WeightSync
+from utils.sync.merged_weights import MergedWeights
+from utils.sync.weight_sync import WeightSync
 
 
 class Net(nn.Module):

@@ -11,7 +11,8 @@ from torch import nn
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group
 
 from tests.e2e.processes import free_port
-from utils.sync.weight_sync import GlooTransport, MergedWeights, whole_groups
+from utils.sync.merged_weights import MergedWeights, whole_groups
+from utils.sync.transports import GlooTransport
 from utils.sync.wire import plan_buckets
 
 LAYER = {  # checkpoint tensor -> the engine's parameters, as a mixture-of-experts layer of vLLM reports them

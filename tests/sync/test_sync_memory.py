@@ -11,7 +11,8 @@ from vllm.distributed.utils import stateless_init_torch_distributed_process_grou
 
 from benchmarks.memory import LivePeak
 from tests.e2e.processes import free_port
-from utils.sync.weight_sync import GlooTransport, MergedWeights
+from utils.sync.merged_weights import MergedWeights
+from utils.sync.transports import GlooTransport
 from utils.sync.wire import plan_buckets, tensor_digest
 
 BUCKET = 16 << 20

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from tests.e2e.processes import free_port
-from utils.sync.weight_sync import GlooTransport, MergedWeights, Probe, WeightSync
+from utils.sync.merged_weights import MergedWeights
+from utils.sync.transports import GlooTransport
+from utils.sync.weight_sync import Probe, WeightSync
 from utils.sync.wire import tensor_digest
 
 PORTS = free_port(), free_port()

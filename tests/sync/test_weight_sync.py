@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
-from utils.sync.weight_sync import _MERGE_BLOCK_BYTES, Adapter, MergedWeights, _merge_into
+from utils.sync.merged_weights import _MERGE_BLOCK_BYTES, Adapter, MergedWeights, _merge_into
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 
 from tools import make_demo
 from tools.add_coord_tokens import TOKENS, add_coord_tokens, coord_rows, main, smooth_curve
-from utils.config.plan import model_size
+from utils.config.memory import model_size
 from utils.config.schema import Tuner
-from utils.data.samples import encode_prompt, load_processor, load_samples
+from utils.data.encoding import encode_prompt, load_processor
+from utils.data.samples import load_samples
 from utils.parsing import TokenTable
 
 RESERVE = 300  # rows beyond the tokenizer, as released checkpoints have them

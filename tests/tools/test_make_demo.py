@@ -24,7 +24,8 @@ from tools.make_demo import (
     sinusoid_2d,
 )
 from utils.config.load import ConfigError
-from utils.data.samples import encode_prompt, load_processor, load_samples
+from utils.data.encoding import encode_prompt, load_processor
+from utils.data.samples import load_samples
 from utils.learner.model import load_model
 
 

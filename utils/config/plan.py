@@ -4,27 +4,33 @@ Numbers that depend on files (samples, weights) are there when the files are. Me
 and the ZeRO stage; it leaves out the vision tower's activations, CUDA's own share and fragmentation.
 """
 
-import json
 import os
-import re
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import prod
 from pathlib import Path
-from typing import Any
 
 from utils.capacity import check_capacity, chunk_size
-from utils.config.known_models import known_config, known_model, parameter_shapes
-from utils.config.layout import Layout, plan_layout
 from utils.config.load import ConfigError, check_world_size, dump_yaml, engine_json, exit_with, problem
+from utils.config.memory import (
+    DEVICE_GIB,
+    GIB,
+    CachePlan,
+    ModelSize,
+    _cache_plan,
+    _rollout_memory,
+    learner_memory,
+    model_size,
+)
 from utils.config.rules import engine_problems, is_colocate, kernel_problems
-from utils.config.schema import RM, Config, Tuner
+from utils.config.schema import RM, SCRIPTS, Config, ServerAddress, ServerSettings
 
-GIB = 1 << 30
-DEVICE_GIB = 80  # memory of the GPU that cache estimates assume
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+@dataclass(frozen=True)
+class Layout:
+    """`places`: (device, process) for every device; `commands`: what starts them so, servers first."""
+
+    places: list[tuple[str, str]]
+    commands: list[str]
 
 
 @dataclass(frozen=True)
@@ -36,29 +42,6 @@ class ServerPlan:
     device: str
     world_size: int | None
     tensor_parallel_size: int = 1
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Numbers of parameters: all, and those that learn (with adapters). `dora_values`: how many numbers DoRA's largest
-    temporaries hold; `can_change`: of the tensors that training changes, adapters merged; `source`: where the shapes
-    come from if not from the weights' own files."""
-
-    total: int
-    trainable: int
-    dora_values: int = 0
-    can_change: int = 0
-    source: str = ""
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """What an engine's devices have left for keys and values if each has `DEVICE_GIB`: bytes per device, and how many
-    tokens the engine can hold with that."""
-
-    num_bytes: int
-    num_tokens: int
-    max_model_len: int
 
 
 @dataclass(frozen=True)
@@ -204,202 +187,8 @@ def _samples_per_epoch(cfg: Config) -> int | None:
 # parameters
 
 
-def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
-    """Count parameters from the headers of the checkpoint's safetensors files; where there are none, from its
-    `config.json`, or from the name of a released model. None where neither says anything."""
-    try:
-        shapes, source = dict(_tensor_shapes(path)), ""
-        if not shapes:
-            config, source = _architecture(path)
-            shapes = parameter_shapes(config) if config.get("model_type") == "qwen3_vl" else {}
-    except (OSError, ValueError, struct.error):
-        return None
-    if not shapes:
-        return None
-    learning = {name: _trainable(name, shape, tuner) for name, shape in shapes.items()}
-    can_change = sum(prod(shapes[name]) for name, number in learning.items() if number)
-    adapted = [shape for name, shape in shapes.items() if tuner.use_dora and _is_adapted(name, shape, tuner)]
-    # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
-    dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
-    return ModelSize(sum(map(prod, shapes.values())), sum(learning.values()), dora_values, can_change, source)
-
-
-def _architecture(path: Path) -> tuple[dict[str, Any], str]:
-    """`config.json`, or that of the released model the path names; and in words where it is from. Empty for neither."""
-    try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8")), "config.json"
-    except (OSError, ValueError):
-        size = known_model(str(path))
-        return (known_config(size), f"Qwen3-VL-{size} as released") if size else ({}, "")
-
-
-def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
-    """A safetensors file opens with the length of a JSON header (8 bytes, little-endian) and that header."""
-    for file in sorted(path.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
-        yield from ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-
-
-def _trainable(name: str, shape: list[int], tuner: Tuner) -> int:
-    """Parameters that learn for this tensor: itself, its adapter (A, B and DoRA's magnitudes), or none."""
-    if _is_saved_whole(name, tuner):
-        return prod(shape)
-    if tuner.type == "full":
-        return 0 if _is_frozen(name, tuner) else prod(shape)
-    if not _is_adapted(name, shape, tuner):
-        return 0
-    return tuner.rank * sum(shape) + (shape[0] if tuner.use_dora else 0)
-
-
-def _is_saved_whole(name: str, tuner: Tuner) -> bool:
-    module = name.rsplit(".", 1)[0]
-    return tuner.type == "lora" and any(module.endswith(saved) for saved in tuner.modules_to_save)
-
-
-def _is_frozen(name: str, tuner: Tuner) -> bool:
-    return tuner.freeze_aligner if "merger" in name else tuner.freeze_vit if "visual" in name else tuner.freeze_llm
-
-
-def _is_adapted(name: str, shape: list[int], tuner: Tuner) -> bool:
-    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
-    if tuner.type != "lora" or not is_linear or _is_saved_whole(name, tuner) or _is_frozen(name, tuner):
-        return False
-    return _is_target(name.rsplit(".", 1)[0], tuner.target_modules)
-
-
-def _is_target(module: str, targets: str | list[str]) -> bool:
-    if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith("." + target) for target in targets)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # memory
-
-
-def chunk_labels(zero_stage: int) -> int:
-    """Labels whose logits exist at once: 256 rows of 151,936 in float32 are 148 MiB, of which three copies live at the
-    peak. Under ZeRO-3 every chunk gathers the head twice, which four times as many chunks would make slow."""
-    return 1024 if zero_stage == 3 else 256
-
-
-def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_size: int) -> dict[str, int]:
-    """Bytes per learner device by part. ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3.
-
-    Weights are those of the model and of its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
-    what learns (ZeRO 0 in float32 needs none).
-    Reduce buckets: DeepSpeed holds one from stage 1 on, and a second one with `overlap_comm` below stage 3. Gathered:
-    what ZeRO-3 may hold of other ranks' weights. Logits exist for `chunk_labels` labels at once (LRN-4): in the model's
-    dtype and in float32, each with its gradient. DoRA's norms are thrown away after each layer.
-    """
-    bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine.get("zero_optimization", {})
-    stage, text = zero.get("stage", 0), _text_config(cfg)
-    copies = 8 if cfg.model.dtype == "float32" and stage == 0 else 12
-    num_weights = size.total + (size.trainable if cfg.tuner.type == "lora" else 0)
-    num_buckets = 0 if stage == 0 else 2 if stage < 3 and zero.get("overlap_comm") else 1
-    memory = {
-        "weights": num_weights * bytes_each // (world_size if stage == 3 else 1),
-        "gradients": size.trainable * bytes_each // (world_size if stage >= 2 else 1),
-        "optimizer": size.trainable * copies // (world_size if stage >= 1 else 1),
-        "reduce buckets": num_buckets * int(zero.get("reduce_bucket_size", 5e8)) * bytes_each,
-        "gathered": min(int(zero.get("stage3_max_live_parameters", 1e9)), num_weights) * bytes_each * (stage == 3),
-        "activations": _activations(cfg, bytes_each),
-        "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
-        "DoRA norms": size.dora_values * bytes_each,
-        "sync buckets (rank 0)": 2 * cfg.rm.vllm.sync.bucket_mib << 20,
-    }
-    for part, knob in (("weights", "offload_param"), ("optimizer", "offload_optimizer")):
-        if zero.get(knob, {}).get("device", "none") != "none":
-            memory[part] = 0
-    return {name: value for name, value in memory.items() if value}
-
-
-def _row_tokens(cfg: Config) -> int:
-    rows = 1 if cfg.training.packing else cfg.training.per_device_train_batch_size * cfg.answers_per_sample
-    return rows * (cfg.global_max_length or 0)
-
-
-def _activations(cfg: Config, bytes_each: int) -> int:
-    """Language model only: 17 values per token, layer and hidden unit; checkpointed, one, and one layer in full.
-
-    DoRA keeps two more outputs of each linear layer: what its magnitude multiplies.
-    Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2 without attention scores: 34 bytes at 2 per value.
-    """
-    text = _text_config(cfg)
-    hidden, layers = text.get("hidden_size", 0), text.get("num_hidden_layers", 0)
-    per_layer = 17 * hidden + (2 * _linear_outputs(text) if cfg.tuner.use_dora and not cfg.tuner.freeze_llm else 0)
-    values = hidden * layers + per_layer if cfg.training.gradient_checkpointing else per_layer * layers
-    return _row_tokens(cfg) * values * bytes_each
-
-
-def _linear_outputs(text: dict[str, Any]) -> int:
-    """Outputs per token of the linear layers of one transformer layer: q, k, v, o; gate, up, down."""
-    heads, kv_heads, head_dim = _heads(text)
-    return (heads + 2 * kv_heads) * head_dim + 2 * text.get("hidden_size", 0) + 2 * text.get("intermediate_size", 0)
-
-
-def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
-    """Attention heads, key-value heads, and the size of one."""
-    heads = text.get("num_attention_heads", 0)
-    return (
-        heads,
-        text.get("num_key_value_heads") or heads,
-        text.get("head_dim") or text.get("hidden_size", 0) // max(heads, 1),
-    )
-
-
-def _rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
-    """Bytes per rollout device (of the first server, or a learner's own): its share of an engine's weights, and the
-    cache of `decode_batch_size` answers. With hf the weights are the learner's."""
-    if (engine := _rollout_engine(cfg)) is None:
-        return None
-    max_model_len, parts, _ = engine
-    return {
-        "weights": size.total * _DTYPE_BYTES[cfg.model.dtype] // parts if parts else 0,
-        # an engine over t devices holds t times the answers (CFG-11), so the share per device does not depend on t
-        "keys and values": _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size,
-    }
-
-
-def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
-    """Longest prompt and answer, devices of one engine (None: the learner's model itself), its share of their memory
-    (0 on CPU)."""
-    vllm = cfg.rm.vllm
-    if is_colocate(cfg):
-        return cfg.global_max_length or 0, vllm.tensor_parallel_size, vllm.gpu_memory_utilization
-    if cfg.rm.rollout_backend == "hf":
-        return cfg.global_max_length or 0, None, 0.0
-    if cfg.rs is None:
-        return None
-    own = cfg.server_settings()
-    share = 0.0 if own.device == "cpu" else own.vllm_gpu_memory_utilization
-    return own.vllm_max_model_len, own.vllm_tensor_parallel_size, share
-
-
-def _cache_bytes_per_token(cfg: Config) -> int:
-    """Keys and values of all layers, on all devices of an engine together."""
-    text = _text_config(cfg)
-    _, kv_heads, head_dim = _heads(text)
-    return 2 * text.get("num_hidden_layers", 0) * kv_heads * head_dim * _DTYPE_BYTES[cfg.model.dtype]
-
-
-def _cache_plan(cfg: Config, size: ModelSize) -> CachePlan | None:
-    """What is left for the cache beside the weights; vLLM's own buffers are not counted. None on CPU, where
-    `cpu_kv_cache_gib` says it."""
-    max_model_len, parts, share = _rollout_engine(cfg) or (0, None, 0.0)
-    per_token = _cache_bytes_per_token(cfg)
-    if not (parts and share and per_token):
-        return None
-    left = int(share * DEVICE_GIB * GIB) - size.total * _DTYPE_BYTES[cfg.model.dtype] // parts
-    # With more devices than key-value heads each head is held more than once.
-    copies = max(1, parts // max(_heads(_text_config(cfg))[1], 1))
-    return CachePlan(left, max(0, left) * parts // (per_token * copies), max_model_len)
-
-
-def _text_config(cfg: Config) -> dict[str, Any]:
-    config, _ = _architecture(Path(cfg.model.path))
-    return config.get("text_config", config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -452,3 +241,67 @@ def _format_cache(cache: CachePlan) -> str:
         f"at most {cache.num_bytes / GIB:.2f} GiB are left on one of {DEVICE_GIB} GiB; "
         f"an engine holds {cache.num_tokens:,} tokens ({answers})"
     )
+
+
+def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:
+    """Devices in order: the servers of this machine, then the learners. Servers elsewhere count from 0 on their own.
+
+    GPU numbers are those that `GPUS=` takes; learners are taken to have GPUs unless all servers are on CPU. None where
+    a server takes whatever devices it finds.
+    """
+    places: list[tuple[str, str]] = []
+    commands: list[str] = []
+    used = 0  # GPUs of this machine
+    addresses = cfg.servers()
+    settings = [cfg.server_settings(index) if cfg.rs else None for index in range(len(addresses))]
+    if any(own is None or own.world_size is None for own in settings):
+        return None
+    for index, (address, own) in enumerate(zip(addresses, settings, strict=True)):
+        host = "" if _is_here(address) else f"{address.host}: "
+        first = 0 if host else used
+        gpus = _gpus(first, own.world_size) if own.device != "cpu" else []
+        used += 0 if host else len(gpus)
+        places += [
+            (host + (f"GPU {gpus[rank]}" if gpus else "CPU"), _server_process(index, rank, own, address))
+            for rank in range(own.world_size)
+        ]
+        arguments = f' ARGS="--server-index {index}"' if len(addresses) > 1 else ""
+        commands.append(f"{host}make server{_option(gpus)} CONFIG={file}{arguments}")
+    on_cpu = bool(settings) and all(own.device == "cpu" for own in settings)
+    gpus = [] if on_cpu else _gpus(used, world_size)
+    places += [
+        (f"GPU {gpus[rank]}" if gpus else "CPU", _learner_process(cfg, rank, len(addresses)))
+        for rank in range(world_size)
+    ]
+    target = "grpo" if cfg.custom.trainer_variant == "grpo" else "train"
+    commands.append(f"make {target}{_option(gpus) or f' RANKS={world_size}'} CONFIG={file}")
+    return Layout(places, commands)
+
+
+def _is_here(address: ServerAddress) -> bool:
+    return address.host in ("localhost", "::1") or address.host.startswith("127.")
+
+
+def _gpus(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def _option(gpus: list[int]) -> str:
+    return f" GPUS={','.join(map(str, gpus))}" if gpus else ""
+
+
+def _server_process(index: int, rank: int, own: ServerSettings, address: ServerAddress) -> str:
+    replica, part = divmod(rank, own.vllm_tensor_parallel_size)
+    share = f", tensor-parallel rank {part}" if own.vllm_tensor_parallel_size > 1 else ""
+    return f"rollout_server.py, server {index} (port {address.port}), replica {replica}{share}: generates"
+
+
+def _learner_process(cfg: Config, rank: int, num_servers: int) -> str:
+    tasks = ["trains"]
+    if is_colocate(cfg):
+        tasks.append(f"generates (engine {rank // cfg.rm.vllm.tensor_parallel_size})")
+    elif not num_servers:
+        tasks.append("generates")
+    if rank == 0:
+        tasks += ["sends weights", "writes logs"] if num_servers else ["writes logs"]
+    return f"{SCRIPTS[cfg.custom.trainer_variant]}, rank {rank}: {', '.join(tasks)}"

@@ -1,5 +1,7 @@
 """Opens the images of rollout requests, and only those that may be opened (SRV-5). No network unless allowed."""
 
+from __future__ import annotations
+
 import base64
 import binascii
 import io
@@ -10,7 +12,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_IMAGE_BYTES = 64 << 20
 MAX_IMAGE_PIXELS = 64 << 20  # told by an image's first bytes; a few kilobytes can unpack to any number of pixels
@@ -140,3 +142,59 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")
+
+
+EXIF_ORIENTATION = 0x0112
+
+
+def open_image(image: str | os.PathLike) -> Image.Image:
+    """The image at a path or in a `data:` URI as RGB, made by the function that the server uses too.
+
+    Raises:
+        OSError: missing, unreadable or not an image; the message names it.
+    """
+    try:
+        with _open_lazily(image) as opened:
+            return to_rgb(opened)
+    except Image.DecompressionBombError as error:
+        raise OSError(f"{_short(image)}: {error}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise _image_error(image, error) from None
+
+
+def image_size(image: str | os.PathLike) -> tuple[int, int]:
+    """(height, width) as `open_image` will give it, from the header alone.
+
+    Raises:
+        OSError: missing (`FileNotFoundError`), unreadable or not an image; the message names it.
+    """
+    try:
+        with _open_lazily(image) as opened:
+            width, height = opened.size
+            turned = opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise _image_error(image, error) from None
+    return (width, height) if turned else (height, width)
+
+
+def _open_lazily(image: str | os.PathLike) -> Image.Image:
+    name = os.fspath(image)
+    if not name.startswith("data:"):
+        return Image.open(name)
+    try:
+        return Image.open(io.BytesIO(base64.b64decode(name.partition(",")[2], validate=True)))
+    except binascii.Error as error:
+        raise ValueError(f"bad base64: {error}") from None
+
+
+def _image_error(image: str | os.PathLike, error: Exception) -> OSError:
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"{_short(image)}: no such image")
+    if isinstance(error, UnidentifiedImageError):
+        return OSError(f"{_short(image)}: not an image that can be read")
+    return OSError(f"{_short(image)}: {getattr(error, 'strerror', None) or error}")
+
+
+def _short(image: str | os.PathLike) -> str:
+    name = os.fspath(image)
+    return name[:40] + "..." if name.startswith("data:") else name

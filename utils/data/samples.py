@@ -6,10 +6,7 @@ training and reported together. The text of the prompt is `utils.data.prompts`' 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import io
 import json
 import logging
 import math
@@ -19,18 +16,13 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from PIL import Image, UnidentifiedImageError
-
 from utils.answer_format import COORD_TOKENS, AnswerFormat
 from utils.data.bad_lines import BadLine
-from utils.data.images import to_rgb
-from utils.data.prompts import IMAGE_MARKER, render_prompt, to_chat_messages
+from utils.data.images import image_size
+from utils.data.prompts import IMAGE_MARKER, to_chat_messages
 from utils.geometry import Object, bounding_box, pixels_to_bins
 
 logger = logging.getLogger(__name__)
@@ -41,7 +33,6 @@ EDGE_TOLERANCE_PX = 0.5
 SPECIAL_TOKEN = re.compile(r"<\|[^|>]*\|>")
 # What no tokenizer takes and no file can hold; JSON's escapes can spell it.
 SURROGATE = re.compile("[\ud800-\udfff]")
-EXIF_ORIENTATION = 0x0112
 FORMAT_KEYS = frozenset({"id", "images", "width", "height", "objects", "messages", "prompt"})
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -503,253 +494,7 @@ def _kind(value: Any) -> str:
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
-def open_image(image: str | os.PathLike) -> Image.Image:
-    """The image at a path or in a `data:` URI as RGB, made by the function that the server uses too.
-
-    Raises:
-        OSError: missing, unreadable or not an image; the message names it.
-    """
-    try:
-        with _open_lazily(image) as opened:
-            return to_rgb(opened)
-    except Image.DecompressionBombError as error:
-        raise OSError(f"{_short(image)}: {error}") from None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise _image_error(image, error) from None
-
-
-def image_size(image: str | os.PathLike) -> tuple[int, int]:
-    """(height, width) as `open_image` will give it, from the header alone.
-
-    Raises:
-        OSError: missing (`FileNotFoundError`), unreadable or not an image; the message names it.
-    """
-    try:
-        with _open_lazily(image) as opened:
-            width, height = opened.size
-            turned = opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _image_error(image, error) from None
-    return (width, height) if turned else (height, width)
-
-
-def _open_lazily(image: str | os.PathLike) -> Image.Image:
-    name = os.fspath(image)
-    if not name.startswith("data:"):
-        return Image.open(name)
-    try:
-        return Image.open(io.BytesIO(base64.b64decode(name.partition(",")[2], validate=True)))
-    except binascii.Error as error:
-        raise ValueError(f"bad base64: {error}") from None
-
-
-def _image_error(image: str | os.PathLike, error: Exception) -> OSError:
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(f"{_short(image)}: no such image")
-    if isinstance(error, UnidentifiedImageError):
-        return OSError(f"{_short(image)}: not an image that can be read")
-    return OSError(f"{_short(image)}: {getattr(error, 'strerror', None) or error}")
-
-
-def _short(image: str | os.PathLike) -> str:
-    name = os.fspath(image)
-    return name[:40] + "..." if name.startswith("data:") else name
-
-
 # ---- the order of samples ------------------------------------------------------------------------------------------
 
 
-def epoch_size(sizes: Sequence[int], weights: Sequence[float], epoch: int = 0) -> int:
-    """Samples in one epoch over files of these sizes: the sum of size x weight, each file rounded so as to add up."""
-    return sum(_share(n, w, epoch)[1] - _share(n, w, epoch)[0] for n, w in zip(sizes, weights, strict=True))
-
-
-def _share(size: int, weight: float, epoch: int) -> tuple[int, int]:
-    """Positions [start, stop) in a file's own endless stream that this epoch uses.
-
-    Five samples at weight 0.5 give 2, 3, 2, 3, ...: never a sample twice before all were used once.
-    """
-    per_epoch = Fraction(str(weight)) * size
-    return math.floor(epoch * per_epoch), math.floor((epoch + 1) * per_epoch)
-
-
-@dataclass
-class SampleStream:
-    """Endless deterministic stream of samples over all ranks (LRN-1).
-
-    An epoch is a shuffle of all files' samples. A file of weight 1 gives each of its samples once per epoch, of weight
-    2 twice, of weight 0.5 every second epoch. Epochs follow each other without a gap: rank `r` of `W` takes the global
-    positions r, r + W, r + 2W, ..., so `n` draws on every rank use `n * W` consecutive positions whatever `W` is.
-    """
-
-    datasets: list[list[Sample]]
-    weights: Sequence[float] | None = None
-    seed: int = 0
-    rank: int = 0
-    world_size: int = 1
-    _taken: int = field(default=0, init=False)  # draws of this rank since _start
-    _start: int = field(default=0, init=False)  # first global position of this run
-    _epoch: int = field(default=0, init=False)
-    _epoch_start: int = field(default=0, init=False)  # global position where _epoch begins
-    _order: np.ndarray | None = field(default=None, init=False)
-
-    def __post_init__(self):
-        self.weights = [1.0] * len(self.datasets) if self.weights is None else list(self.weights)
-        if len(self.weights) != len(self.datasets):
-            raise ValueError(f"{len(self.weights)} weights for {len(self.datasets)} files")
-        if min(self.weights, default=0) <= 0 or not all(self.datasets):
-            raise ValueError("every file needs a positive weight and at least one sample")
-
-    @property
-    def position(self) -> int:
-        """Global position of this rank's next sample."""
-        return self._start + self._taken * self.world_size + self.rank
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of this rank's next sample, from 0."""
-        self._seek(self.position)
-        return self._epoch
-
-    def next(self, n: int) -> list[Sample]:
-        """This rank's next `n` samples."""
-        return [self._draw() for _ in range(n)]
-
-    def __iter__(self) -> Iterator[Sample]:
-        while True:
-            yield self._draw()
-
-    def state_dict(self, num_undone: int = 0) -> dict[str, Any]:
-        """What a resumed run needs, as if this rank had drawn `num_undone` samples less; equal on all ranks when all
-        have drawn equally often."""
-        return {"position": self._start + (self._taken - num_undone) * self.world_size, **self._fingerprint()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, also with another number of ranks.
-
-        Raises:
-            ValueError: the state comes from other data, weights or another seed.
-        """
-        for name, value in self._fingerprint().items():
-            if state[name] != value:
-                raise ValueError(f"data position: {name} was {state[name]}, now {value}; resume with the same data")
-        self._start, self._taken = int(state["position"]), 0
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {"sizes": [len(d) for d in self.datasets], "weights": list(self.weights), "seed": self.seed}
-
-    def _draw(self) -> Sample:
-        self._seek(self.position)
-        file, index = self._order[self.position - self._epoch_start]
-        self._taken += 1
-        return self.datasets[file][index]
-
-    def _seek(self, position: int) -> None:
-        """Make `_order` that of the epoch which holds a global position."""
-        if position < self._epoch_start:
-            self._epoch, self._epoch_start, self._order = 0, 0, None
-        sizes = [len(dataset) for dataset in self.datasets]
-        while position >= self._epoch_start + (size := epoch_size(sizes, self.weights, self._epoch)):
-            self._epoch, self._epoch_start, self._order = self._epoch + 1, self._epoch_start + size, None
-        if self._order is None:
-            self._order = self._epoch_order(self._epoch)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Shuffled (file, index) pairs [epoch size, 2] of one epoch."""
-        pairs = []
-        for file, (dataset, weight) in enumerate(zip(self.datasets, self.weights, strict=True)):
-            turn, at = np.divmod(np.arange(*_share(len(dataset), weight, epoch)), len(dataset))
-            index = np.empty_like(at)
-            for number in np.unique(turn):  # each pass over a file has its own order
-                order = np.random.default_rng([self.seed, 1, file, number]).permutation(len(dataset))
-                index[turn == number] = order[at[turn == number]]
-            pairs.append(np.stack([np.full_like(index, file), index], axis=1))
-        return np.random.default_rng([self.seed, 0, epoch]).permutation(np.concatenate(pairs))
-
-
 # ---- prompts -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt as the model takes it: ids with image placeholders expanded, patches [num_patches, dim], grid [n, 3]."""
-
-    prompt_token_ids: list[int]
-    pixel_values: torch.Tensor | None
-    image_grid_thw: torch.Tensor | None
-
-
-def model_digest(path: str | Path) -> str | None:
-    """Of what a learner and its rollout server must have in common: architecture and vocabulary, not weights, which
-    the first sync brings. None where there is no such checkpoint to read."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(), object_hook=_without_incidentals)
-        tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
-        parts = [config, tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
-    except (OSError, ValueError, KeyError):
-        return None
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _without_incidentals(config: dict[str, Any]) -> dict[str, Any]:
-    """What saving a model again may change is left out."""
-    incidental = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-    return {key: value for key, value in config.items() if key not in incidental}
-
-
-def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
-    """The model's own processor, with its pixel budget per image replaced where one is given."""
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(path)
-    image_processor = getattr(processor, "image_processor", None)
-    if image_processor is not None and (min_pixels or max_pixels):
-        size = dict(image_processor.size)
-        size["shortest_edge"] = min_pixels or size["shortest_edge"]  # Qwen's names for budgets in pixels
-        size["longest_edge"] = max_pixels or size["longest_edge"]
-        image_processor.size = type(image_processor.size)(**size)
-    return processor
-
-
-def prompt_chat(sample: Sample) -> list[dict[str, Any]]:
-    """The sample's prompt as a chat template takes it."""
-    return to_chat_messages(sample.messages, len(sample.images))
-
-
-def encode_prompt(sample: Sample, processor: Any) -> EncodedPrompt:
-    """Exactly the prompt that vLLM's Qwen3-VL sees for the same messages and images (ROL-3).
-
-    Only placeholders are replaced, text is never tokenized a second time.
-
-    Raises:
-        ValueError: the prompt's text holds image placeholders of its own.
-        OSError: an image cannot be read.
-    """
-    token_ids = render_prompt(processor, prompt_chat(sample))
-    if not sample.images:
-        return EncodedPrompt(token_ids, None, None)
-    features = processor.image_processor(images=[open_image(image) for image in sample.images], return_tensors="pt")
-    grid = features["image_grid_thw"]
-    counts = (grid.prod(dim=1) // processor.image_processor.merge_size**2).tolist()
-    return EncodedPrompt(_expand(token_ids, counts, processor, sample), features["pixel_values"], grid)
-
-
-def num_prompt_tokens(sample: Sample, processor: Any) -> int:
-    """Length of the encoded prompt in tokens, without opening an image."""
-    token_ids = render_prompt(processor, prompt_chat(sample))
-    if not sample.images:
-        return len(token_ids)
-    counts = processor._get_num_multimodal_tokens(image_sizes=sample.image_sizes)["num_image_tokens"]
-    return len(_expand(token_ids, [int(count) for count in counts], processor, sample))
-
-
-def _expand(token_ids: list[int], counts: Sequence[int], processor: Any, sample: Sample) -> list[int]:
-    """Replace the i-th image placeholder by `counts[i]` of them."""
-    image_id = processor.image_token_id
-    if token_ids.count(image_id) != len(counts):
-        raise ValueError(
-            f"{sample.source}: the prompt has {token_ids.count(image_id)} image placeholders for {len(counts)} images;"
-            f" its text must not spell {processor.image_token}"
-        )
-    remaining = iter(counts)
-    return [i for token in token_ids for i in ([token] * next(remaining) if token == image_id else [token])]

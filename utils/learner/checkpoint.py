@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from utils.dist import Ranks
-from utils.sync.weight_sync import MergedWeights, attempt
+from utils.dist import Ranks, attempt
+from utils.sync.merged_weights import MergedWeights
 
 _MAX_SHARD_BYTES = 4 << 30
 

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import set_seed
 
 from utils.config.load import Config, engine_json
-from utils.config.plan import chunk_labels
-from utils.dist import FailedTogether, Ranks
+from utils.config.memory import chunk_labels
+from utils.dist import FailedTogether, Ranks, attempt
 from utils.learner.model import (
     RowModel,
     apply_tuner,
@@ -30,7 +30,6 @@ from utils.learner.model import (
 from utils.learner.objectives import Objective, last_logprobs, text_logprobs
 from utils.losses import num_chunks_for
 from utils.packing import Batch
-from utils.sync.weight_sync import attempt
 
 logger = logging.getLogger(__name__)
 

@@ -5,17 +5,22 @@ An objective is a few plain settings; what differs from row to row is in the bat
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from utils.losses import PARTS, LossWeights, loss_sums, total_loss
 from utils.packing import Batch, denominators
-from utils.policy_loss import PolicyOptions, PolicyTokens, policy_loss, policy_metrics, policy_sums, token_logprobs
+from utils.policy_loss import (
+    PolicyOptions,
+    PolicyRow,
+    policy_loss,
+    policy_metrics,
+    policy_sums,
+    token_logprobs,
+)
 
 Head = Callable[[Tensor], Tensor]
 Numbers = dict[str, Tensor]
@@ -64,16 +69,6 @@ class MatchingObjective:
         summed = {part: sum(own[part] for own in numbers) for part in PARTS}
         means = {part: value / (totals.get(part) or totals["coord"] or 1.0) for part, value in summed.items()}
         return means | {"total": sum(getattr(self.weights, part) * value for part, value in means.items())}
-
-
-@dataclass
-class PolicyRow(Batch):
-    """A row of sampled answers: all its text labels are scored, and `policy` says what is known of them."""
-
-    policy: PolicyTokens = field(kw_only=True)
-
-    def to(self, device: torch.device | str) -> PolicyRow:
-        return dataclasses.replace(super().to(device), policy=self.policy.to(device))
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from utils.capacity import call_seed, request_seed
+from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
-from utils.data.samples import open_image
-from utils.dist import Ranks
+from utils.dist import Ranks, attempt
 from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult, check_versions
+from utils.sync.merged_weights import MergedWeights
 from utils.sync.vllm_worker import WorkerExtension
-from utils.sync.weight_sync import MergedWeights, Probe, SyncReport, attempt
+from utils.sync.weight_sync import Probe, SyncReport
 
 CPU_CACHE_GIB = "1"  # keys and values of a CPU engine; VLLM_CPU_KVCACHE_SPACE overrides it
 Asked = tuple[list[dict[str, Any]], list[str], int]  # messages, images, seed

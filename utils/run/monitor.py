@@ -5,13 +5,16 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+from utils.rollout.client import RolloutClient
 
 logger = logging.getLogger(__name__)
 
@@ -133,3 +136,95 @@ def _git_revision() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def evaluation_file(run_dir: Path, step: int) -> Path:
+    """Where the scores of the evaluation at `step` lie once it is finished; every answer beside it, as `.jsonl`."""
+    return run_dir / "eval" / f"step_{step:06d}.json"
+
+
+def write_evaluation(
+    run_dir: Path, step: int, result: Mapping[str, float], answers: Sequence[Mapping[str, Any]], is_best: bool
+) -> None:
+    """`eval/step_N.json` (scores) and `eval/step_N.jsonl` (every answer, by `id`) under the run directory."""
+    path = evaluation_file(run_dir, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(answer) + "\n" for answer in sorted(answers, key=lambda answer: answer["id"]))
+    path.with_suffix(".jsonl").write_text("".join(lines))
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps({"step": step, "is_best": is_best, **result}, indent=2) + "\n")
+    aside.replace(path)  # last and whole: there is an evaluation where there is this file
+
+
+def server_scalars(client: RolloutClient, timeout_s: float = 2.0) -> dict[str, float]:
+    """How every server is, as `server/<index>/...` scalars; never raises.
+
+    `healthy` (0 or 1), `health_latency_s`, `running` and `waiting` requests, `cache_usage` (share of the KV cache in
+    use, mean over replicas), `device_memory_gib` (all its devices). A server that does not answer has `healthy` only.
+    """
+    values: dict[str, float] = {}
+    for index in range(len(client.servers)):
+        try:
+            state = _server_state(client, index, timeout_s)
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is what is recorded; who needs the server stops)
+            logger.debug("server %d could not be asked: %s", index, error)
+            state = {"healthy": 0.0}
+        values |= {f"server/{index}/{name}": float(value) for name, value in state.items()}
+    return values
+
+
+def _server_state(client: RolloutClient, index: int, timeout_s: float) -> dict[str, float]:
+    health = client.health(index, timeout_s)
+    metrics = client.metrics(index)
+    state = {
+        "healthy": 1.0,
+        "health_latency_s": health["latency_s"],
+        "running": metrics.get("vllm:num_requests_running", health.get("running", 0)),
+        # those that a weight update holds back, and those in vLLM's own queue
+        "waiting": health.get("waiting", 0) + metrics.get("vllm:num_requests_waiting", 0),
+    }
+    if "vllm:kv_cache_usage_perc" in metrics:
+        num_replicas = max(metrics.get("vllm:cache_config_info", 1), 1)  # a gauge of 1 per replica; the client adds up
+        state["cache_usage"] = metrics["vllm:kv_cache_usage_perc"] / num_replicas
+    if "rollout_server_device_memory_bytes" in metrics:
+        state["device_memory_gib"] = metrics["rollout_server_device_memory_bytes"] / 2**30
+    return state
+
+
+class ServerWatch:
+    """Asks `server_scalars` again and again in a thread of its own.
+
+    Requests run and wait only while the learner waits for their answers, so asking between two steps would always find
+    idle servers; and a server that hangs must not hold up the step.
+
+    Args:
+        client: None where no server generates.
+        enabled: True on rank 0; elsewhere nobody asks.
+        period_s: pause between two looks at the servers.
+    """
+
+    def __init__(self, client: RolloutClient | None, enabled: bool, period_s: float = 2.0) -> None:
+        self._client, self._period_s = client, period_s
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._worst: dict[str, float] = {}
+        if client is not None and enabled:
+            threading.Thread(target=self._run, name="server-watch", daemon=True).start()
+
+    def take(self) -> dict[str, float]:
+        """The largest value of each scalar since last taken (of `healthy` the smallest); empty if there is none."""
+        with self._lock:
+            values, self._worst = self._worst, {}
+        return values
+
+    def close(self) -> None:
+        """Ask no more; does not wait for an answer that is under way."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            values = server_scalars(self._client)
+            with self._lock:
+                for name, value in values.items():
+                    worse = min if name.endswith("/healthy") else max
+                    self._worst[name] = worse(value, self._worst.get(name, value))
+            self._over.wait(self._period_s)

@@ -4,9 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from utils.dist import FailedTogether, Ranks
+from utils.dist import FailedTogether, Ranks, attempt
 from utils.rollout.client import RolloutClient, ServerGone
-from utils.sync.weight_sync import attempt
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from utils.dist import FailedTogether, Ranks
-from utils.sync.weight_sync import attempt
+from utils.dist import FailedTogether, Ranks, attempt
 
 logger = logging.getLogger(__name__)
 

@@ -17,22 +17,24 @@ from typing import Any
 import torch
 
 from utils.config.load import Config, exit_with
-from utils.data.samples import EncodedPrompt, Sample, SampleStream, encode_prompt, prompt_chat
-from utils.dist import Ranks
+from utils.data.encoding import EncodedPrompt, encode_prompt, prompt_chat
+from utils.data.samples import Sample
+from utils.data.stream import SampleStream
+from utils.dist import Ranks, attempt
 from utils.learner.checkpoint import save_adapter, save_merged
 from utils.learner.learner import Learner
 from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.rollout.backend import Decoding, RolloutBackend, RolloutRequest, RolloutResult, check_prompt, policy_lags
 from utils.rollout.client import RolloutClient
-from utils.run.monitor import Monitor
+from utils.run.monitor import Monitor, ServerWatch, evaluation_file, write_evaluation
 from utils.run.prefetch import Prefetcher
 from utils.run.recovery import through_restarts
 from utils.run.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
-from utils.run.rollout_log import RolloutLog, ServerWatch, evaluation_file, write_evaluation
+from utils.run.rollout_log import RolloutLog
 from utils.run.shutdown import Stopped, StopRequest
 from utils.sync.adapter_sync import FallbackSync
-from utils.sync.weight_sync import WeightSync, attempt
+from utils.sync.weight_sync import WeightSync
 from utils.targets import Segment
 
 logger = logging.getLogger(__name__)

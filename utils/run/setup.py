@@ -20,19 +20,10 @@ from utils import targets
 from utils.config.load import Config, ConfigError, check_world_size, engine_json, exit_with
 from utils.config.plan import check_engines, check_kernels
 from utils.data.bad_lines import BadLine, report_skipped
-from utils.data.samples import (
-    DataError,
-    Sample,
-    SampleStream,
-    check_same_samples,
-    encode_prompt,
-    fingerprint,
-    load_processor,
-    load_samples,
-    model_digest,
-    prompt_chat,
-)
-from utils.dist import Ranks
+from utils.data.encoding import encode_prompt, load_processor, model_digest, prompt_chat
+from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples
+from utils.data.stream import SampleStream
+from utils.dist import Ranks, attempt
 from utils.learner.learner import Learner
 from utils.learner.model import dummy_segment, position_ids_for
 from utils.packing import Batch, collate_packed, collate_padded
@@ -40,12 +31,13 @@ from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutBackend, ServerBackend
 from utils.rollout.client import RolloutClient
-from utils.run.monitor import Monitor, write_run_json
+from utils.run.monitor import Monitor, ServerWatch, evaluation_file, write_run_json
 from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_records_after, rank_file
-from utils.run.rollout_log import RolloutLog, ServerWatch, evaluation_file
+from utils.run.rollout_log import RolloutLog
 from utils.run.session import Session
 from utils.sync.adapter_sync import FallbackSync, make_sync
-from utils.sync.weight_sync import MergedWeights, Probe, WeightSync, attempt
+from utils.sync.merged_weights import MergedWeights
+from utils.sync.weight_sync import Probe, WeightSync
 from utils.targets import Segment, TargetOptions
 
 PROBE_TEXT = '{"probe": ["The quick brown fox jumps over the lazy dog.", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}'

@@ -20,15 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from utils.server.engine import (
-    BadCall,
-    Conflict,
-    NotHolder,
-    RolloutEngine,
-    Unavailable,
-    UpdateFailed,
-    WeightUpdates,
-)
+from utils.server.engine import BadCall, Conflict, NotHolder, RolloutEngine, Unavailable, UpdateFailed
 from utils.server.protocol import (
     FinishWeightUpdate,
     InferCall,
@@ -38,6 +30,7 @@ from utils.server.protocol import (
     StartWeightUpdate,
     UpdateWeights,
 )
+from utils.server.weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
 

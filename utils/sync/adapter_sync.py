@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils.sync.weight_sync import MergedWeights, SyncReport, WeightEntry, WeightSync
+from utils.sync.merged_weights import MergedWeights, WeightEntry
+from utils.sync.weight_sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,292 @@
+"""Estimated memory of learners and engines, from tensor shapes and the ZeRO stage (CFG-16).
+
+It leaves out the vision tower's activations, CUDA's own share and fragmentation. Where no checkpoint is at hand, the
+released Qwen3-VL models are known by their numbers: `config.json` of Qwen/Qwen3-VL-{2B,4B,8B,32B}-Instruct; they come
+to 2.13, 4.44, 8.77 and 33.36 billion parameters, as their cards say. Nothing here is used in training.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from utils.config.rules import is_colocate
+from utils.config.schema import Config, Tuner
+
+GIB = 1 << 30
+
+
+DEVICE_GIB = 80  # memory of the GPU that cache estimates assume
+
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of parameters: all, and those that learn (with adapters). `dora_values`: how many numbers DoRA's largest
+    temporaries hold; `can_change`: of the tensors that training changes, adapters merged; `source`: where the shapes
+    come from if not from the weights' own files."""
+
+    total: int
+    trainable: int
+    dora_values: int = 0
+    can_change: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What an engine's devices have left for keys and values if each has `DEVICE_GIB`: bytes per device, and how many
+    tokens the engine can hold with that."""
+
+    num_bytes: int
+    num_tokens: int
+    max_model_len: int
+
+
+def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
+    """Count parameters from the headers of the checkpoint's safetensors files; where there are none, from its
+    `config.json`, or from the name of a released model. None where neither says anything."""
+    try:
+        shapes, source = dict(_tensor_shapes(path)), ""
+        if not shapes:
+            config, source = _architecture(path)
+            shapes = parameter_shapes(config) if config.get("model_type") == "qwen3_vl" else {}
+    except (OSError, ValueError, struct.error):
+        return None
+    if not shapes:
+        return None
+    learning = {name: _trainable(name, shape, tuner) for name, shape in shapes.items()}
+    can_change = sum(prod(shapes[name]) for name, number in learning.items() if number)
+    adapted = [shape for name, shape in shapes.items() if tuner.use_dora and _is_adapted(name, shape, tuner)]
+    # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
+    dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
+    return ModelSize(sum(map(prod, shapes.values())), sum(learning.values()), dora_values, can_change, source)
+
+
+def _architecture(path: Path) -> tuple[dict[str, Any], str]:
+    """`config.json`, or that of the released model the path names; and in words where it is from. Empty for neither."""
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8")), "config.json"
+    except (OSError, ValueError):
+        size = known_model(str(path))
+        return (known_config(size), f"Qwen3-VL-{size} as released") if size else ({}, "")
+
+
+def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
+    """A safetensors file opens with the length of a JSON header (8 bytes, little-endian) and that header."""
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
+        yield from ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _trainable(name: str, shape: list[int], tuner: Tuner) -> int:
+    """Parameters that learn for this tensor: itself, its adapter (A, B and DoRA's magnitudes), or none."""
+    if _is_saved_whole(name, tuner):
+        return prod(shape)
+    if tuner.type == "full":
+        return 0 if _is_frozen(name, tuner) else prod(shape)
+    if not _is_adapted(name, shape, tuner):
+        return 0
+    return tuner.rank * sum(shape) + (shape[0] if tuner.use_dora else 0)
+
+
+def _is_saved_whole(name: str, tuner: Tuner) -> bool:
+    module = name.rsplit(".", 1)[0]
+    return tuner.type == "lora" and any(module.endswith(saved) for saved in tuner.modules_to_save)
+
+
+def _is_frozen(name: str, tuner: Tuner) -> bool:
+    return tuner.freeze_aligner if "merger" in name else tuner.freeze_vit if "visual" in name else tuner.freeze_llm
+
+
+def _is_adapted(name: str, shape: list[int], tuner: Tuner) -> bool:
+    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
+    if tuner.type != "lora" or not is_linear or _is_saved_whole(name, tuner) or _is_frozen(name, tuner):
+        return False
+    return _is_target(name.rsplit(".", 1)[0], tuner.target_modules)
+
+
+def _is_target(module: str, targets: str | list[str]) -> bool:
+    if isinstance(targets, str):
+        return targets == "all-linear" or re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith("." + target) for target in targets)
+
+
+def chunk_labels(zero_stage: int) -> int:
+    """Labels whose logits exist at once: 256 rows of 151,936 in float32 are 148 MiB, of which three copies live at the
+    peak. Under ZeRO-3 every chunk gathers the head twice, which four times as many chunks would make slow."""
+    return 1024 if zero_stage == 3 else 256
+
+
+def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_size: int) -> dict[str, int]:
+    """Bytes per learner device by part. ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3.
+
+    Weights are those of the model and of its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
+    what learns (ZeRO 0 in float32 needs none).
+    Reduce buckets: DeepSpeed holds one from stage 1 on, and a second one with `overlap_comm` below stage 3. Gathered:
+    what ZeRO-3 may hold of other ranks' weights. Logits exist for `chunk_labels` labels at once (LRN-4): in the model's
+    dtype and in float32, each with its gradient. DoRA's norms are thrown away after each layer.
+    """
+    bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine.get("zero_optimization", {})
+    stage, text = zero.get("stage", 0), _text_config(cfg)
+    copies = 8 if cfg.model.dtype == "float32" and stage == 0 else 12
+    num_weights = size.total + (size.trainable if cfg.tuner.type == "lora" else 0)
+    num_buckets = 0 if stage == 0 else 2 if stage < 3 and zero.get("overlap_comm") else 1
+    memory = {
+        "weights": num_weights * bytes_each // (world_size if stage == 3 else 1),
+        "gradients": size.trainable * bytes_each // (world_size if stage >= 2 else 1),
+        "optimizer": size.trainable * copies // (world_size if stage >= 1 else 1),
+        "reduce buckets": num_buckets * int(zero.get("reduce_bucket_size", 5e8)) * bytes_each,
+        "gathered": min(int(zero.get("stage3_max_live_parameters", 1e9)), num_weights) * bytes_each * (stage == 3),
+        "activations": _activations(cfg, bytes_each),
+        "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
+        "DoRA norms": size.dora_values * bytes_each,
+        "sync buckets (rank 0)": 2 * cfg.rm.vllm.sync.bucket_mib << 20,
+    }
+    for part, knob in (("weights", "offload_param"), ("optimizer", "offload_optimizer")):
+        if zero.get(knob, {}).get("device", "none") != "none":
+            memory[part] = 0
+    return {name: value for name, value in memory.items() if value}
+
+
+def _row_tokens(cfg: Config) -> int:
+    rows = 1 if cfg.training.packing else cfg.training.per_device_train_batch_size * cfg.answers_per_sample
+    return rows * (cfg.global_max_length or 0)
+
+
+def _activations(cfg: Config, bytes_each: int) -> int:
+    """Language model only: 17 values per token, layer and hidden unit; checkpointed, one, and one layer in full.
+
+    DoRA keeps two more outputs of each linear layer: what its magnitude multiplies.
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2 without attention scores: 34 bytes at 2 per value.
+    """
+    text = _text_config(cfg)
+    hidden, layers = text.get("hidden_size", 0), text.get("num_hidden_layers", 0)
+    per_layer = 17 * hidden + (2 * _linear_outputs(text) if cfg.tuner.use_dora and not cfg.tuner.freeze_llm else 0)
+    values = hidden * layers + per_layer if cfg.training.gradient_checkpointing else per_layer * layers
+    return _row_tokens(cfg) * values * bytes_each
+
+
+def _linear_outputs(text: dict[str, Any]) -> int:
+    """Outputs per token of the linear layers of one transformer layer: q, k, v, o; gate, up, down."""
+    heads, kv_heads, head_dim = _heads(text)
+    return (heads + 2 * kv_heads) * head_dim + 2 * text.get("hidden_size", 0) + 2 * text.get("intermediate_size", 0)
+
+
+def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
+    """Attention heads, key-value heads, and the size of one."""
+    heads = text.get("num_attention_heads", 0)
+    return (
+        heads,
+        text.get("num_key_value_heads") or heads,
+        text.get("head_dim") or text.get("hidden_size", 0) // max(heads, 1),
+    )
+
+
+def _rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
+    """Bytes per rollout device (of the first server, or a learner's own): its share of an engine's weights, and the
+    cache of `decode_batch_size` answers. With hf the weights are the learner's."""
+    if (engine := _rollout_engine(cfg)) is None:
+        return None
+    max_model_len, parts, _ = engine
+    return {
+        "weights": size.total * _DTYPE_BYTES[cfg.model.dtype] // parts if parts else 0,
+        # an engine over t devices holds t times the answers (CFG-11), so the share per device does not depend on t
+        "keys and values": _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size,
+    }
+
+
+def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
+    """Longest prompt and answer, devices of one engine (None: the learner's model itself), its share of their memory
+    (0 on CPU)."""
+    vllm = cfg.rm.vllm
+    if is_colocate(cfg):
+        return cfg.global_max_length or 0, vllm.tensor_parallel_size, vllm.gpu_memory_utilization
+    if cfg.rm.rollout_backend == "hf":
+        return cfg.global_max_length or 0, None, 0.0
+    if cfg.rs is None:
+        return None
+    own = cfg.server_settings()
+    share = 0.0 if own.device == "cpu" else own.vllm_gpu_memory_utilization
+    return own.vllm_max_model_len, own.vllm_tensor_parallel_size, share
+
+
+def _cache_bytes_per_token(cfg: Config) -> int:
+    """Keys and values of all layers, on all devices of an engine together."""
+    text = _text_config(cfg)
+    _, kv_heads, head_dim = _heads(text)
+    return 2 * text.get("num_hidden_layers", 0) * kv_heads * head_dim * _DTYPE_BYTES[cfg.model.dtype]
+
+
+def _cache_plan(cfg: Config, size: ModelSize) -> CachePlan | None:
+    """What is left for the cache beside the weights; vLLM's own buffers are not counted. None on CPU, where
+    `cpu_kv_cache_gib` says it."""
+    max_model_len, parts, share = _rollout_engine(cfg) or (0, None, 0.0)
+    per_token = _cache_bytes_per_token(cfg)
+    if not (parts and share and per_token):
+        return None
+    left = int(share * DEVICE_GIB * GIB) - size.total * _DTYPE_BYTES[cfg.model.dtype] // parts
+    # With more devices than key-value heads each head is held more than once.
+    copies = max(1, parts // max(_heads(_text_config(cfg))[1], 1))
+    return CachePlan(left, max(0, left) * parts // (per_token * copies), max_model_len)
+
+
+def _text_config(cfg: Config) -> dict[str, Any]:
+    config, _ = _architecture(Path(cfg.model.path))
+    return config.get("text_config", config)
+
+
+# hidden size, layers, attention heads, MLP size, tied embeddings, which vision tower
+_MODELS = {
+    "2B": (2048, 28, 16, 6144, True, "small"),
+    "4B": (2560, 36, 32, 9728, True, "small"),
+    "8B": (4096, 36, 32, 12288, False, "large"),
+    "32B": (5120, 64, 64, 25600, False, "large"),
+}
+
+
+_VISION = {
+    "small": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]},
+    "large": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]},
+}
+
+
+def known_model(path: str) -> str | None:
+    """`8B` for a path whose last part names that model, such as `models/qwen3vl_8b_coord`; None for any other."""
+    found = re.search(r"qwen3[-_]?vl[-_](\d+b)(?![a-z0-9])", path.rstrip("/").rsplit("/", 1)[-1].lower())
+    size = found and found[1].upper()
+    return size if size in _MODELS else None
+
+
+def known_config(size: str) -> dict[str, Any]:
+    """The part of `config.json` that decides about shapes."""
+    hidden, layers, heads, mlp, tied, vision = _MODELS[size]
+    text = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": mlp,
+        "vocab_size": 151936,
+        "tie_word_embeddings": tied,
+    }
+    tower = {"num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": hidden, **_VISION[vision]}
+    return {"model_type": "qwen3_vl", "text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
+
+
+def parameter_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Name -> shape of every parameter of a Qwen3-VL, from transformers' own classes, without any memory for them."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    with torch.device("meta"):
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_dict(config))
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}

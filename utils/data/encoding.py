@@ -1,0 +1,102 @@
+"""From a sample to the token ids and pixels of its prompt, as the checkpoint's own processor makes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from utils.data.images import open_image
+from utils.data.prompts import render_prompt, to_chat_messages
+from utils.data.samples import Sample
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the model takes it: ids with image placeholders expanded, patches [num_patches, dim], grid [n, 3]."""
+
+    prompt_token_ids: list[int]
+    pixel_values: torch.Tensor | None
+    image_grid_thw: torch.Tensor | None
+
+
+def model_digest(path: str | Path) -> str | None:
+    """Of what a learner and its rollout server must have in common: architecture and vocabulary, not weights, which
+    the first sync brings. None where there is no such checkpoint to read."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(), object_hook=_without_incidentals)
+        tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
+        parts = [config, tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
+    except (OSError, ValueError, KeyError):
+        return None
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _without_incidentals(config: dict[str, Any]) -> dict[str, Any]:
+    """What saving a model again may change is left out."""
+    incidental = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+    return {key: value for key, value in config.items() if key not in incidental}
+
+
+def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
+    """The model's own processor, with its pixel budget per image replaced where one is given."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(path)
+    image_processor = getattr(processor, "image_processor", None)
+    if image_processor is not None and (min_pixels or max_pixels):
+        size = dict(image_processor.size)
+        size["shortest_edge"] = min_pixels or size["shortest_edge"]  # Qwen's names for budgets in pixels
+        size["longest_edge"] = max_pixels or size["longest_edge"]
+        image_processor.size = type(image_processor.size)(**size)
+    return processor
+
+
+def prompt_chat(sample: Sample) -> list[dict[str, Any]]:
+    """The sample's prompt as a chat template takes it."""
+    return to_chat_messages(sample.messages, len(sample.images))
+
+
+def encode_prompt(sample: Sample, processor: Any) -> EncodedPrompt:
+    """Exactly the prompt that vLLM's Qwen3-VL sees for the same messages and images (ROL-3).
+
+    Only placeholders are replaced, text is never tokenized a second time.
+
+    Raises:
+        ValueError: the prompt's text holds image placeholders of its own.
+        OSError: an image cannot be read.
+    """
+    token_ids = render_prompt(processor, prompt_chat(sample))
+    if not sample.images:
+        return EncodedPrompt(token_ids, None, None)
+    features = processor.image_processor(images=[open_image(image) for image in sample.images], return_tensors="pt")
+    grid = features["image_grid_thw"]
+    counts = (grid.prod(dim=1) // processor.image_processor.merge_size**2).tolist()
+    return EncodedPrompt(_expand(token_ids, counts, processor, sample), features["pixel_values"], grid)
+
+
+def num_prompt_tokens(sample: Sample, processor: Any) -> int:
+    """Length of the encoded prompt in tokens, without opening an image."""
+    token_ids = render_prompt(processor, prompt_chat(sample))
+    if not sample.images:
+        return len(token_ids)
+    counts = processor._get_num_multimodal_tokens(image_sizes=sample.image_sizes)["num_image_tokens"]
+    return len(_expand(token_ids, [int(count) for count in counts], processor, sample))
+
+
+def _expand(token_ids: list[int], counts: Sequence[int], processor: Any, sample: Sample) -> list[int]:
+    """Replace the i-th image placeholder by `counts[i]` of them."""
+    image_id = processor.image_token_id
+    if token_ids.count(image_id) != len(counts):
+        raise ValueError(
+            f"{sample.source}: the prompt has {token_ids.count(image_id)} image placeholders for {len(counts)} images;"
+            f" its text must not spell {processor.image_token}"
+        )
+    remaining = iter(counts)
+    return [i for token in token_ids for i in ([token] * next(remaining) if token == image_id else [token])]

@@ -1,0 +1,261 @@
+"""A few samples of a step to look at: image, ground truth, prediction, matches and the target's supervision (LOG-4)."""
+
+import hashlib
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from utils.data.images import open_image
+from utils.data.samples import Sample
+from utils.geometry import Object, iou_matrix, to_norm1000
+from utils.parsing import ParsedAnswer, TokenTable
+from utils.rollout.backend import RolloutResult
+from utils.run.draw import draw_objects, sheet, stack, text_panel
+from utils.run.monitor import Monitor
+from utils.scores import object_record
+from utils.targets import Target
+
+logger = logging.getLogger(__name__)
+
+
+UNMATCHED = "#d73027"
+
+
+PAIR_COLOURS = ("#1f78b4", "#33a02c", "#6a3d9a", "#b15928", "#008b8b", "#c51b7d", "#4d4d4d", "#7a7a00")
+
+
+MARKS = {"text": "#c7e9c0", "changed": "#fdd49e", "coord": "#c6dbef"}  # backgrounds of what is learnt
+
+
+CUT_OFF = "#dddddd"  # background of what the usable prefix does not hold
+
+
+SIDE = 448  # pixels of the longer side of a drawn image
+
+
+_SHORT = 200  # characters of an image's path or data URI
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sample of a step with all that became of it; `pairs` are (prediction, ground truth) as matched."""
+
+    sample: Sample
+    answer: RolloutResult
+    parsed: ParsedAnswer
+    pairs: Sequence[tuple[int, int]]
+    target: Target
+
+
+class SampleDump:
+    """A PNG sheet and a JSON file per dumped sample, `dumps/step_000040/<sample id>.{png,json}`.
+
+    Args:
+        run_dir: the run directory.
+        table: of the tokenizer that the answers are written with.
+        every_steps: optimizer steps between dumps, 0 for none.
+        num_samples: per dump; the attribute of this name says how many to collect, 0 where none will be written.
+        enabled: True on rank 0.
+    """
+
+    def __init__(self, run_dir: Path, table: TokenTable, every_steps: int, num_samples: int, enabled: bool) -> None:
+        self.every_steps, self.num_samples = every_steps, num_samples if enabled and every_steps else 0
+        self._folder, self._table, self._has_warned = run_dir / "dumps", table, False
+
+    def write(self, step: int, examples: Sequence[Example], monitor: Monitor) -> None:
+        """Dump the first examples if it is their step's turn; warns (once per run) where that fails, never raises."""
+        if not self.num_samples or step % self.every_steps:
+            return
+        folder = self._folder / f"step_{step:06d}"
+        names: Counter[str] = Counter()
+        for index, example in enumerate(examples[: self.num_samples]):
+            try:
+                name = safe_name(example.sample.id)
+                names[name] += 1
+                name += f"-{names[name]}" if names[name] > 1 else ""
+                record, picture = example_record(example, self._table), example_sheet(example, self._table)
+                folder.mkdir(parents=True, exist_ok=True)
+                picture.save(folder / f"{name}.png")
+                text = json.dumps({"step": step, **record}, indent=1, ensure_ascii=False) + "\n"
+                (folder / f"{name}.json").write_text(text, encoding="utf-8")
+                monitor.image(step, f"dump/{index}", np.asarray(picture))
+            except Exception as error:  # noqa: BLE001  (a picture must not end a run, whatever is wrong with it)
+                self._warn_once(f"sample {example.sample.id} could not be dumped below {folder}", error)
+
+    def _warn_once(self, what: str, error: Exception) -> None:
+        if not self._has_warned:
+            logger.warning("%s: %s: %s (said once per run)", what, type(error).__name__, error)
+        self._has_warned = True
+
+
+def safe_name(sample_id: str) -> str:
+    """A file name for a sample id: itself where that is harmless, else its harmless part and a digest of all of it."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", sample_id).strip("._-")[:80]
+    digest = hashlib.sha256(sample_id.encode(errors="surrogatepass")).hexdigest()[:8]
+    return name if name and name == sample_id else f"{name}-{digest}".lstrip("-")
+
+
+def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
+    """Everything about one sample as plain JSON values; coordinates are norm1000 (0..999), but for what stands in texts
+    and what tokens learn; indices count within their own list."""
+    sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
+    max_bin = table.format.max_bin
+    pred_objects = [pred.object for pred in parsed.objects]
+    iou = iou_matrix(pred_objects, sample.objects)
+    matched_pred, matched_gt = {p for p, _ in example.pairs}, {g for _, g in example.pairs}
+    return {
+        "id": sample.id,
+        "source": sample.source,
+        "images": [image if len(image) <= _SHORT else image[:_SHORT] + "..." for image in sample.images],
+        "width": sample.width,
+        "height": sample.height,
+        "messages": sample.messages,
+        "gt": [object_record(obj, max_bin) for obj in sample.objects],
+        "pred": [object_record(obj, max_bin) for obj in pred_objects],
+        "pairs": [{"pred": p, "gt": g, "iou": float(iou[p, g])} for p, g in example.pairs],
+        "unmatched_pred": [p for p in range(len(pred_objects)) if p not in matched_pred],
+        "unmatched_gt": [g for g in range(len(sample.objects)) if g not in matched_gt],
+        "rollout": {
+            "text": _text(answer.response_token_ids, table),
+            "token_ids": list(map(int, answer.response_token_ids)),
+            "num_prefix_tokens": parsed.num_exact,
+            "finish_reason": answer.finish_reason,
+            "weight_version": answer.weight_version,
+            "error": answer.error,
+            "closed": parsed.closed,
+            "dropped": parsed.dropped,
+        },
+        "target": {
+            "text": _text(target.answer_ids.tolist(), table),
+            "marked": marked_text(target, table),
+            "num_prefix_tokens": target.num_prefix,
+            "num_matched": target.num_matched,
+            "num_appended": target.num_appended,
+            "num_trimmed": target.num_trimmed,
+            "respelled": target.respelled,
+            "tokens": token_records(target, table),
+        },
+    }
+
+
+def token_records(target: Target, table: TokenTable) -> list[dict[str, Any]]:
+    """Per answer token: `id`, `token` (its text, bytes that are no whole character as `\\xc3`) and `kind`.
+
+    `kind` is `none`; `text`, with the token to learn as `target_id` and `target`; or `coord`, with the bin to learn as
+    `target`, fractional for polygons. Learnt tokens have a `weight` among those of their kind.
+    """
+    records = [{"id": token, "token": _token(token, table), "kind": "none"} for token in target.answer_ids.tolist()]
+    for index, label, weight in zip(target.text_index, target.text_label, target.text_weight, strict=True):
+        text = {"target_id": int(label), "target": _token(int(label), table), "weight": float(weight)}
+        records[index] |= {"kind": "text", **text}
+    for index, value in zip(target.coord_index, target.coord_target, strict=True):
+        records[index] |= {"kind": "coord", "target": float(value), "weight": 1.0}
+    return records
+
+
+def marked_text(target: Target, table: TokenTable) -> str:
+    """The answer to learn with its supervision: `«learnt»`, `«written->to learn»`, `<120->118.5>`; the rest is context.
+
+    Coordinates read `<120>` where nothing is learnt.
+    """
+    return "".join(text if kind in ("none", "coord") else f"«{text}»" for text, kind in _runs(target, table))
+
+
+def _runs(target: Target, table: TokenTable) -> list[tuple[str, str]]:
+    """(text, kind) of neighbouring tokens of one kind: `none`, `text`, `changed` (learns another token) or `coord`."""
+    runs: list[tuple[bytes, str]] = []
+    for record in token_records(target, table):
+        kind, text = record["kind"], _shown(record["id"], table)
+        if kind == "coord":
+            text = text[:-1] + f"->{round(record['target'], 1):g}>".encode()
+        elif kind == "text" and record["target_id"] != record["id"]:
+            kind, text = "changed", text + f"->{record['target']}".encode()
+        if runs and runs[-1][1] == kind and kind in ("none", "text"):
+            runs[-1] = (runs[-1][0] + text, kind)  # joined as bytes: a character may be spelled by several tokens
+        else:
+            runs.append((text, kind))
+    return [(text.decode(errors="replace"), kind) for text, kind in runs]
+
+
+def example_sheet(example: Example, table: TokenTable) -> Image.Image:
+    """Ground truth beside prediction, then the rollout, then the target with what is learnt on coloured ground.
+
+    A pair has one colour and one number on both sides; what has no partner is red, with an x. Objects are
+    drawn in the first image only.
+    """
+    sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
+    pred_objects = [pred.object for pred in parsed.objects]
+    number = {side: {pair[side]: k for k, pair in enumerate(example.pairs, start=1)} for side in (0, 1)}
+    rows = []
+    for index, source in enumerate(sample.images or [""]):
+        image = _open_or_blank(source)
+        sides = [(sample.objects, number[1]), (pred_objects, number[0])] if index == 0 else [([], {}), ([], {})]
+        rows.append([_drawn(image, objects, numbers, table.format.max_bin) for objects, numbers in sides])
+    pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(pred_objects)})"))
+    width = max(pictures.width, 2 * SIDE)
+    ids, kept = answer.response_token_ids, parsed.num_exact
+    facts = (
+        f"{sample.id}   weights {answer.weight_version}   {len(example.pairs)} matched, {target.num_appended} appended"
+        f", dropped {parsed.dropped or 0}, {answer.error or answer.finish_reason}"
+    )
+    legend = [("learnt", MARKS["text"]), (" ", None), ("written->to learn", MARKS["changed"])]
+    legend += [(" ", None), ("<coordinate->to learn>", MARKS["coord"])]
+    written = [b"".join(_shown(token, table) for token in part) for part in (ids[:kept], ids[kept:])]
+    return stack(
+        [
+            text_panel([(facts, None)], width),
+            pictures,
+            text_panel([("ROLLOUT   ", None), ("behind the usable prefix", CUT_OFF)], width),
+            text_panel(
+                [(written[0].decode(errors="replace"), None), (written[1].decode(errors="replace"), CUT_OFF)], width
+            ),
+            text_panel([("TARGET   ", None), *legend], width),
+            text_panel([(text, MARKS.get(kind)) for text, kind in _runs(target, table)], width),
+        ]
+    )
+
+
+def _drawn(image: Image.Image, objects: Sequence[Object], numbers: Mapping[int, int], max_bin: int) -> Image.Image:
+    """The image with its objects; `numbers` holds the pair number of each matched one by its index."""
+    found = [numbers.get(index) for index in range(len(objects))]
+    colours = [PAIR_COLOURS[(n - 1) % len(PAIR_COLOURS)] if n else UNMATCHED for n in found]
+    labels = [f"{n or 'x'} {obj.desc}" for n, obj in zip(found, objects, strict=True)]
+    return draw_objects(image, [to_norm1000(obj, max_bin) for obj in objects], colours, SIDE, labels)
+
+
+def _open_or_blank(source: str) -> Image.Image:
+    """The image, or a grey one that says why there is none: the texts are worth a sheet without it."""
+    try:
+        if source:
+            return open_image(source)
+        reason = "no image"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    blank = Image.new("RGB", (SIDE, SIDE), "#eeeeee")
+    blank.paste(text_panel([(reason[:_SHORT], None)], SIDE), (0, 0))
+    return blank
+
+
+def _token(token: int, table: TokenTable) -> str:
+    return table.bytes_of[token].decode(errors="backslashreplace")
+
+
+def _text(token_ids: Sequence[int], table: TokenTable) -> str:
+    """The text of ids, special tokens included; ids that the tokenizer does not know have none."""
+    known = (table.bytes_of[token] for token in token_ids if 0 <= token < len(table.bytes_of))
+    return b"".join(known).decode(errors="replace")
+
+
+def _shown(token: int, table: TokenTable) -> bytes:
+    """A token in a picture or marked text, where a coordinate is `<120>` for short."""
+    if not 0 <= token < len(table.bytes_of):
+        return b""
+    return table.bytes_of[token] if table.coord_bin[token] < 0 else b"<%d>" % table.coord_bin[token]

@@ -1,0 +1,189 @@
+"""The training model's weights as the rollout engine takes them: checkpoint names and shapes, adapters merged in.
+
+Tensors are gathered, merged and written one at a time, into memory that the caller gives; the training weights are
+never modified. Who sends them, and where, is `utils.sync.transports`' and `utils.sync.weight_sync`'s.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# Float32 rows merged at once: bounds the scratch memory, whatever the tensor's size. On CPU a block stays in a core's
+# cache, and in memory that malloc does not hand back and fetch again page by page; on CUDA a block is five launches.
+_MERGE_BLOCK_BYTES = {"cpu": 512 << 10, "cuda": 4 << 20}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One LoRA or DoRA adapter of a linear layer: `W + scaling * B @ A`, for DoRA renormalised to `magnitude`."""
+
+    a: nn.Parameter  # [r, in]
+    b: nn.Parameter  # [out, r]
+    scaling: float
+    magnitude: nn.Parameter | None  # [out]
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """One tensor of the merged checkpoint: its name there, full shape, dtype, and what it is made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    weight: nn.Parameter
+    adapter: Adapter | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.weight.element_size()
+
+    @property
+    def parts(self) -> list[nn.Parameter]:
+        """The parameters that must be whole (gathered) before the tensor can be made."""
+        if self.adapter is None:
+            return [self.weight]
+        parts = [self.weight, self.adapter.a, self.adapter.b]
+        return parts if self.adapter.magnitude is None else [*parts, self.adapter.magnitude]
+
+    @property
+    def can_change(self) -> bool:
+        """False for frozen tensors without an adapter: training cannot change them."""
+        return any(part.requires_grad for part in self.parts)
+
+
+class MergedWeights:
+    """Every tensor of the model in checkpoint names and shapes, adapters merged in (SYN-4); only reads the model.
+
+    Args:
+        model: a transformers model or a PEFT model around one, before or after `deepspeed.initialize`, any ZeRO stage.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        seen: set[int] = set()
+        self.entries: list[WeightEntry] = []
+        for name, weight, adapter in _effective_parameters(base, ""):
+            if id(weight) not in seen:  # a tied tensor (lm_head) travels once, under its first name
+                seen.add(id(weight))
+                self.entries.append(WeightEntry(name, _full_shape(weight), weight, adapter))
+        self.dtype = self.entries[0].dtype  # that the engine computes in
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ZeRO-3 holds the parameters in shards, so that reading one is a collective."""
+        return any(hasattr(entry.weight, "ds_id") for entry in self.entries)
+
+    @contextlib.contextmanager
+    def gathered(self, entry: WeightEntry) -> Iterator[None]:
+        """The entry's parameters are whole inside. Under ZeRO-3 a collective: all ranks, same entries, same order."""
+        if not hasattr(entry.weight, "ds_id"):
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(entry.parts):
+            yield
+            if entry.weight.is_cuda:  # the memory is taken back when the block ends: the copy must have landed
+                torch.cuda.current_stream().synchronize()
+
+    def write(self, entry: WeightEntry, out: torch.Tensor) -> None:
+        """Write the merged tensor into `out` (its shape and dtype). Call inside `gathered`."""
+        with torch.no_grad():
+            if entry.adapter is None:
+                out.copy_(entry.weight.data)
+            else:
+                _merge_into(out, entry.weight.data, entry.adapter)
+
+    def tensors(
+        self, materialize: bool = True, entries: Sequence[WeightEntry] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """`(name, merged tensor)` of `entries` (default: all) in order, one alive at a time. Every rank must exhaust it
+        under ZeRO-3; ranks that do not want the tensors pass `materialize=False` and get None."""
+        for entry in self.entries if entries is None else entries:
+            with self.gathered(entry):
+                merged = None
+                if materialize:
+                    merged = torch.empty(entry.shape, dtype=entry.dtype, device=entry.weight.device)
+                    self.write(entry, merged)
+            yield entry.name, merged
+
+
+def _effective_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter, Adapter | None]]:
+    """Walk the model as if PEFT's wrappers were not there: `(checkpoint name, parameter in force, adapter)`."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        yield from _effective_parameters(module.modules_to_save[module.active_adapters[0]], prefix)
+        return
+    if isinstance(module, LoraLayer):
+        base = module.get_base_layer()
+        for name, parameter in base.named_parameters():
+            yield prefix + name, parameter, _adapter_of(module, prefix) if name == "weight" else None
+        return
+    if isinstance(module, BaseTunerLayer):
+        raise ValueError(f"{prefix}: {type(module).__name__} cannot be merged for the rollout server; use LoRA or DoRA")
+    for name, parameter in module.named_parameters(recurse=False):
+        yield prefix + name, parameter, None
+    for name, child in module.named_children():
+        yield from _effective_parameters(child, f"{prefix}{name}.")
+
+
+def _adapter_of(layer: nn.Module, prefix: str) -> Adapter | None:
+    active = [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
+    if not active:
+        return None
+    if len(active) > 1 or not isinstance(layer.get_base_layer(), nn.Linear) or layer.lora_bias[active[0]]:
+        raise ValueError(f"{prefix}: only one adapter, without bias, on a linear layer can be merged while streaming")
+    name = active[0]
+    vector = layer.lora_magnitude_vector[name].weight if name in layer.lora_magnitude_vector else None
+    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], vector)
+
+
+def _merge_into(out: torch.Tensor, weight: torch.Tensor, adapter: Adapter) -> None:
+    """`out = W + s * B@A`, or DoRA's `m * (W + s * B@A) / ||W + s * B@A||`, in float32, rounded once into `out`.
+
+    Row by row independent, hence done in blocks of rows; the order of operations is PEFT's, so that float32 results are
+    the same bits. Source: Hu et al. 2021 (LoRA) eq. 3; Liu et al. 2024 (DoRA) eq. 5.
+    """
+    a = adapter.a.data.float()
+    rows = max(1, _MERGE_BLOCK_BYTES[weight.device.type] // (4 * weight.shape[1]))
+    for start in range(0, weight.shape[0], rows):
+        block = slice(start, start + rows)
+        merged = (adapter.b.data[block].float() @ a).mul_(adapter.scaling)
+        merged.add_(weight[block])
+        if adapter.magnitude is not None:
+            norm = torch.linalg.norm(merged, dim=1)
+            merged.mul_((adapter.magnitude.data[block].float() / norm).view(-1, 1))
+        out[block].copy_(merged)
+
+
+def whole_groups(names: set[str], parameters: Mapping[str, Sequence[str]]) -> set[str]:
+    """`names` and every tensor that must travel with one of them (SYN-6).
+
+    An engine rebuilds a module from what an update brings for it, so all tensors of a module travel together: q, k, v
+    and their biases; gate and up; a layer's experts.
+
+    Args:
+        parameters: the engine's parameters that each tensor goes into; a parameter's module is its name up to the last
+            dot. Two checkpoint tensors: `{"q_proj.weight": ["attn.qkv_proj.weight"], "k_proj.weight": [...]}`.
+    """
+    modules = {name: {parameter.rpartition(".")[0] for parameter in goes} for name, goes in parameters.items()}
+    whole: set[str] = set()
+    while whole != names:  # a tensor that goes into two modules ties both together
+        whole = names
+        touched = set().union(*(modules[name] for name in names))
+        names = names | {name for name, own in modules.items() if own & touched}
+    return whole
+
+
+def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
