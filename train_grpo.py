@@ -29,13 +29,13 @@ from utils.data.samples import Sample
 from utils.grpo import (
     Answer,
     Group,
-    Weighed,
+    WeightedAnswers,
     choose_rows,
     groups_from_state,
     groups_to_state,
     has_signal,
     policy_row,
-    weigh,
+    weight_answers,
 )
 from utils.learner.learner import StepResult
 from utils.learner.objectives import PolicyObjective
@@ -122,7 +122,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
 
 
 def train(run: Run) -> None:
-    """All steps to come: sync, roll out and judge, weigh against the group, update, log.
+    """All steps to come: sync, roll out and judge, weight against the group, update, log.
 
     Raises:
         Stopped: a signal came; the step it came in is finished and saved.
@@ -131,7 +131,7 @@ def train(run: Run) -> None:
     for step in range(run.steps_done, run.num_steps):
         with run.timed("step"):
             micro_steps = prepare(run, step)
-            weighed = weigh(
+            weighted = weight_answers(
                 [group for made in micro_steps for group in made.groups],
                 run.reward_weights,
                 scale_rewards=run.cfg.rlhf.scale_rewards,
@@ -140,9 +140,9 @@ def train(run: Run) -> None:
                 ranks=run.ranks,
             )
             with run.timed("train"):
-                result = update(run, weighed, step)
+                result = update(run, weighted, step)
         run.steps_done = step + 1
-        signal_name = log_step(run, step + 1, result, weighed, micro_steps)
+        signal_name = log_step(run, step + 1, result, weighted, micro_steps)
         run.end_step(signal_name, partial(evaluate, run), partial(rank_state, run))
     run.finish()
 
@@ -299,17 +299,17 @@ def judge(run: Run, sample: Sample, result: RolloutResult) -> np.ndarray:
     return score(Completion(result.text, result.response_token_ids, run.table), sample, run.rewards)
 
 
-def update(run: Run, weighed: Weighed, step: int) -> StepResult:
+def update(run: Run, weighted: WeightedAnswers, step: int) -> StepResult:
     """`num_iterations` optimizer steps over the same answers; what the last of them reports."""
     cfg, training = run.cfg.rlhf, run.cfg.training
     rows = choose_rows(
-        weighed,
+        weighted,
         has_penalty=cfg.beta > 0,
         cap=run.cfg.global_max_length if training.packing else None,
         per_row=training.per_device_train_batch_size * cfg.num_generations,
         ranks=run.ranks,
     )
-    batches = [policy_row(weighed, row, run.collate) for row in rows]
+    batches = [policy_row(weighted, row, run.collate) for row in rows]
     if cfg.num_iterations > 1:
         for batch, logprob in zip(batches, run.learner.logprobs(batches, cfg.decoding.temperature), strict=True):
             batch.policy.old_logprob = logprob
@@ -317,7 +317,7 @@ def update(run: Run, weighed: Weighed, step: int) -> StepResult:
         reference = run.learner.logprobs(batches, cfg.decoding.temperature, of_start_policy=True)
         for batch, logprob in zip(batches, reference, strict=True):
             batch.policy.ref_logprob = logprob
-    objective = PolicyObjective(policy_options(run.cfg), weighed.share, cfg.decoding.temperature)
+    objective = PolicyObjective(policy_options(run.cfg), weighted.denominator, cfg.decoding.temperature)
     return [run.learner.step(batches, objective, step) for _ in range(cfg.num_iterations)][-1]
 
 
@@ -360,31 +360,33 @@ def evaluation_record(run: Run, sample: Sample, result: RolloutResult) -> dict[s
     }
 
 
-def log_step(run: Run, step: int, result: StepResult, weighed: Weighed, micro_steps: list[MicroStep]) -> str | None:
+def log_step(
+    run: Run, step: int, result: StepResult, weighted: WeightedAnswers, micro_steps: list[MicroStep]
+) -> str | None:
     """TensorBoard and the progress line for step `step` (1-based: steps done), over all ranks (LOG-3).
 
     Returns:
         The signal that asks the run to end, if any rank has got one; the same on all ranks.
     """
-    answered = [answer for answer in weighed.answers if not answer.is_failed]
+    answered = [answer for answer in weighted.answers if not answer.is_failed]
     groups = [group for made in micro_steps for group in made.groups]
     gathered = run.ranks.gather(
         {
             "rewards": np.array([answer.rewards for answer in answered]).reshape(-1, len(run.rewards)),
             "lengths": [len(answer.segment.text_index) for answer in answered],
             "truncated": [answer.is_truncated for answer in answered],
-            "failed": len(weighed.answers) - len(answered),
-            "left_out": sum(not answer.is_valid for answer in weighed.answers),
-            "advantages": weighed.advantages,
-            "has_signal": weighed.has_signal,
+            "failed": len(weighted.answers) - len(answered),
+            "left_out": sum(not answer.is_valid for answer in weighted.answers),
+            "advantages": weighted.advantages,
+            "has_signal": weighted.has_signal,
             "replaced": sum(made.num_drawn for made in micro_steps) - len(groups),
             "lags": policy_lags(chain.from_iterable(map(versions_of, micro_steps)), step - 1),
-            "seconds": run.take_seconds(),
+            "seconds": run.pop_seconds(),
             "num_tokens": result.num_tokens,
             "signal_name": run.stop.signal_name,
         }
     )
-    shown, own = {name: [part[name] for part in gathered] for name in gathered[0]}, weighed.answers
+    shown, own = {name: [part[name] for part in gathered] for name in gathered[0]}, weighted.answers
     rewards, lengths = np.concatenate(shown["rewards"]), np.array(sum(shown["lengths"], []) or [0])
     total = rewards @ run.reward_weights if len(rewards) else np.zeros(1)
     seconds = {
@@ -417,9 +419,9 @@ def log_step(run: Run, step: int, result: StepResult, weighed: Weighed, micro_st
         "train/policy_lag": float(np.mean(lags)),
         "train/policy_lag_max": float(max(lags)),
     }
-    values |= run.log_calls(step, "train") | run.watch.take() | run.take_sync_values()
+    values |= run.log_calls(step, "train") | run.watch.pop_metrics() | run.pop_sync_metrics()
     run.monitor.scalars(step, values)
-    dump_answers(run, step, own, weighed.advantages)
+    dump_answers(run, step, own, weighted.advantages)
     run.monitor.progress(step, reward=values["reward"], loss=result.losses["total"], tokens_per_s=tokens_per_s)
     if not signal_share:
         logger.warning("step %d: the answers to every prompt got equal rewards; nothing was learnt", step)

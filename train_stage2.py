@@ -278,7 +278,7 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: 
     Returns:
         The signal that asks the run to end, if any rank has got one; the same on all ranks.
     """
-    own = (rollouts.counts, rollouts.lengths, run.take_seconds(), result.num_tokens, lags, run.stop.signal_name)
+    own = (rollouts.counts, rollouts.lengths, run.pop_seconds(), result.num_tokens, lags, run.stop.signal_name)
     gathered = run.ranks.gather(own)
     counts: Counter = Counter()
     for part in gathered:
@@ -308,7 +308,7 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: 
         "train/policy_lag_max": float(max(lags)),
         "rollout/remade": float(run.prefetcher.num_remade),
     }
-    values |= run.log_calls(step, "train") | run.watch.take() | run.take_sync_values()
+    values |= run.log_calls(step, "train") | run.watch.pop_metrics() | run.pop_sync_metrics()
     run.monitor.scalars(step, values)
     run.dump.write(step, rollouts.examples[: run.dump.num_samples], run.monitor)
     run.monitor.progress(step, loss=result.losses["total"], f1=quality["f1"], tokens_per_s=tokens_per_s)

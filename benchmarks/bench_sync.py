@@ -35,7 +35,7 @@ from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import WeightSync
-from utils.sync.wire import plan_buckets
+from utils.sync.wire import bucket_layouts
 
 SMOLLM2_135M = {
     "hidden_size": 576,
@@ -209,7 +209,7 @@ def open_sync(address: ServerAddress, model: nn.Module, ranks: Ranks | None = No
 
 def bare_broadcast(sync: WeightSync) -> float:
     """Seconds for the sync's own buckets over the sync's own group, nothing else done at either end."""
-    sizes = [b.num_bytes for b in plan_buckets([e.num_bytes for e in sync.weights.entries], sync.bucket_bytes)]
+    sizes = [b.num_bytes for b in bucket_layouts([e.num_bytes for e in sync.weights.entries], sync.bucket_bytes)]
     buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0

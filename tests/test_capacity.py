@@ -1,4 +1,4 @@
-"""Seeds, rounds and shares of requests (DIS-2 to DIS-6)."""
+"""Seeds, rounds and requests_per_server of requests (DIS-2 to DIS-6)."""
 
 import math
 
@@ -12,8 +12,8 @@ from utils.capacity import (
     check_capacity,
     chunk_size,
     request_seed,
+    requests_per_server,
     rounds,
-    shares,
 )
 
 SERVERS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -35,11 +35,11 @@ def test_dis_4_no_device_above_its_capacity(plan, data):
     held = [0] * len(sizes)
     for rank in range(num_learners):
         num = data.draw(st.integers(0, chunk))
-        own = shares(num, rank, num_learners, d, sizes)
+        own = requests_per_server(num, rank, num_learners, d, sizes)
         slots = capacity_slots(rank, num_learners, d, sizes)
         assert sum(own) == num
         assert all(0 <= share <= count for share, count in zip(own, slots, strict=True))
-        assert own == shares(num, rank, num_learners, d, sizes)  # DIS-5
+        assert own == requests_per_server(num, rank, num_learners, d, sizes)  # DIS-5
         held = [a + b for a, b in zip(held, own, strict=True)]
     assert all(count <= d * size for count, size in zip(held, sizes, strict=True))
 
@@ -70,22 +70,22 @@ def test_dis_4_equal_servers_and_one_learner_get_contiguous_chunks(d, num_server
     num = data.draw(st.integers(0, d * num_servers * size))
     step = math.ceil(num / num_servers)
     chunks = [len(range(num)[i * step : (i + 1) * step]) for i in range(num_servers)]
-    assert shares(num, 0, 1, d, [size] * num_servers) == chunks
+    assert requests_per_server(num, 0, 1, d, [size] * num_servers) == chunks
 
 
 def test_dis_4_by_hand():
     """DIS-4: d=2, servers of 1 and 2 devices: slots 0 0 1 1 1 1; W=2 splits them 0 0 1 | 1 1 1."""
     assert capacity_slots(0, 2, 2, [1, 2]) == [2, 1]
     assert capacity_slots(1, 2, 2, [1, 2]) == [0, 3]
-    assert shares(3, 0, 2, 2, [1, 2]) == [2, 1]
-    assert shares(2, 0, 2, 2, [1, 2]) == [2, 0]  # ceil(2 * 2/3) = 2, nothing left
-    assert shares(3, 1, 2, 2, [1, 2]) == [0, 3]
+    assert requests_per_server(3, 0, 2, 2, [1, 2]) == [2, 1]
+    assert requests_per_server(2, 0, 2, 2, [1, 2]) == [2, 0]  # ceil(2 * 2/3) = 2, nothing left
+    assert requests_per_server(3, 1, 2, 2, [1, 2]) == [0, 3]
 
 
 def test_dis_4_a_round_above_the_chunk_is_refused():
     """DIS-4: DIS-3: five requests do not fit a chunk of three."""
     with pytest.raises(ValueError, match="5 requests in one round of at most 3"):
-        shares(5, 0, 2, 2, [1, 2])
+        requests_per_server(5, 0, 2, 2, [1, 2])
 
 
 @given(st.integers(0, 500), st.integers(1, 60))

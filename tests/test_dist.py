@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.dist import FailedTogether, Ranks
+from utils.dist import DistributedError, Ranks
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,13 @@ def seen(tmp_path_factory) -> list[dict]:
 def main(folder: str) -> None:
     ranks = Ranks(timeout_s=30)
     ranks.open()
-    seen: dict = {"values": ranks.raise_together(None, "counting", ranks.rank * 10)}
+    seen: dict = {"values": ranks.gather_or_raise(ranks.rank * 10, "counting")}
 
     def work() -> None:
         """Rank 0 fails on its way to the agreement in the middle, rank 1 waits there for it."""
         if ranks.rank == 0:
             raise ValueError("no such image")
-        ranks.raise_together(None, "generating", 3)
+        ranks.gather_or_raise(3, "generating")
 
     error = None
     try:
@@ -40,8 +40,8 @@ def main(folder: str) -> None:
     except Exception as failure:
         error = failure
     try:
-        ranks.raise_together(error, "preparing")
-    except FailedTogether as failure:
+        ranks.raise_on_all_ranks(error, "preparing")
+    except DistributedError as failure:
         seen["failure"] = str(failure)
     seen["after"] = ranks.gather(ranks.rank)  # still in step
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))

@@ -68,7 +68,7 @@ def capacity_slots(rank: int, num_learners: int, decode_batch_size: int, server_
     return counts
 
 
-def shares(
+def requests_per_server(
     num_requests: int, rank: int, num_learners: int, decode_batch_size: int, server_sizes: Sequence[int]
 ) -> list[int]:
     """How many of one round's requests go to each server: the first of them to server 0, the next to server 1 (DIS-4).

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 
-class FailedTogether(RuntimeError):
-    """An error that all ranks have been told of already, so no further fence may be tried on its account."""
+class DistributedError(RuntimeError):
+    """An error that every rank has already raised, so no further fence may be entered because of it."""
 
 
 class Ranks:
@@ -80,24 +80,30 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier(group=self._control)
 
-    def raise_together(self, error: BaseException | None, where: str, value: Any = None) -> list[Any]:
-        """A fence that ends on all ranks with the same error if any rank brings one (SYN-3).
-
-        Returns:
-            `value` of every rank. So ranks that agree on something in the middle of their work do not wait for one that
-            failed on its way there and is at the fence behind it.
+    def raise_on_all_ranks(self, error: BaseException | None, where: str) -> None:
+        """Fence that raises on every rank if any rank arrives with an error (SYN-3).
 
         Raises:
-            FailedTogether: names `where`, and every failing rank with its message.
+            DistributedError: names `where` and every failing rank with its message.
         """
-        if isinstance(error, FailedTogether):
+        self.gather_or_raise(None, where, error)
+
+    def gather_or_raise(self, value: Any, where: str, error: BaseException | None = None) -> list[Any]:
+        """`value` of every rank, or the same error on every rank.
+
+        A rank that failed on its way to this gather arrives at the fence after it; the others learn of it here and do
+        not wait for its value.
+
+        Raises:
+            DistributedError: as `raise_on_all_ranks`.
+        """
+        if isinstance(error, DistributedError):
             raise error
         arrived = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
         failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(arrived) if message is not None]
         if failed:
-            raise FailedTogether(
-                f"{where} failed on {len(failed)} of {self.world_size} ranks\n" + "\n".join(failed)
-            ) from error
+            summary = f"{where} failed on {len(failed)} of {self.world_size} ranks"
+            raise DistributedError("\n".join([summary, *failed])) from error
         return [value for _, value in arrived]
 
 
@@ -122,7 +128,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def attempt(function: Callable[..., Any], *args: Any) -> Exception | None:
+def capture_error(function: Callable[..., Any], *args: Any) -> Exception | None:
     """Run `function`; hand its error back instead of raising, so that collectives around it stay aligned."""
     try:
         function(*args)

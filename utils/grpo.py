@@ -120,19 +120,19 @@ Group = list[Answer]
 
 
 @dataclass
-class Weighed:
+class WeightedAnswers:
     """A rank's answers of one optimizer step, group after group, and how they pull.
 
     Attributes:
         advantages, weights: float64 `[P * n]`; the weight is per token, 0 for answers that are left out.
-        share: what these answers add to the step's denominator.
+        denominator: what these answers add to the step's denominator.
         has_signal: bool `[P]`.
     """
 
     answers: list[Answer]
     advantages: np.ndarray
     weights: np.ndarray
-    share: float
+    denominator: float
     has_signal: np.ndarray
 
 
@@ -141,7 +141,7 @@ def has_signal(groups: Sequence[Group], reward_weights: np.ndarray) -> np.ndarra
     return _advantages(groups, reward_weights, "none", None).has_signal
 
 
-def weigh(
+def weight_answers(
     groups: Sequence[Group],
     reward_weights: np.ndarray,
     *,
@@ -149,7 +149,7 @@ def weigh(
     loss_type: str,
     max_new_tokens: int,
     ranks: Ranks,
-) -> Weighed:
+) -> WeightedAnswers:
     """Advantages and weights of a rank's answers (collective)."""
     batch_std = None
     if scale_rewards == "batch":
@@ -157,8 +157,8 @@ def weigh(
     found = _advantages(groups, reward_weights, scale_rewards, batch_std)
     answers = [answer for group in groups for answer in group]
     lengths = np.array([answer.num_tokens * answer.is_valid for answer in answers])
-    weights, shares = token_weights(lengths, loss_type, max_new_tokens)
-    return Weighed(answers, found.advantages.flatten(), weights, float(shares.sum()), found.has_signal)
+    weights, parts = token_weights(lengths, loss_type, max_new_tokens)
+    return WeightedAnswers(answers, found.advantages.flatten(), weights, float(parts.sum()), found.has_signal)
 
 
 def _advantages(groups: Sequence[Group], weights: np.ndarray, scale: str, batch_std: float | None) -> GroupAdvantages:
@@ -171,7 +171,9 @@ def _totals(groups: Sequence[Group], reward_weights: np.ndarray) -> tuple[np.nda
     return np.array(totals), np.array([[answer.is_valid for answer in group] for group in groups])
 
 
-def choose_rows(weighed: Weighed, *, has_penalty: bool, cap: int | None, per_row: int, ranks: Ranks) -> list[list[int]]:
+def choose_rows(
+    weighted: WeightedAnswers, *, has_penalty: bool, cap: int | None, per_row: int, ranks: Ranks
+) -> list[list[int]]:
     """Which answers share a row, as indices; equally many rows on all ranks, some maybe empty (PCK-8; collective).
 
     All answers of a step train in that step. Without a KL penalty an answer that is no better or worse than its group
@@ -181,24 +183,24 @@ def choose_rows(weighed: Weighed, *, has_penalty: bool, cap: int | None, per_row
         has_penalty: `beta` is not 0.
         cap: tokens in a packed row, which every answer fits; None for padded batches of `per_row` answers.
     """
-    pulls = (weighed.advantages != 0) | has_penalty
-    kept = np.flatnonzero((weighed.weights > 0) & pulls).tolist()
+    pulls = (weighted.advantages != 0) | has_penalty
+    kept = np.flatnonzero((weighted.weights > 0) & pulls).tolist()
     if cap is None:
         rows = [kept[start : start + per_row] for start in range(0, len(kept), per_row)]
     else:
-        lengths = [len(weighed.answers[index].segment) for index in kept]
+        lengths = [len(weighted.answers[index].segment) for index in kept]
         rows = [[kept[position] for position in row] for row in fill_rows(lengths, cap)]
     num_rows = max(1, *ranks.gather(len(rows)))
     return rows + [[] for _ in range(num_rows - len(rows))]
 
 
-def policy_row(weighed: Weighed, row: Sequence[int], collate: Callable[[list[Segment]], Batch]) -> PolicyRow:
+def policy_row(weighted: WeightedAnswers, row: Sequence[int], collate: Callable[[list[Segment]], Batch]) -> PolicyRow:
     """The row's tensors with what is known of its tokens."""
-    answers = [weighed.answers[index] for index in row]
+    answers = [weighted.answers[index] for index in row]
     tokens = policy_tokens(
         [answer.num_tokens for answer in answers],
-        weighed.advantages[row] if row else [],
-        weighed.weights[row] if row else [],
+        weighted.advantages[row] if row else [],
+        weighted.weights[row] if row else [],
         [answer.engine_logprobs for answer in answers],
     )
     return PolicyRow(**vars(collate([answer.segment for answer in answers])), policy=tokens)

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tools.make_demo import build_start_model
 from utils.answer_format import QWEN3VL
-from utils.data import samples as data
+from utils.data import encoding, images
 from utils.data.encoding import encode_prompt
 from utils.data.images import open_image
 from utils.data.samples import DataError, Sample, load_samples
@@ -26,7 +26,7 @@ from utils.geometry import Object
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
-    return data.load_processor(build_start_model(tmp_path_factory.mktemp("model")))
+    return encoding.load_processor(build_start_model(tmp_path_factory.mktemp("model")))
 
 
 def png(path: Path, width: int = 100, height: int = 50) -> Path:
@@ -365,7 +365,7 @@ def test_dat_3_wild_json_never_escapes_as_another_error(tmp_path_factory, value)
 
 def test_open_image_turns_by_exif_and_puts_transparency_on_white(tmp_path):
     exif = Image.Exif()
-    exif[data.EXIF_ORIENTATION] = 6
+    exif[images.EXIF_ORIENTATION] = 6
     Image.new("RGB", (40, 20), "blue").save(tmp_path / "turned.jpg", exif=exif)
     assert open_image(tmp_path / "turned.jpg").size == (20, 40)
     sample = load_one(tmp_path, images=["turned.jpg"], width=..., height=..., objects=[])
@@ -481,13 +481,13 @@ def test_rol_3_encoded_prompt_equals_the_processors_own(tmp_path, processor):
     ]
     sample = load_one(tmp_path, images=["a.png", "b.png"], messages=messages, objects=[])
     encoded = encode_prompt(sample, processor)
-    text = processor.apply_chat_template(data.prompt_chat(sample), tokenize=False, add_generation_prompt=True)
+    text = processor.apply_chat_template(encoding.prompt_chat(sample), tokenize=False, add_generation_prompt=True)
     images = [open_image(image) for image in sample.images]
     own = processor(text=[text], images=images, return_tensors="pt")
     assert encoded.prompt_token_ids == own["input_ids"][0].tolist()
     assert torch.equal(encoded.pixel_values, own["pixel_values"])
     assert torch.equal(encoded.image_grid_thw, own["image_grid_thw"])
-    assert data.num_prompt_tokens(sample, processor) == len(encoded.prompt_token_ids)
+    assert encoding.num_prompt_tokens(sample, processor) == len(encoded.prompt_token_ids)
 
 
 def test_encode_prompt_without_an_image(tmp_path, processor):
@@ -504,23 +504,23 @@ def test_rol_3_placeholder_spelled_in_the_text_is_refused(tmp_path, processor):
 
 def test_load_processor_with_another_pixel_budget(tmp_path, processor):
     path = build_start_model(tmp_path / "model")
-    small = data.load_processor(path, min_pixels=32 * 32, max_pixels=64 * 64)
+    small = encoding.load_processor(path, min_pixels=32 * 32, max_pixels=64 * 64)
     sample = load_one(tmp_path)
     assert len(encode_prompt(sample, small).prompt_token_ids) < len(encode_prompt(sample, processor).prompt_token_ids)
-    assert data.num_prompt_tokens(sample, small) == len(encode_prompt(sample, small).prompt_token_ids)
+    assert encoding.num_prompt_tokens(sample, small) == len(encode_prompt(sample, small).prompt_token_ids)
 
 
 def test_the_digest_of_a_model_is_that_of_its_shape_and_vocabulary(start_model, tmp_path):
     """CON-4: saved again in another dtype it is the same model; with other layers or another token it is not."""
-    own = data.model_digest(start_model)
-    assert own is not None and data.model_digest(tmp_path) is None
+    own = encoding.model_digest(start_model)
+    assert own is not None and encoding.model_digest(tmp_path) is None
     config = json.loads((start_model / "config.json").read_text())
     tokenizer = json.loads((start_model / "tokenizer.json").read_text())
 
     def digest_of(config: dict, tokenizer: dict) -> str | None:
         (tmp_path / "config.json").write_text(json.dumps(config, indent=1))
         (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-        return data.model_digest(tmp_path)
+        return encoding.model_digest(tmp_path)
 
     text = config["text_config"]
     assert (

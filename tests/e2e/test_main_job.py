@@ -204,7 +204,7 @@ def test_decode_batch_size_changes_how_many_go_at_once_and_nothing_else_ROL_4(ze
         sampled = Decoding(temperature=1.0, max_new_tokens=24)
         place = {"global_step": 3, "micro_step_idx": 1, "run_seed": 5, "expect_version": None}
         results[batch_size] = ServerBackend(client).generate(requests, sampled, **place)
-        sizes[batch_size] = [call["num_requests"] for call in client.take_calls()]
+        sizes[batch_size] = [call["num_requests"] for call in client.pop_calls()]
         client.close()
     assert sizes == {1: [2, 2, 2, 2], 4: [8]}  # two devices
     assert results[1] == results[4]

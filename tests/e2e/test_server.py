@@ -29,7 +29,7 @@ from tests import ms_swift
 from tests.e2e import traffic
 from tests.e2e.processes import START_S, Server, alive, launch
 from tools.launch import family_of
-from utils.sync.wire import plan_buckets, tensor_digest
+from utils.sync.wire import bucket_layouts, tensor_digest
 
 pytestmark = pytest.mark.e2e
 
@@ -136,7 +136,7 @@ class Learner:
     def _send(self, tensors: list[torch.Tensor], stop_before: int | None) -> None:
         options = torch.distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        layouts = plan_buckets([t.numel() * t.element_size() for t in tensors], self.bucket_bytes)
+        layouts = bucket_layouts([t.numel() * t.element_size() for t in tensors], self.bucket_bytes)
         for index, layout in enumerate(layouts):
             if index == stop_before:
                 self.group.shutdown()

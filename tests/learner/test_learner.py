@@ -108,7 +108,7 @@ def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_P
     rows = [policy_row_of(learner.model, row, advantages) for row in layout]
     for row, logprob in zip(rows, learner.logprobs(rows, temperature=0.7), strict=True):
         row.policy.old_logprob = logprob
-    result = learner.step(rows, PolicyObjective(PolicyOptions(), share=5.0, temperature=0.7), step=0)
+    result = learner.step(rows, PolicyObjective(PolicyOptions(), denominator=5.0, temperature=0.7), step=0)
 
     optimizer = torch.optim.AdamW(param_groups(plain, learning_rate=1e-2), eps=1e-2)
     loss = sum(-advantages[s.sample_id] * plain_logprobs(plain, s, 0.7).mean() for s in segments) / 5
@@ -130,7 +130,7 @@ def test_the_start_policy_is_had_by_switching_adapters_off_GRP_6(tmp_path, start
     segments = answers_of(base, 2)
     rows = [policy_row_of(learner.model, segments, {"s0": 1.0, "s1": -1.0})]
     trained = [parameter.requires_grad for parameter in learner.model.parameters()]
-    objective = PolicyObjective(PolicyOptions(), share=2.0)
+    objective = PolicyObjective(PolicyOptions(), denominator=2.0)
     for step in range(2):
         learner.step(rows, objective, step)
         (reference,) = learner.logprobs(rows, 1.0, of_start_policy=True)

@@ -377,7 +377,7 @@ def test_srv_3_the_run_token_goes_with_posts_to_its_server_and_no_token_is_ever_
         client.close()  # its kept connections
         with pytest.raises(CallFailed) as raised:
             client.post(1, "/finish_weight_update/", {}, 1.0)
-        seen = caplog.text + str(raised.value) + repr(raised.value.__cause__) + str(client.take_calls())
+        seen = caplog.text + str(raised.value) + repr(raised.value.__cause__) + str(client.pop_calls())
         assert "start_weight_update" in caplog.text and "secret" not in seen
 
 
@@ -732,11 +732,11 @@ def test_log_1_every_call_is_recorded():
     with setting(1) as (client, (server,)):
         failing(server, [(500, "boom")])
         client.infer(bodies(2), {}, 7, {"global_step": 3})
-        calls = client.take_calls()
+        calls = client.pop_calls()
         assert [(call["seed"], call["num_requests"], call["global_step"]) for call in calls] == [(7, 2, 3)] * 2
         assert "HTTP 500" in calls[0]["outcome"] and calls[1]["outcome"] == "ok"
         assert calls[1]["url"] == server.url and calls[1]["group_port"] == 51216 and calls[1]["seconds"] > 0
-        assert client.take_calls() == []
+        assert client.pop_calls() == []
 
 
 def test_log_6_health_has_its_latency():

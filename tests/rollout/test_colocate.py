@@ -182,7 +182,7 @@ def test_ranks_of_a_group_submit_the_same_requests_and_keep_their_own_ROL_7(rank
     everyone = [["a0", "a1"], [], ["c0"], ["d0", "d1"]]
     backend = object.__new__(colocate.ColocateBackend)
     backend.options = SimpleNamespace(tensor_parallel_size=size)
-    backend.ranks = SimpleNamespace(rank=rank, raise_together=lambda error, where, value: everyone)
+    backend.ranks = SimpleNamespace(rank=rank, gather_or_raise=lambda value, where: everyone)
     asked, mine = backend._share(everyone[rank])
     assert asked == expected and asked[mine] == own
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from utils.dist import FailedTogether, Ranks
+from utils.dist import DistributedError, Ranks
 from utils.rollout.client import ServerGone
 from utils.rollout.link import RolloutError
-from utils.run.recovery import MAX_RECOVERIES, through_restarts
+from utils.run.recovery import MAX_RECOVERIES, retry_on_server_loss
 
 
 class Client:
@@ -36,7 +36,9 @@ def run(errors: list, client: Client | None) -> tuple[str, list[str]]:
         return "rows"
 
     note = happened.append
-    return through_restarts(work, "step 3", Ranks(), client, lambda: note("quiet"), lambda: note("reopen")), happened
+    return retry_on_server_loss(
+        work, "step 3", Ranks(), client, lambda: note("quiet"), lambda: note("reopen")
+    ), happened
 
 
 def test_con_4_work_is_done_again_after_the_communicators_were_opened_anew():
@@ -57,19 +59,19 @@ def test_con_4_a_sync_that_broke_because_the_server_died_is_a_loss_too():
 @pytest.mark.parametrize("client", [None, Client()])
 def test_con_4_other_failures_end_the_run_at_once(client):
     """CON-4, SYN-3."""
-    with pytest.raises(FailedTogether, match="step 3 failed on 1 of 1 ranks\nrank 0: ValueError: a bad tensor"):
+    with pytest.raises(DistributedError, match="step 3 failed on 1 of 1 ranks\nrank 0: ValueError: a bad tensor"):
         run([ValueError("a bad tensor")], client)
 
 
 def test_con_4_a_server_that_does_not_come_back_ends_the_run_with_its_url():
     """CON-4."""
-    with pytest.raises(FailedTogether, match="http://there"):
+    with pytest.raises(DistributedError, match="http://there"):
         run([ServerGone(0, "http://there", "gone")], Client(comes_back=False))
 
 
 def test_con_4_a_server_that_dies_again_and_again_ends_the_run():
     """CON-4."""
     client = Client()
-    with pytest.raises(FailedTogether, match="gone"):
+    with pytest.raises(DistributedError, match="gone"):
         run([ServerGone(0, "http://there", "gone")] * (MAX_RECOVERIES + 1), client)
     assert client.waits == MAX_RECOVERIES

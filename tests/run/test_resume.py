@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.test_packing import labelled_segment, plain_segment
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
-from utils.dist import FailedTogether, Ranks
+from utils.dist import DistributedError, Ranks
 from utils.packing import CarryBuffer
 from utils.run import resume
 from utils.run.resume import (
@@ -168,7 +168,7 @@ def test_a_full_disk_ends_the_save_and_harms_nothing_LRN_5(tmp_path, ranks, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(FailedTogether, match="No space left on device"):
+    with pytest.raises(DistributedError, match="No space left on device"):
         save(tmp_path, 4, ranks, limit=1)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
     assert newest_complete(tmp_path, ranks)[0].step == 2

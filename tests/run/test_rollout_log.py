@@ -19,7 +19,7 @@ from utils.geometry import Object, iou_matrix
 from utils.matching import match
 from utils.parsing import parse_answer
 from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult, ServerBackend
-from utils.run import rollout_log as records
+from utils.run import sample_sheets
 from utils.run.monitor import Monitor, ServerWatch, server_scalars
 from utils.run.rollout_log import RolloutLog, read_rollout_log
 from utils.run.sample_sheets import Example, SampleDump, marked_text, safe_name, token_records
@@ -65,7 +65,7 @@ class Calls:
     def __init__(self, *calls):
         self.calls = list(calls)
 
-    def take_calls(self):
+    def pop_calls(self):
         return self.calls
 
 
@@ -213,7 +213,7 @@ def test_log_4_a_sheet_and_all_facts_of_a_sample(tmp_path):
     assert texts == [(int(i), int(label), float(weight)) for i, label, weight in expected]
     assert all(t["kind"] == "none" and "target" not in t for t in tokens if t["kind"] not in ("text", "coord"))
     picture = np.asarray(Image.open(folder / "a.png").convert("RGB")).reshape(-1, 3)
-    for colour in (records.PAIR_COLOURS[0], records.UNMATCHED, *records.MARKS.values()):
+    for colour in (sample_sheets.PAIR_COLOURS[0], sample_sheets.UNMATCHED, *sample_sheets.MARKS.values()):
         rgb = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
         assert (picture == rgb).all(axis=1).any(), colour
     assert table.coord_bin[target.answer_ids[target.coord_index]].min() >= 0
@@ -374,16 +374,16 @@ def test_log_6_the_watch_sees_what_runs_between_two_steps():
         while load and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.2)
-        values = watch.take()
+        values = watch.pop_metrics()
         assert values["server/0/running"] == 9 and values["server/0/healthy"] == 1
         server.on_health = lambda: (500, {})
         time.sleep(0.3)
-        assert watch.take()["server/0/healthy"] == 0
+        assert watch.pop_metrics()["server/0/healthy"] == 0
         watch.close()
         time.sleep(0.3)
-        watch.take()
-        assert watch.take() == {}
+        watch.pop_metrics()
+        assert watch.pop_metrics() == {}
         asked = len(server.paths)
         idle = ServerWatch(client, enabled=False)
         time.sleep(0.1)
-        assert idle.take() == ServerWatch(None, enabled=True).take() == {} and len(server.paths) == asked
+        assert idle.pop_metrics() == ServerWatch(None, enabled=True).pop_metrics() == {} and len(server.paths) == asked

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.run.test_resume import ranks, save  # noqa: F401
-from utils.dist import FailedTogether
+from utils.dist import DistributedError
 from utils.run.shutdown import STOPPED_STATUS, Stopped, StopRequest, end_with, resume_command
 
 
@@ -32,7 +32,7 @@ def test_rank_1_speaks_where_rank_0_may_be_gone_LRN_5(tmp_path, capsys, monkeypa
     """LRN-5: but not where all ranks have agreed on how the run ends; rank 2 never."""
     monkeypatch.setattr("utils.run.shutdown._IS_MAIN", False)
     said = {}
-    for rank, error in (("1", RuntimeError("peer")), ("1", FailedTogether("bad")), ("2", RuntimeError("peer"))):
+    for rank, error in (("1", RuntimeError("peer")), ("1", DistributedError("bad")), ("2", RuntimeError("peer"))):
         monkeypatch.setenv("RANK", rank)
         assert end_with(error, tmp_path, "a.yaml", 7, "abc:7") == 1
         said[rank, type(error)] = f"run {tmp_path}: failed: " in capsys.readouterr().err

@@ -13,7 +13,7 @@ from vllm.distributed.utils import stateless_init_torch_distributed_process_grou
 from tests.e2e.processes import free_port
 from utils.sync.merged_weights import MergedWeights, whole_groups
 from utils.sync.transports import GlooTransport
-from utils.sync.wire import plan_buckets
+from utils.sync.wire import bucket_layouts
 
 LAYER = {  # checkpoint tensor -> the engine's parameters, as a mixture-of-experts layer of vLLM reports them
     "attn.q_proj.weight": ["attn.qkv_proj.weight"],
@@ -65,7 +65,7 @@ def receive(port: int, weights: MergedWeights, received: list[torch.Tensor], sto
     group = open_group("127.0.0.1", port, 1, 2, backend="gloo", timeout=timedelta(seconds=20))
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    for index, bucket in enumerate(plan_buckets([entry.num_bytes for entry in weights.entries], 1)):
+    for index, bucket in enumerate(bucket_layouts([entry.num_bytes for entry in weights.entries], 1)):
         if index == stop_before:
             group.shutdown()
             return

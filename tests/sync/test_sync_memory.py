@@ -13,7 +13,7 @@ from benchmarks.memory import LivePeak
 from tests.e2e.processes import free_port
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.transports import GlooTransport
-from utils.sync.wire import plan_buckets, tensor_digest
+from utils.sync.wire import bucket_layouts, tensor_digest
 
 BUCKET = 16 << 20
 
@@ -42,7 +42,7 @@ def receive(port: int, weights: MergedWeights, digests: dict[str, str]) -> None:
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     entries = weights.entries
-    for bucket in plan_buckets([entry.num_bytes for entry in entries], BUCKET):
+    for bucket in bucket_layouts([entry.num_bytes for entry in entries], BUCKET):
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         group.broadcast([buffer], options).wait()
         for entry, offset in zip(entries[bucket.first : bucket.last], bucket.offsets, strict=True):

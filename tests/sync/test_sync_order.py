@@ -30,7 +30,7 @@ class OneRank:
         self.events.append("fence")
         return [value]
 
-    def raise_together(self, error, where) -> None:
+    def raise_on_all_ranks(self, error, where) -> None:
         self.events.append("fence")
         if error is not None:
             raise RuntimeError(f"{where}: {error}") from error

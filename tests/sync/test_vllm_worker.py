@@ -18,7 +18,7 @@ from vllm.distributed.utils import stateless_init_torch_distributed_process_grou
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase  # noqa: E402
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: E402
 
-from utils.sync.wire import loopback_if_local, plan_buckets, tensor_digest  # noqa: E402
+from utils.sync.wire import bucket_layouts, loopback_if_local, tensor_digest  # noqa: E402
 
 
 class TinyModel(nn.Module):
@@ -83,7 +83,7 @@ def send(group, tensors: dict, bucket_bytes: int, stop_before: int | None = None
     tensors = list(tensors.values())
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    for index, layout in enumerate(plan_buckets([t.numel() * t.element_size() for t in tensors], bucket_bytes)):
+    for index, layout in enumerate(bucket_layouts([t.numel() * t.element_size() for t in tensors], bucket_bytes)):
         if index == stop_before:
             return
         bucket = torch.zeros(layout.num_bytes, dtype=torch.uint8)

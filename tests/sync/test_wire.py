@@ -4,13 +4,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.sync.wire import ALIGNMENT, plan_buckets, tensor_digest
+from utils.sync.wire import ALIGNMENT, bucket_layouts, tensor_digest
 
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 600))
 def test_buckets_hold_every_tensor_once_in_order_and_respect_the_limit_SYN_5(sizes, limit):
     """SYN-5."""
-    buckets = plan_buckets(sizes, limit)
+    buckets = bucket_layouts(sizes, limit)
     assert [i for b in buckets for i in range(b.first, b.last)] == list(range(len(sizes)))
     for bucket in buckets:
         assert bucket.num_bytes <= limit or bucket.last - bucket.first == 1
@@ -22,7 +22,7 @@ def test_buckets_hold_every_tensor_once_in_order_and_respect_the_limit_SYN_5(siz
 
 
 def test_bucket_layout_by_hand():
-    small, alone, last = plan_buckets([10, 20, 2400, 5], 2048)
+    small, alone, last = bucket_layouts([10, 20, 2400, 5], 2048)
     assert (small.first, small.last, small.offsets, small.num_bytes) == (0, 2, (0, 64), 84)
     assert (alone.offsets, alone.num_bytes) == ((0,), 2400)  # larger than a bucket: travels alone, whole
     assert last.first == 3
@@ -30,7 +30,7 @@ def test_bucket_layout_by_hand():
 
 def test_the_first_buckets_are_small_so_that_loading_begins_early():
     """An eighth, a quarter, a half, then whole ones: a 64-byte tensor eight times over is a bucket of 512 bytes."""
-    assert [bucket.last - bucket.first for bucket in plan_buckets([64] * 32, 512)] == [1, 2, 4, 8, 8, 8, 1]
+    assert [bucket.last - bucket.first for bucket in bucket_layouts([64] * 32, 512)] == [1, 2, 4, 8, 8, 8, 1]
 
 
 @given(st.binary(min_size=1, max_size=64), st.data())

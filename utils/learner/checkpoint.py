@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from utils.dist import Ranks, attempt
+from utils.dist import Ranks, capture_error
 from utils.sync.merged_weights import MergedWeights
 
 _MAX_SHARD_BYTES = 4 << 30
@@ -25,14 +25,14 @@ def save_merged(model: nn.Module, source_dir: str, target_dir: Path, ranks: Rank
     `source_dir`. The directory appears complete or not at all.
 
     Raises:
-        FailedTogether: on all ranks, where rank 0 could not write.
+        DistributedError: on all ranks, where rank 0 could not write.
     """
     weights = MergedWeights(model)
     walk = weights.tensors(materialize=ranks.is_main)
-    error = attempt(_write_merged, weights, walk, Path(source_dir), target_dir) if ranks.is_main else None
+    error = capture_error(_write_merged, weights, walk, Path(source_dir), target_dir) if ranks.is_main else None
     for _ in walk:  # a rank that does not write, or could not, is in the same gathers as the others
         pass
-    ranks.raise_together(error, f"saving {target_dir}")
+    ranks.raise_on_all_ranks(error, f"saving {target_dir}")
 
 
 def _write_merged(weights: MergedWeights, walk: Iterator[tuple[str, Any]], source_dir: Path, target_dir: Path) -> None:
@@ -52,13 +52,13 @@ def save_adapter(model: nn.Module, target_dir: Path, ranks: Ranks) -> None:
     """Write the adapter in PEFT form (collective); does nothing for full fine-tuning.
 
     Raises:
-        FailedTogether: on all ranks, where rank 0 could not write.
+        DistributedError: on all ranks, where rank 0 could not write.
     """
     if not hasattr(model, "peft_config"):
         return
     state = _gathered_trainable_state(model, keep=ranks.is_main)
     save = partial(model.save_pretrained, str(target_dir), state_dict=state, save_embedding_layers=False)
-    ranks.raise_together(attempt(save) if ranks.is_main else None, f"saving {target_dir}")
+    ranks.raise_on_all_ranks(capture_error(save) if ranks.is_main else None, f"saving {target_dir}")
 
 
 def _gathered_trainable_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:

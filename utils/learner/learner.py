@@ -17,7 +17,7 @@ from transformers import set_seed
 
 from utils.config.load import Config, engine_json
 from utils.config.memory import chunk_labels
-from utils.dist import FailedTogether, Ranks, attempt
+from utils.dist import DistributedError, Ranks, capture_error
 from utils.learner.model import (
     RowModel,
     apply_tuner,
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_SKIPPED = 10  # steps in a row: what is wrong then is the model, and no other sample mends it
 
 
-class NotFinite(FailedTogether):
+class NotFinite(DistributedError):
     """A loss or gradient of an optimizer step is nan or infinite; raised on all ranks."""
 
 
@@ -168,15 +168,15 @@ class Learner:
         What is frozen is not written: it is what `model.path` holds.
 
         Raises:
-            FailedTogether: on all ranks, where any could not write.
+            DistributedError: on all ranks, where any could not write.
         """
         where = f"saving {folder}"
-        self._ranks.raise_together(attempt(partial(folder.mkdir, parents=True, exist_ok=True)), where)
+        self._ranks.raise_on_all_ranks(capture_error(partial(folder.mkdir, parents=True, exist_ok=True)), where)
         with _errors_kept(self.engine) as errors:
             self.engine.save_checkpoint(
                 str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
             )
-        self._ranks.raise_together(errors[0] if errors else None, where)
+        self._ranks.raise_on_all_ranks(errors[0] if errors else None, where)
 
     def load_state(self, folder: Path) -> None:
         """Go on from `save_state(folder)` (collective). Learning rates, decay and Adam's settings stay those of the
@@ -264,7 +264,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
     write = writer.save
 
     def save(state_dict: dict[str, Any], path: str) -> None:
-        if (error := attempt(write, state_dict, path)) is not None:
+        if (error := capture_error(write, state_dict, path)) is not None:
             errors.append(error)
 
     writer.save = save

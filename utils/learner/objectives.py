@@ -76,16 +76,16 @@ class PolicyObjective:
     """GRPO: the clipped policy gradient (GRP-6).
 
     Attributes:
-        share: what this rank's answers of the optimizer step add to its denominator (`token_weights`).
+        denominator: what this rank's answers of the optimizer step add to its denominator (`token_weights`).
         temperature: that of the sampling.
     """
 
     options: PolicyOptions
-    share: float
+    denominator: float
     temperature: float = 1.0
 
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
-        return {"answers": self.share}
+        return {"answers": self.denominator}
 
     def loss(
         self, hidden: Tensor, head: Head, batch: PolicyRow, totals: Mapping[str, float], num_chunks: int

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from utils.capacity import call_seed, check_capacity, chunk_size, rounds, shares
+from utils.capacity import call_seed, check_capacity, chunk_size, requests_per_server, rounds
 from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError, _in_threads, _short
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class RolloutClient:
                 totals[name.partition("{")[0]] += float(value)
         return dict(totals)
 
-    def take_calls(self) -> list[dict[str, Any]]:
+    def pop_calls(self) -> list[dict[str, Any]]:
         """Every `/infer/` call since the last time this was asked: server, seed, first request, outcome (LOG-1)."""
         with self._lock:
             calls = list(self._calls)
@@ -276,7 +276,7 @@ class RolloutClient:
             infer_requests: `RolloutInferRequest` forms.
             request_config: `RequestConfig` form, without its seed.
             seed: of request 0; request `i` samples with `seed + i`.
-            note: put into the record of each call that `take_calls` gives.
+            note: put into the record of each call that `pop_calls` gives.
 
         Returns:
             `RolloutOutput` forms. A request that failed alone has `error` in its `rollout_infos` and no tokens (CON-3).
@@ -302,7 +302,7 @@ class RolloutClient:
         outputs: list[Any],
     ) -> None:
         """One call per server that has a share, all at once; the first server to fail ends the others' calls too."""
-        counts = shares(len(numbers), self.rank, self.world_size, self.decode_batch_size, self.world_sizes)
+        counts = requests_per_server(len(numbers), self.rank, self.world_size, self.decode_batch_size, self.world_sizes)
         jobs: list[_Share] = []
         first = numbers.start
         for index, count in enumerate(counts):

@@ -24,11 +24,11 @@ from vllm.sampling_params import RequestOutputKind
 from utils.capacity import call_seed, request_seed
 from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
-from utils.dist import Ranks, attempt
+from utils.dist import Ranks, capture_error
 from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult, check_versions
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.vllm_worker import WorkerExtension
-from utils.sync.weight_sync import Probe, SyncReport
+from utils.sync.weight_sync import Probe, SyncResult
 
 CPU_CACHE_GIB = "1"  # keys and values of a CPU engine; VLLM_CPU_KVCACHE_SPACE overrides it
 Asked = tuple[list[dict[str, Any]], list[str], int]  # messages, images, seed
@@ -120,7 +120,7 @@ class ColocateBackend:
             check_versions(requests, results, expect_version)
         return results
 
-    def sync(self, version: str) -> SyncReport:
+    def sync(self, version: str) -> SyncResult:
         """Bring the engine to the learner's current merged weights under the name `version` (SYN-2, SYN-4).
 
         Nothing is running meanwhile: generation is synchronous.
@@ -131,20 +131,20 @@ class ColocateBackend:
         self.ranks.fence()
         start = time.monotonic()
         with self._awake():
-            error = attempt(self._weight_rpc, "start")
+            error = capture_error(self._weight_rpc, "start")
             for bucket in self._buckets():  # to the end whatever happens: other ranks are in the same gathers
-                error = error or attempt(self._weight_rpc, "load", {"weights": bucket})
-            error = error or attempt(self._finish)
+                error = error or capture_error(self._weight_rpc, "load", {"weights": bucket})
+            error = error or capture_error(self._finish)
         if error is not None:
-            attempt(self._weight_rpc, "abort")
-        self.ranks.raise_together(error, f"weight sync {version}")
+            capture_error(self._weight_rpc, "abort")
+        self.ranks.raise_on_all_ranks(error, f"weight sync {version}")
         verify = self.verify == "always" or (self.verify == "first" and self.num_syncs == 0)
         if verify and self.probe is not None:
             ours = self.probe.logprobs()
-            self.ranks.raise_together(attempt(self._check_probe, ours), f"proving weight sync {version}")
+            self.ranks.raise_on_all_ranks(capture_error(self._check_probe, ours), f"proving weight sync {version}")
         self.version = version
         self.num_syncs += 1
-        return SyncReport(
+        return SyncResult(
             version=version,
             num_tensors=len(self.weights.entries),
             num_bytes=sum(entry.num_bytes for entry in self.weights.entries),
@@ -161,7 +161,7 @@ class ColocateBackend:
         size = self.options.tensor_parallel_size
         if size == 1:
             return own, slice(None)
-        everyone = self.ranks.raise_together(None, "generating", own)
+        everyone = self.ranks.gather_or_raise(own, "generating")
         first = self.ranks.rank // size * size
         before = sum(map(len, everyone[first : self.ranks.rank]))
         return sum(everyone[first : first + size], []), slice(before, before + len(own))

@@ -18,7 +18,7 @@ from utils.capacity import call_seed, request_seed, rounds
 from utils.dist import Ranks
 from utils.learner.model import base_model, dummy_segment
 from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult
-from utils.sync.weight_sync import SyncReport
+from utils.sync.weight_sync import SyncResult
 
 Row = tuple[Sequence[int], Tensor | None, Tensor | None]  # prompt token ids, pixel_values, image_grid_thw
 
@@ -56,7 +56,7 @@ class HfBackend:
         batches = rounds(len(requests), self.decode_batch_size)
         num_calls = len(batches)
         if self.is_sharded:
-            num_calls = max(self.ranks.raise_together(None, "generating", num_calls))
+            num_calls = max(self.ranks.gather_or_raise(num_calls, "generating"))
         results: list[RolloutResult] = []
         with self.engine_forward as model, torch.no_grad():
             for batch in [*batches, *[range(0)] * (num_calls - len(batches))]:
@@ -66,9 +66,9 @@ class HfBackend:
                 results += map(partial(self._result, version=expect_version), asked, answers)
         return results
 
-    def sync(self, version: str) -> SyncReport:
+    def sync(self, version: str) -> SyncResult:
         """Nothing to do: the weights that are trained are those that generate."""
-        return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, verified=False)
+        return SyncResult(version=version, num_tensors=0, num_bytes=0, seconds=0.0, verified=False)
 
     def close(self) -> None:
         """Nothing to do: the model is the learner's."""

@@ -210,7 +210,7 @@ class ServerWatch:
         if client is not None and enabled:
             threading.Thread(target=self._run, name="server-watch", daemon=True).start()
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """The largest value of each scalar since last taken (of `healthy` the smallest); empty if there is none."""
         with self._lock:
             values, self._worst = self._worst, {}

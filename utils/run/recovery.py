@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from utils.dist import FailedTogether, Ranks, attempt
+from utils.dist import DistributedError, Ranks, capture_error
 from utils.rollout.client import RolloutClient, ServerGone
 
 logger = logging.getLogger(__name__)
@@ -13,7 +13,7 @@ MAX_RECOVERIES = 5  # of one piece of work: a server that dies that often will n
 Result = TypeVar("Result")
 
 
-def through_restarts(
+def retry_on_server_loss(
     work: Callable[[], Result],
     where: str,
     ranks: Ranks,
@@ -31,7 +31,7 @@ def through_restarts(
         client: None where no server generates: then nothing can be lost.
 
     Raises:
-        FailedTogether: on all ranks; any other failure of `work`, or servers that do not come back as they were.
+        DistributedError: on all ranks; any other failure of `work`, or servers that do not come back as they were.
     """
     recoveries = 0
     while True:
@@ -39,16 +39,16 @@ def through_restarts(
             if recoveries:
                 reopen()
             result, error = _outcome(work)
-            ranks.raise_together(error, where)
+            ranks.raise_on_all_ranks(error, where)
             if recoveries:
                 logger.warning("%s is done; nothing was lost, the run goes on", where)
             return result
-        except FailedTogether as failure:
+        except DistributedError as failure:
             if recoveries == MAX_RECOVERIES or not any(ranks.gather(_is_loss(client, failure))):
                 raise
             logger.warning("%s\nwaiting for the rollout servers, then going on", failure)
         quiesce()
-        ranks.raise_together(attempt(client.wait_ready), f"{where}: waiting for the rollout servers")
+        ranks.raise_on_all_ranks(capture_error(client.wait_ready), f"{where}: waiting for the rollout servers")
         logger.warning("all rollout servers answer; opening the communicators anew, then sending all weights")
         recoveries += 1
 
@@ -60,5 +60,5 @@ def _outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return None, error
 
 
-def _is_loss(client: RolloutClient | None, failure: FailedTogether) -> bool:
+def _is_loss(client: RolloutClient | None, failure: DistributedError) -> bool:
     return client is not None and (isinstance(failure.__cause__, ServerGone) or bool(client.lost()))

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from utils.dist import FailedTogether, Ranks, attempt
+from utils.dist import DistributedError, Ranks, capture_error
 
 logger = logging.getLogger(__name__)
 
@@ -81,23 +81,23 @@ def write_checkpoint(
         save_total_limit: complete checkpoints kept, the newest; older ones are deleted once this one is complete.
 
     Raises:
-        FailedTogether: on all ranks, whichever failed (a full disk); what was written is removed, no other is touched.
+        DistributedError: on all ranks, whichever failed (a full disk); what was written is removed.
     """
     final = run_dir / f"checkpoint-{step}"
     partial, where = final.with_name(final.name + ".partial"), f"saving {final}"
     try:
-        ranks.raise_together(attempt(_make_empty, partial) if ranks.is_main else None, where)
+        ranks.raise_on_all_ranks(capture_error(_make_empty, partial) if ranks.is_main else None, where)
         write(partial)
-        names = ranks.raise_together(None, where, _files_in(partial) if ranks.is_main else None)[0]
+        names = ranks.gather_or_raise(_files_in(partial) if ranks.is_main else None, where)[0]
         digests: dict[str, dict[str, Any]] = {}
-        error = attempt(lambda: digests.update(_digests(partial, names[ranks.rank :: ranks.world_size])))
-        parts = ranks.raise_together(error, where, digests)
+        error = capture_error(lambda: digests.update(_digests(partial, names[ranks.rank :: ranks.world_size])))
+        parts = ranks.gather_or_raise(digests, where, error)
         if ranks.is_main:
             files = {name: facts for part in parts for name, facts in part.items()}
             facts = {"step": step, "run_id": run_id, "world_size": ranks.world_size, "config": config, "files": files}
-            error = attempt(_complete, partial, final, facts)
-        ranks.raise_together(error, where)
-    except FailedTogether:
+            error = capture_error(_complete, partial, final, facts)
+        ranks.raise_on_all_ranks(error, where)
+    except DistributedError:
         if ranks.is_main:
             logger.error("%s could not be saved; %d MiB are free there", final, shutil.disk_usage(run_dir).free >> 20)
             shutil.rmtree(partial, ignore_errors=True)  # on a full disk this is what makes room again
@@ -168,7 +168,7 @@ def delete_old(run_dir: Path, save_total_limit: int) -> None:
     whole = [path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None]
     doomed = [path.rename(path.with_name(path.name + ".deleting")) for path in whole[save_total_limit:]]
     for path in {*doomed, *run_dir.glob("checkpoint-*.deleting")}:  # also what a kill left of an earlier deletion
-        if (error := attempt(shutil.rmtree, path)) is not None:
+        if (error := capture_error(shutil.rmtree, path)) is not None:
             logger.warning("an old checkpoint could not be deleted: %s", error)
 
 

@@ -69,7 +69,7 @@ class RolloutLog:
         """
         if self._client is None:
             return {}
-        self._pending += self._client.take_calls()
+        self._pending += self._client.pop_calls()
         ready = [call for call in self._pending if _is_of(call, step, phase)]
         self._pending = [call for call in self._pending if not _is_of(call, step, phase)]
         calls_by_rank = self._ranks.gather(ready)

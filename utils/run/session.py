@@ -20,7 +20,7 @@ from utils.config.load import Config, exit_with
 from utils.data.encoding import EncodedPrompt, encode_prompt, prompt_chat
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
-from utils.dist import Ranks, attempt
+from utils.dist import Ranks, capture_error
 from utils.learner.checkpoint import save_adapter, save_merged
 from utils.learner.learner import Learner
 from utils.packing import Batch
@@ -29,7 +29,7 @@ from utils.rollout.backend import Decoding, RolloutBackend, RolloutRequest, Roll
 from utils.rollout.client import RolloutClient
 from utils.run.monitor import Monitor, ServerWatch, evaluation_file, write_evaluation
 from utils.run.prefetch import Prefetcher
-from utils.run.recovery import through_restarts
+from utils.run.recovery import retry_on_server_loss
 from utils.run.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
 from utils.run.rollout_log import RolloutLog
 from utils.run.shutdown import Stopped, StopRequest
@@ -96,7 +96,7 @@ class Session:
             self.sync.open()
 
         where = f"{where} with weights of step {step}"
-        return through_restarts(synced, where, self.ranks, self.client, self.prefetcher.stop, reopen)
+        return retry_on_server_loss(synced, where, self.ranks, self.client, self.prefetcher.stop, reopen)
 
     def sync_weights(self, step: int) -> None:
         """The engine that generates gets the weights of `step` unless it has them (SYN-2)."""
@@ -112,7 +112,7 @@ class Session:
             "sync/seconds": report.seconds,
         }
 
-    def take_sync_values(self) -> dict[str, float]:
+    def pop_sync_metrics(self) -> dict[str, float]:
         """Scalars of the sync since last taken. Whoever used the new weights logs them under its own step: a resumed
         run's first sync then belongs to its first own step, and stands in the curves once."""
         values, self.sync_values = self.sync_values, {}
@@ -165,7 +165,7 @@ class Session:
             return {}
         return self.rollout_log.write(step, self.version, self.sync.mode, self.sync.fallback, phase)
 
-    def take_seconds(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """Seconds by part since they were last taken: with prefetch, rollouts of coming steps are in them."""
         passed = {name: value - self.logged_seconds[name] for name, value in self.seconds.items()}
         self.logged_seconds.update(passed)
@@ -176,7 +176,7 @@ class Session:
     ) -> None:
         """An evaluation onto disk and into the curves, `answers` of all ranks together (collective)."""
         gathered = [answer for part in self.ranks.gather(answers) for answer in part]
-        is_best, sync_values = result[self.metric] > self.best, self.take_sync_values()
+        is_best, sync_values = result[self.metric] > self.best, self.pop_sync_metrics()
         self.best = max(self.best, result[self.metric])
         if self.ranks.is_main:
             self.monitor.scalars(step, scalars | sync_values)
@@ -279,13 +279,13 @@ class Session:
             rank_state: all of this rank's own state, for `resumed` of the run that goes on from here.
 
         Raises:
-            FailedTogether: on all ranks, where any could not write.
+            DistributedError: on all ranks, where any could not write.
         """
 
         def write(folder: Path) -> None:
             self.learner.save_state(folder / "state")
-            error = attempt(torch.save, rank_state, rank_file(folder, self.ranks.rank))
-            self.ranks.raise_together(error, f"saving {folder}")
+            error = capture_error(torch.save, rank_state, rank_file(folder, self.ranks.rank))
+            self.ranks.raise_on_all_ranks(error, f"saving {folder}")
             save_merged(self.learner.model, self.cfg.model.path, folder / "merged", self.ranks)
             save_adapter(self.learner.model, folder / "adapter", self.ranks)
 

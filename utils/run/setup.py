@@ -23,7 +23,7 @@ from utils.data.bad_lines import BadLine, report_skipped
 from utils.data.encoding import encode_prompt, load_processor, model_digest, prompt_chat
 from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples
 from utils.data.stream import SampleStream
-from utils.dist import Ranks, attempt
+from utils.dist import Ranks, capture_error
 from utils.learner.learner import Learner
 from utils.learner.model import dummy_segment, position_ids_for
 from utils.packing import Batch, collate_packed, collate_padded
@@ -207,7 +207,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         client.wait_ready()
         client.check_model(cfg.model.path, model_digest(cfg.model.path))
 
-    ranks.raise_together(attempt(reach), "reaching the rollout servers")
+    ranks.raise_on_all_ranks(capture_error(reach), "reaching the rollout servers")
     return client
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from utils.dist import FailedTogether
+from utils.dist import DistributedError
 from utils.run.resume import checkpoint_folders, problem_of_sizes
 
 STOPPED_STATUS = 75  # EX_TEMPFAIL: whoever supervises the run may start it again with --resume auto
@@ -56,7 +56,7 @@ def end_with(error: Exception, run_dir: Path, config: str, step: int | None, ver
     is_stop = isinstance(error, Stopped)
     if not is_stop:
         traceback.print_exception(error)
-    speaks_for_rank_0 = os.environ.get("RANK") == "1" and not isinstance(error, FailedTogether | Stopped)
+    speaks_for_rank_0 = os.environ.get("RANK") == "1" and not isinstance(error, DistributedError | Stopped)
     if _IS_MAIN or speaks_for_rank_0:
         words = ["rank 1, should rank 0 be gone:"] if speaks_for_rank_0 else []
         words += last_words(error, run_dir, config, step, version)

@@ -187,7 +187,7 @@ class StartWeightUpdate(OwnedCall):
 
 
 class UpdateWeights(OwnedCall):
-    """Tensors of this update in the order they are sent; bucket borders follow from `utils.sync.wire.plan_buckets`."""
+    """Tensors of this update in the order they are sent; `utils.sync.wire.bucket_layouts` gives the borders."""
 
     names: Annotated[list[str], Field(min_length=1)]
     dtype_names: list[str]

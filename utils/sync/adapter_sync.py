@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from utils.sync.merged_weights import MergedWeights, WeightEntry
-from utils.sync.weight_sync import SyncReport, WeightSync
+from utils.sync.weight_sync import SyncResult, WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class FallbackSync:
         """As `WeightSync.open`."""
         self.current.open()
 
-    def sync(self, version: str) -> SyncReport:
+    def sync(self, version: str) -> SyncResult:
         """As `WeightSync.sync`."""
         if not isinstance(self.current, AdapterSync):
             return self.current.sync(version)

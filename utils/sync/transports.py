@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from utils.sync.merged_weights import MergedWeights, WeightEntry
-from utils.sync.wire import loopback_if_local, plan_buckets, tensor_digest
+from utils.sync.wire import bucket_layouts, loopback_if_local, tensor_digest
 
 
 class Transport(Protocol):
@@ -66,7 +66,7 @@ class GlooTransport:
         budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
         broadcasts = _Broadcasts(self._groups, alive, time.monotonic() + self.timeout_s)
         is_sharded = weights.is_sharded
-        for bucket in plan_buckets([entry.num_bytes for entry in entries], self.bucket_bytes):
+        for bucket in bucket_layouts([entry.num_bytes for entry in entries], self.bucket_bytes):
             broadcasts.wait(at_most_bytes=budget - bucket.num_bytes)
             buffer = broadcasts.take(bucket.num_bytes)
             for entry, offset in zip(entries[bucket.first : bucket.last], bucket.offsets, strict=True):

@@ -57,9 +57,9 @@ from utils.sync.rendezvous import open_nccl
 from utils.sync.wire import (
     ADAPTER_ID,
     BucketLayout,
+    bucket_layouts,
     is_adapter_tensor,
     loopback_if_local,
-    plan_buckets,
     tensor_digest,
 )
 
@@ -379,7 +379,7 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
         if self._group is None:
             raise RuntimeError("no communicator: init_communicator must come first")
         tensors = list(_metadata(update_info))
-        layouts = plan_buckets([_num_bytes(dtype, shape) for _, dtype, shape in tensors], self._bucket_bytes)
+        layouts = bucket_layouts([_num_bytes(dtype, shape) for _, dtype, shape in tensors], self._bucket_bytes)
         try:
             with disable_mtp_completeness_check(), parameters_in_place():
                 arriving = (_unpack(bucket, layout, tensors) for layout, bucket in self._buckets(layouts))

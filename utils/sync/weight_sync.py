@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.dist import Ranks, attempt
+from utils.dist import Ranks, capture_error
 from utils.sync.merged_weights import MergedWeights, WeightEntry, whole_groups
 from utils.sync.transports import GlooTransport, NcclTransport, Transport
 
@@ -30,7 +30,7 @@ REFUSAL_S = 0.5
 
 
 @dataclass
-class SyncReport:
+class SyncResult:
     """What one sync did: for the log and TensorBoard. Tensors and bytes are those that were sent (SYN-6)."""
 
     version: str
@@ -117,21 +117,23 @@ class WeightSync:
         Raises:
             RuntimeError: on every rank, with each server's url, group port and answer.
         """
-        error = attempt(self._open) if self.ranks.is_main else None
-        self.ranks.raise_together(error, "opening the weight communicators")
+        error = capture_error(self._open) if self.ranks.is_main else None
+        self.ranks.raise_on_all_ranks(error, "opening the weight communicators")
 
     def _open(self) -> None:
         sizes = self.client.world_sizes
         self._servers_are_whole = False
         self.transport.close()  # left over from before a failure
-        if (taken := attempt(_check_free, self.addresses)) is not None:  # or a server would wait for us at that port
+        if (
+            taken := capture_error(_check_free, self.addresses)
+        ) is not None:  # or a server would wait for us at that port
             raise ConnectionError(_open_message(self.addresses, self._owners(), taken)) from taken
         with ThreadPoolExecutor(len(sizes)) as pool:
             answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
             wait(answers, REFUSAL_S, FIRST_EXCEPTION)
             is_refused = any(answer.done() and answer.exception() for answer in answers)
-            ours = None if is_refused else attempt(self.transport.open, self.addresses, sizes)
-            problems = [error for error in (attempt(answer.result) for answer in answers) if error is not None]
+            ours = None if is_refused else capture_error(self.transport.open, self.addresses, sizes)
+            problems = [error for error in (capture_error(answer.result) for answer in answers) if error is not None]
         if problems or ours is not None:
             self.transport.close()
             raise ConnectionError(_open_message(self.addresses, problems, ours)) from (problems or [ours])[0]
@@ -159,7 +161,7 @@ class WeightSync:
         answer = self.client.post(index, "/init_communicator/", body, self.open_timeout_s)
         self.client.run_tokens[index] = answer["run_token"]
 
-    def sync(self, version: str) -> SyncReport:
+    def sync(self, version: str) -> SyncResult:
         """Bring every server to the learner's current merged weights under the name `version`.
 
         Raises:
@@ -173,24 +175,24 @@ class WeightSync:
         verify = self.verify == "always" or (self.verify == "first" and self.num_syncs == 0)
         error = None
         if self.ranks.is_main:
-            error = attempt(self._send, version, entries, verify)
+            error = capture_error(self._send, version, entries, verify)
         elif self.weights.is_sharded:
             self._walk(entries)
-        self.ranks.raise_together(error, f"weight sync {version}")
+        self.ranks.raise_on_all_ranks(error, f"weight sync {version}")
         if verify and self.probe is not None:
             ours = self.probe.logprobs()
-            error = attempt(self._check_probe, ours) if self.ranks.is_main else None
-            self.ranks.raise_together(error, f"proving weight sync {version}")
+            error = capture_error(self._check_probe, ours) if self.ranks.is_main else None
+            self.ranks.raise_on_all_ranks(error, f"proving weight sync {version}")
         self.num_syncs += 1
         self._servers_are_whole = True
         num_bytes = sum(entry.num_bytes for entry in entries)
-        return SyncReport(version, len(entries), num_bytes, time.monotonic() - start, verify)
+        return SyncResult(version, len(entries), num_bytes, time.monotonic() - start, verify)
 
     def close(self) -> None:
         """Tear the communicators down; the servers stay up (GRP-4)."""
         if self.ranks.is_main:
             for index in range(len(self.addresses)):
-                attempt(self.client.post, index, "/close_communicator/", {"run_id": self.run_id}, 10.0)
+                capture_error(self.client.post, index, "/close_communicator/", {"run_id": self.run_id}, 10.0)
             self.transport.close()
 
     def _choose(self) -> list[int]:
@@ -219,7 +221,7 @@ class WeightSync:
             except Exception:
                 self.transport.close()
                 for index in range(len(self.addresses)):
-                    attempt(self.client.post, index, "/abort_weight_update/", {"run_id": self.run_id}, 10.0)
+                    capture_error(self.client.post, index, "/abort_weight_update/", {"run_id": self.run_id}, 10.0)
                 raise
 
     def _update_all(self, pool: ThreadPoolExecutor, version: str, entries: list[WeightEntry], verify: bool) -> None:

@@ -25,7 +25,7 @@ class BucketLayout:
     num_bytes: int
 
 
-def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[BucketLayout]:
+def bucket_layouts(sizes: Sequence[int], bucket_bytes: int) -> list[BucketLayout]:
     """Cut tensors of `sizes` bytes into consecutive buckets of at most `bucket_bytes`.
 
     The first bucket is an eighth of that, the next a quarter, then a half: the engine has nothing to load before the
