@@ -9,13 +9,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train_stage2
+from utils.run import session
+from utils.run.prefetch import Prefetcher
 
 WARM_UP_STEPS = 3  # the first step waits for its own rollouts, and everything is cold
 TURN_STEPS = 4  # the first of each turn does not count: its rollouts were made under the other rule
 NUM_TURNS = 6
 NUM_STEPS = WARM_UP_STEPS + TURN_STEPS * NUM_TURNS
-
-prepare_rows = train_stage2.prepare_rows
 
 
 def is_ahead(step: int) -> bool:
@@ -28,11 +28,15 @@ def counts(step: int) -> bool:
     return step > WARM_UP_STEPS and (step - WARM_UP_STEPS) % TURN_STEPS != 0
 
 
-def prepare_rows_by_turns(run: train_stage2.Run, step: int) -> tuple:
-    run.prefetcher._window = run.cfg.rm.async_.version_window if is_ahead(step) else 0
-    return prepare_rows(run, step)
+class PrefetcherByTurns(Prefetcher):
+    """A prefetcher whose window is open in every second turn only."""
+
+    def get(self, step: int) -> list:
+        self.full_window = getattr(self, "full_window", self._window)
+        self._window = self.full_window if is_ahead(step) else 0
+        return super().get(step)
 
 
 if __name__ == "__main__":
-    train_stage2.prepare_rows = prepare_rows_by_turns
+    session.Prefetcher = PrefetcherByTurns
     train_stage2.main()

@@ -23,7 +23,7 @@ from utils.dist import Ranks
 from utils.grpo import Answer
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutResult
-from utils.run.session import make_prefetcher
+from utils.run.session import Session
 
 REWARDS = """
 def odd(completion, sample):
@@ -97,7 +97,7 @@ def run(config: Path, resume: str | None = None) -> Path:
     try:
         train_grpo.train(started)
     finally:
-        started.close()
+        started.session.close()
     return Path(cfg.training.output_dir)
 
 
@@ -163,14 +163,21 @@ def test_prompts_without_signal_make_way_for_the_next_GRP_6_LRN_1(folder, start_
     assert state["stream"]["position"] == 12  # 2 x (2 + 4) prompts, none of them lost or doubled
 
 
+def grpo_of(session, rewards: dict) -> train_grpo.Grpo:
+    """A run on a session that is made up."""
+    run = object.__new__(train_grpo.Grpo)
+    run.session, run.rewards, run._redraw = session, rewards, deque()
+    run.reward_weights = np.ones(max(len(rewards), 1))
+    return run
+
+
 def answer(folder: Path, start_model: Path, result: RolloutResult, **rlhf):
     cfg = load_config(config_of(folder, start_model, "single", **rlhf))
-    fake = SimpleNamespace(
-        cfg=cfg, processor=load_processor(start_model), table=None, rewards=train_grpo.rewards_of(cfg)
-    )
+    data = SimpleNamespace(processor=load_processor(start_model), table=None)
+    fake = grpo_of(SimpleNamespace(cfg=cfg, data=data), train_grpo.rewards_of(cfg))
     sample = SimpleNamespace(id="s", source="file:1", extra={})
     prompt = train_grpo.EncodedPrompt([5, 6], None, None)
-    return train_grpo.make_answer(fake, sample, prompt, result)
+    return fake.make_answer(sample, prompt, result)
 
 
 def test_truncated_and_failed_answers_GRP_6_CON_3(folder, start_model):
@@ -226,9 +233,10 @@ class Engine:
 
     def __init__(self, monkeypatch, good: set[int], fails: int = 0):
         self.calls, self.good, self.fails = [], good, fails
-        monkeypatch.setattr(train_grpo, "answer_groups", self.answer)
+        answers = self.answer
+        monkeypatch.setattr(train_grpo.Grpo, "generate_groups", lambda run, *args: answers(*args))
 
-    def answer(self, run, samples, step, micro_step_idx):
+    def answer(self, samples, step, micro_step_idx):
         self.calls.append((micro_step_idx, list(samples)))
         if len(self.calls) == self.fails:
             raise ConnectionError("server gone")
@@ -240,16 +248,17 @@ class Engine:
             ]
             for sample in samples
         ]
-        return [train_grpo.Asked(sample, None, [], group) for sample, group in zip(samples, groups, strict=True)]
+        return [
+            train_grpo.ResponseGroup(sample, None, [], group) for sample, group in zip(samples, groups, strict=True)
+        ]
 
 
-def resampling_run() -> SimpleNamespace:
+def resampling_run() -> train_grpo.Grpo:
     """Two prompts per micro-step, two micro-steps, two rounds of further prompts; samples are numbers."""
     training = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    rlhf = SimpleNamespace(dynamic_sample=True, max_resample_times=2)
-    stream = SampleStream([list(range(40))], seed=3)
-    cfg = SimpleNamespace(training=training, rlhf=rlhf)
-    return SimpleNamespace(cfg=cfg, stream=stream, client=object(), reward_weights=np.ones(1), redrawn=deque())
+    cfg = SimpleNamespace(training=training, rlhf=SimpleNamespace(dynamic_sample=True, max_resample_times=2))
+    data = SimpleNamespace(stream=SampleStream([list(range(40))], seed=3))
+    return grpo_of(SimpleNamespace(cfg=cfg, data=data, policy=SimpleNamespace(client=object())), {})
 
 
 def test_a_server_lost_between_rounds_loses_no_prompt_LRN_1_CON_4(monkeypatch):
@@ -257,30 +266,29 @@ def test_a_server_lost_between_rounds_loses_no_prompt_LRN_1_CON_4(monkeypatch):
     has seeds of its own (DIS-6)."""
     order, run = SampleStream([list(range(40))], seed=3).next(12), resampling_run()
     engine = Engine(monkeypatch, good={order[1], order[3]}, fails=2)
-    drawn = train_grpo.draw(run)
+    drawn = run.draw()
     with pytest.raises(ConnectionError):
-        train_grpo.ask(run, drawn, 0, 0)
-    asked = train_grpo.ask(run, drawn, 0, 0)
-    made = train_grpo.finish(run, asked, 0)
+        run.generate(drawn, 0, 0)
+    made = run.judge(run.generate(drawn, 0, 0), 0)
     assert engine.calls == [(0, order[:2]), (2, order[2:3]), (0, order[:2]), (2, order[2:3]), (4, order[3:4])]
     assert [group[0].text for group in made.groups] == [str(order[3]), str(order[1])]
-    assert made.num_drawn == 4 and train_grpo.draw(run).samples == order[4:6]
+    assert made.num_drawn == 4 and run.draw().samples == order[4:6]
 
 
 def test_what_a_checkpoint_holds_ahead_is_drawn_again_as_it_was_LRN_5(monkeypatch):
     """LRN-5: the position behind the last step taken, then as many prompts as each micro-step ahead had used."""
     run = resampling_run()
     Engine(monkeypatch, good=set())
-    taken, ahead = (train_grpo.ask(run, train_grpo.draw(run), 0, micro) for micro in range(2))
-    following = run.stream.next(2)
+    taken, ahead = (run.generate(run.draw(), 0, micro) for micro in range(2))
+    following = run.session.data.stream.next(2)
     resumed = resampling_run()
-    resumed.stream.load_state_dict(taken.behind)
-    resumed.redrawn.append(ahead.num_drawn)
-    again = train_grpo.draw(resumed)
-    assert len(again.samples) == ahead.num_drawn == 6 and again.behind == ahead.behind
-    assert train_grpo.draw(resumed).samples == following
-    assert train_grpo.ask(resumed, again, 1, 0).num_drawn == 6  # too old and made again: from the same prompts
-    assert resumed.stream.state_dict()["position"] == 6 + 6 + 2
+    resumed.session.data.stream.load_state_dict(taken.data_position)
+    resumed._redraw.append(ahead.num_drawn)
+    again = resumed.draw()
+    assert len(again.samples) == ahead.num_drawn == 6 and again.data_position == ahead.data_position
+    assert resumed.draw().samples == following
+    assert resumed.generate(again, 1, 0).num_drawn == 6  # too old and made again: from the same prompts
+    assert resumed.session.data.stream.state_dict()["position"] == 6 + 6 + 2
 
 
 def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
@@ -293,35 +301,30 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
         assert second_is_asked.wait(20), "the second micro-step waits for rewards"
         return len(judged) % 2
 
-    def roll_out(samples, prompts, sampling, step, micro_step_idx, strict):
+    def generate(samples, prompts, sampling, step, micro_step_idx, allow_stale):
         if micro_step_idx:
             second_is_asked.set()
         return [RolloutResult([7], [5], f"{micro_step_idx}", "length", "r:0") for _ in samples]
 
-    def asked_run(**rlhf) -> SimpleNamespace:
+    def slow_run(**rlhf) -> train_grpo.Grpo:
         cfg = load_config(config_of(folder, start_model, "slow", num_generations=2, **rlhf))
-        return SimpleNamespace(
-            cfg=cfg,
-            client=object(),
+        data = SimpleNamespace(
             stream=SampleStream([[SimpleNamespace(id="s", source="file:1")]], seed=0),
-            redrawn=deque(),
-            rewards={"slow": slow},
-            reward_weights=np.ones(1),
-            table=None,
             processor=SimpleNamespace(image_token_id=99),
-            timed=lambda part: nullcontext(),
+            table=None,
             encode=lambda samples: [train_grpo.EncodedPrompt([5], None, None) for _ in samples],
-            roll_out=roll_out,
         )
+        policy = SimpleNamespace(client=object(), generate=generate)
+        session = SimpleNamespace(cfg=cfg, data=data, policy=policy, timed=lambda part: nullcontext())
+        return grpo_of(session, {"slow": slow})
 
-    prefetcher = make_prefetcher(
-        asked_run(), train_grpo.draw, train_grpo.ask, train_grpo.finish, train_grpo.versions_of
-    )
-    made = prefetcher.take(0)
-    prefetcher.stop()
+    run = slow_run()
+    Session.prefetch(run.session, run)
+    made = run.session.prefetcher.get(0)
+    run.session.prefetcher.drain()
     assert judged == ["0"] * 4 + ["1"] * 4 and [len(group) for micro in made for group in micro.groups] == [2] * 4
     judged.clear()
-    run = asked_run(dynamic_sample=True)
-    asked = train_grpo.ask(run, train_grpo.draw(run), 0, 0)
+    run = slow_run(dynamic_sample=True)
+    responses = run.generate(run.draw(), 0, 0)
     assert judged == ["0"] * 4
-    assert train_grpo.finish(run, asked, 0).groups == [group.judged for group in asked.groups] and len(judged) == 4
+    assert run.judge(responses, 0).groups == [group.answers for group in responses.groups] and len(judged) == 4

@@ -141,9 +141,12 @@ def run_of(folder: Path, start_model: Path, **matching) -> SimpleNamespace:
     cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", **matching)
     datasets, _, _ = setup.load_data(cfg, is_main=True)
     processor, table = setup.load_tokenizer(cfg, is_main=True)
-    return SimpleNamespace(
-        cfg=cfg, samples=datasets[0], processor=processor, table=table, ranks=SimpleNamespace(rank=0)
-    )
+    return SimpleNamespace(cfg=cfg, samples=datasets[0], processor=processor, table=table)
+
+
+def segment_of(run, sample, response, rollouts):
+    prompt = encode_prompt(sample, run.processor)
+    return train_stage2.make_segment(sample, prompt, response, run.table, run.cfg.rm, rollouts)
 
 
 def answer_of(run, text: str) -> RolloutResult:
@@ -154,8 +157,7 @@ def test_a_failed_request_becomes_an_empty_rollout_with_every_object_missed_CON_
     """CON-3."""
     sample, rollouts = run.samples[0], train_stage2.Rollouts()
     failed = RolloutResult([], [], "", None, None, error="unreadable image")
-    prompt = encode_prompt(sample, run.processor)
-    segment = train_stage2.make_segment(run, sample, prompt, failed, rollouts)
+    segment = segment_of(run, sample, failed, rollouts)
     assert rollouts.counts["failed"] == 1 and rollouts.counts["appended"] == len(sample.objects)
     assert len(segment.coord_index) == 4 * len(sample.objects)
 
@@ -163,7 +165,7 @@ def test_a_failed_request_becomes_an_empty_rollout_with_every_object_missed_CON_
 def test_a_teacher_forced_sample_trains_on_the_ground_truth_and_counts_no_rollout_DAT_4(run):
     """DAT-4."""
     sample, rollouts = run.samples[0], train_stage2.Rollouts()
-    segment = train_stage2.make_segment(run, sample, encode_prompt(sample, run.processor), None, rollouts)
+    segment = segment_of(run, sample, None, rollouts)
     assert rollouts.counts == Counter() and segment.policy_version is None
     supervised = set(segment.coord_index.tolist()) | set(segment.text_index.tolist())
     assert supervised == set(range(segment.answer_start, len(segment.input_ids)))  # the header too
@@ -172,11 +174,11 @@ def test_a_teacher_forced_sample_trains_on_the_ground_truth_and_counts_no_rollou
 def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(folder, start_model):
     """DAT-4."""
     run = run_of(folder, start_model, teacher_forced_ratio=0.25)
-    drawn = np.concatenate([train_stage2.teacher_forced(run, step, 0, 8) for step in range(500)])
+    drawn = np.concatenate([train_stage2.teacher_forced(run.cfg, step, 0, 0, 8) for step in range(500)])
     assert abs(drawn.mean() - 0.25) < 0.03
-    again = train_stage2.teacher_forced(run, 3, 1, 8)
-    assert (again == train_stage2.teacher_forced(run, 3, 1, 8)).all()
-    assert not train_stage2.teacher_forced(run_of(folder, start_model), 0, 0, 100).any()
+    again = train_stage2.teacher_forced(run.cfg, 3, 1, 0, 8)
+    assert (again == train_stage2.teacher_forced(run.cfg, 3, 1, 0, 8)).all()
+    assert not train_stage2.teacher_forced(run_of(folder, start_model).cfg, 0, 0, 0, 100).any()
 
 
 def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):
@@ -184,7 +186,7 @@ def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):
     sample, rollouts = run.samples[0], train_stage2.Rollouts()
     sample = type(sample)(**{**vars(sample), "objects": []})
     answer = answer_of(run, '{"objects": []}')
-    segment = train_stage2.make_segment(run, sample, encode_prompt(sample, run.processor), answer, rollouts)
+    segment = segment_of(run, sample, answer, rollouts)
     text = run.processor.tokenizer.decode(segment.input_ids[segment.answer_start :])
     assert text.startswith('{"objects": []}') and len(segment.coord_index) == 0 and len(segment.text_index) > 0
 

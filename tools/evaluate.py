@@ -33,7 +33,7 @@ from utils.data.samples import DataError, Sample, load_samples
 from utils.dist import Ranks
 from utils.geometry import MAX_BIN, Object, bins_to_pixels, bounding_box, to_norm1000
 from utils.parsing import TokenTable, parse_answer
-from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, Sampling
 from utils.scores import count_sample, label_of, prediction_record, scores
 
 COCO_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR1", "AR10", "AR100")
@@ -52,7 +52,7 @@ def main() -> None:
         exit_with(str(error))
     backend = args.backend or ("vllm" if find_spec("vllm") else "hf")
     generate = vllm_answers if backend == "vllm" else hf_answers
-    found = generate(model, processor, samples, Decoding(max_new_tokens=rm.max_new_tokens), args.batch_size)
+    found = generate(model, processor, samples, Sampling(max_new_tokens=rm.max_new_tokens), args.batch_size)
     answers = list(tqdm(found, total=len(samples), unit="image", disable=None))
     result, predictions = score(samples, answers, table, rm.eval.iou_threshold)
     about = {"checkpoint": args.checkpoint, "data": args.data, "config": args.config, "backend": backend}
@@ -110,28 +110,26 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def vllm_answers(
-    model: Model, processor: Any, samples: Sequence[Sample], decoding: Decoding, batch_size: int
+    model: Model, processor: Any, samples: Sequence[Sample], sampling: Sampling, batch_size: int
 ) -> Iterator[RolloutResult]:
     """Answers in order from a vLLM engine in this process, just long enough for the longest of `samples`."""
-    from utils.rollout.colocate import EngineOptions, read_output, sampling_params, start_engine, vllm_prompt
+    from utils.rollout.colocate import read_output, sampling_params, start_engine, vllm_prompt
 
     ranks = Ranks()
     ranks.open()
-    options = EngineOptions(
-        model_path=model.path,
-        dtype=model.dtype,
+    longest = max(num_prompt_tokens(sample, processor) for sample in samples)
+    llm = start_engine(
+        model,
+        ranks.device,
         tensor_parallel_size=1,
         gpu_memory_utilization=0.9,
-        max_model_len=max(num_prompt_tokens(sample, processor) for sample in samples) + decoding.max_new_tokens,
+        max_model_len=longest + sampling.max_new_tokens,
         decode_batch_size=batch_size,
-        image_min_pixels=model.image_min_pixels,
-        image_max_pixels=model.image_max_pixels,
     )
-    llm = start_engine(options, ranks.device, sleeps=False)
     try:
         for part in _parts(samples, VLLM_BATCHES * batch_size):
             prompts = [vllm_prompt(processor, prompt_chat(sample), sample.images) for sample in part]
-            for output in llm.generate(prompts, sampling_params(decoding, seed=0), use_tqdm=False):
+            for output in llm.generate(prompts, sampling_params(sampling, seed=0), use_tqdm=False):
                 yield read_output(output, None)
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -151,24 +149,24 @@ class PlainEngine(nn.Module):
 
 
 def hf_answers(
-    model: Model, processor: Any, samples: Sequence[Sample], decoding: Decoding, batch_size: int
+    model: Model, processor: Any, samples: Sequence[Sample], sampling: Sampling, batch_size: int
 ) -> Iterator[RolloutResult]:
     """Answers in order by transformers' `generate`, through the backend that training has for it."""
     from utils.learner.model import load_model
-    from utils.rollout.hf import HfBackend
+    from utils.rollout.hf import HfEngine
 
     ranks = Ranks()
     loaded = load_model(model.path, model.dtype, model.attn_implementation).to(ranks.device)
     learner = SimpleNamespace(model=loaded, engine=PlainEngine(loaded))
-    backend = HfBackend(learner, ranks, processor.tokenizer, batch_size)
-    place = {"global_step": 0, "micro_step_idx": 0, "run_seed": 0, "expect_version": None}  # seeds: greedy needs none
+    backend = HfEngine(learner, ranks, processor.tokenizer, batch_size)
+    context = RolloutContext(run_seed=0, global_step=0, micro_step_idx=0, policy_version=None)  # greedy needs no seed
     for part in _parts(samples, batch_size):
         prompts = [encode_prompt(sample, processor) for sample in part]
         requests = [
             RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
             for sample, prompt in zip(part, prompts, strict=True)
         ]
-        yield from backend.generate(requests, decoding, **place)
+        yield from backend.generate(requests, sampling, context)
 
 
 def _parts(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:

@@ -28,12 +28,12 @@ def main() -> None:
     try:
         train(run)
         count = compare(run, Path(cfg.model.path) / "model.safetensors")
-        if run.ranks.is_main:
+        if run.session.ranks.is_main:
             print(f"base weights unchanged: {count} tensors", flush=True)
         lines = [json.dumps(entry) + "\n" for entry in sent]
-        (Path(cfg.training.output_dir) / f"sent_{run.ranks.rank}.jsonl").write_text("".join(lines))
+        (Path(cfg.training.output_dir) / f"sent_{run.session.ranks.rank}.jsonl").write_text("".join(lines))
     finally:
-        run.close()
+        run.session.close()
 
 
 def record_requests() -> list[dict]:
@@ -53,7 +53,7 @@ def compare(run, checkpoint: Path) -> int:
     count = 0
     with safe_open(checkpoint, "pt") as file:
         on_disk = set(file.keys())
-        for name, parameter in run.learner.model.get_base_model().named_parameters():
+        for name, parameter in run.session.learner.model.get_base_model().named_parameters():
             name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
             if name not in on_disk or parameter.requires_grad:
                 continue

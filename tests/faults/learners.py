@@ -133,7 +133,7 @@ def assert_clean_end(learner: LearnerProcess, family: list[psutil.Process], word
     assert re.search(rf"it ended after optimizer step ({step}|{step + 1}), generating weights ", last), last
     assert f"newest complete checkpoint: {run / f'checkpoint-{step}'}" in last, last
     config = learner.log.with_name(learner.log.name.split(".")[0] + ".yaml")
-    assert re.search(rf"go on from it with: deepspeed .*train_stage2.py --config {config} --resume auto", last), last
+    assert re.search(rf"resume from it with: deepspeed .*train_stage2.py --config {config} --resume auto", last), last
     assert newest_step(run) == step
 
 

@@ -13,9 +13,9 @@ from utils.targets import Segment
 def main() -> None:
     set_up = train_stage2.set_up
 
-    def poisoned(*args: object) -> train_stage2.Run:
+    def poisoned(*args: object) -> train_stage2.Stage2:
         run = set_up(*args)
-        collate = run.collate
+        collate = run.session.collate
 
         def spoil(row: list[Segment]) -> Batch:
             batch = collate(row)
@@ -23,7 +23,7 @@ def main() -> None:
                 batch.pixel_values[:] = torch.nan
             return batch
 
-        run.collate = spoil
+        run.session.collate = spoil
         return run
 
     train_stage2.set_up = poisoned

@@ -60,7 +60,7 @@ def test_a_rank_that_is_lost_ends_the_run_on_all_LRN_5(folder, start_model, vict
     step = newest_step(run)
     print(f"{name}: ended after {seconds:.1f} s")
     assert_clean_end(learner, family, "failed: ", run, step)
-    assert ("rank 1, should rank 0 be gone:" in learner.output) >= (victim == 0)
+    assert ("rank 1, in case rank 0 is gone:" in learner.output) >= (victim == 0)
     assert (f"run {run}: a rank was ended by SIGKILL" in learner.output) == (number == signal.SIGKILL)
     config = config_of(folder, start_model, name, **geometry | {"max_steps": step + 1})
     again = LearnerProcess(config)

@@ -4,10 +4,11 @@ import pytest
 
 from utils.capacity import request_seed
 from utils.rollout.backend import (
-    Decoding,
     PromptMismatch,
+    RolloutContext,
     RolloutRequest,
-    ServerBackend,
+    Sampling,
+    ServerEngine,
     StaleRollout,
     check_prompt,
     infer_request,
@@ -44,7 +45,8 @@ class FakeClient:
 
 def generate(outputs, requests=REQUESTS, expect_version="run:3"):
     client = FakeClient(outputs)
-    results = ServerBackend(client).generate(requests, Decoding(), expect_version=expect_version, **PLACE)
+    context = RolloutContext(**PLACE, policy_version=expect_version)
+    results = ServerEngine(client, None).generate(requests, Sampling(), context)
     return results, client
 
 
@@ -75,8 +77,8 @@ def test_dis_6_the_seed_is_that_of_step_micro_step_and_rank():
 
 def test_srv_4_the_server_takes_what_is_sent():
     """SRV-4: the body passes the server's strict types, with every decoding setting in it."""
-    decoding = Decoding(temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.1, max_new_tokens=64)
-    config = request_config(decoding) | {"seed": 3}
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.1, max_new_tokens=64)
+    config = request_config(sampling) | {"seed": 3}
     call = InferCall.model_validate({"infer_requests": [infer_request(REQUESTS[0])], "request_config": config})
     sent = call.request_config
     assert (sent.temperature, sent.top_p, sent.top_k, sent.repetition_penalty) == (0.7, 0.9, 20, 1.1)
@@ -97,7 +99,7 @@ def test_con_3_a_failed_request_is_an_empty_rollout():
 )
 def test_syn_8_another_version_is_never_handed_on(bad):
     """SYN-8, SYN-9: older weights, a server that never had any, or weights that changed under way."""
-    with pytest.raises(StaleRollout, match="sample s1: made with weights .* asked for run:3"):
+    with pytest.raises(StaleRollout, match="sample s1: made with weights .* requested run:3"):
         generate([output([1]), bad, output([2])])
 
 

@@ -16,7 +16,7 @@ import torch
 colocate = pytest.importorskip("utils.rollout.colocate")
 
 from tools.make_demo import make_dataset  # noqa: E402
-from utils.rollout.backend import Decoding  # noqa: E402
+from utils.rollout.backend import RolloutContext, Sampling  # noqa: E402
 
 PLACE = {"global_step": 3, "micro_step_idx": 1, "run_seed": 5}
 
@@ -39,10 +39,11 @@ def main(model_path: str, folder: str) -> None:
     from transformers import AutoModelForImageTextToText
 
     from tests.rollout.test_hf import plain_generate, requests_of, same_but_for_ties
+    from utils.config.schema import Model, Sync, Vllm
     from utils.data.encoding import load_processor
     from utils.dist import Ranks
     from utils.learner.model import apply_tuner, load_model
-    from utils.rollout.colocate import ColocateBackend, EngineOptions
+    from utils.rollout.colocate import ColocateEngine
     from utils.sync.merged_weights import MergedWeights
     from utils.sync.weight_sync import Probe
 
@@ -54,13 +55,16 @@ def main(model_path: str, folder: str) -> None:
     model = apply_tuner(load_model(model_path, "float32"), **tuner)
     plain = AutoModelForImageTextToText.from_pretrained(model_path, dtype=torch.float32).eval()
     weights = MergedWeights(model)
-    options = EngineOptions(model_path, "float32", 1, 0.45, max_model_len=512, decode_batch_size=3)
-    backend = ColocateBackend(weights, ranks, processor, options, bucket_bytes=1 << 18, verify="off")
-    decoding = Decoding(max_new_tokens=80)
+    model_section = Model(path=model_path, dtype="float32")
+    vllm = Vllm(tensor_parallel_size=1, sync=Sync(verify="off"))
+    lengths = {"max_model_len": 512, "decode_batch_size": 3}
+    backend = ColocateEngine(model_section, vllm, weights, ranks, processor, **lengths)
+    backend.bucket_bytes = 1 << 18  # several buckets
+    decoding = Sampling(max_new_tokens=80)
     seen: dict = {"num_threads_is_torchs_own": torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"}
 
     def answers(version, asked=requests, how=decoding) -> list:
-        return [vars(r) for r in backend.generate(asked, how, expect_version=version, **PLACE)]
+        return [vars(r) for r in backend.generate(asked, how, RolloutContext(**PLACE, policy_version=version))]
 
     def correct(given) -> list[bool]:
         plain.load_state_dict(dict(weights.tensors()), strict=False)
@@ -88,7 +92,7 @@ def main(model_path: str, folder: str) -> None:
     backend.sync("run:1")
     seen["changed"] = answers("run:1")
     seen["changed_correct"] = correct(seen["changed"])
-    sampled = Decoding(temperature=1.2, top_k=50, max_new_tokens=40)
+    sampled = Sampling(temperature=1.2, top_k=50, max_new_tokens=40)
     seen["sampled"], seen["sampled_again"] = answers("run:1", how=sampled), answers("run:1", how=sampled)
     seen["sampled_first"] = answers("run:1", requests[:1], sampled)
     seen["empty"] = answers("run:1", [])
@@ -180,10 +184,10 @@ def test_torch_is_left_as_it_was(seen):
 def test_ranks_of_a_group_submit_the_same_requests_and_keep_their_own_ROL_7(rank, size, expected, own):
     """ROL-7: four ranks; with tensor parallelism 2 the last two share an engine."""
     everyone = [["a0", "a1"], [], ["c0"], ["d0", "d1"]]
-    backend = object.__new__(colocate.ColocateBackend)
-    backend.options = SimpleNamespace(tensor_parallel_size=size)
+    backend = object.__new__(colocate.ColocateEngine)
+    backend.tensor_parallel_size = size
     backend.ranks = SimpleNamespace(rank=rank, gather_or_raise=lambda value, where: everyone)
-    asked, mine = backend._share(everyone[rank])
+    asked, mine = backend._gather_group(everyone[rank])
     assert asked == expected and asked[mine] == own
 
 
@@ -193,8 +197,8 @@ def test_an_engine_over_t_devices_decodes_t_times_as_many_CFG_11(monkeypatch):
     monkeypatch.setattr(colocate, "LLM", lambda **kwargs: built.update(kwargs))
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "")
-    options = colocate.EngineOptions("m", "bfloat16", 4, 0.45, max_model_len=100, decode_batch_size=3)
-    colocate.start_engine(options, torch.device("cuda"), sleeps=True)
+    sizes = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.45, "max_model_len": 100, "decode_batch_size": 3}
+    colocate.start_engine(colocate.Model(path="m"), torch.device("cuda"), **sizes, sleeps=True)
     assert (built["max_num_seqs"], built["tensor_parallel_size"], built["gpu_memory_utilization"]) == (12, 4, 0.45)
     assert built["enable_sleep_mode"] is True and built["distributed_executor_backend"] == "external_launcher"
 
@@ -202,7 +206,7 @@ def test_an_engine_over_t_devices_decodes_t_times_as_many_CFG_11(monkeypatch):
 def test_the_engine_sleeps_outside_of_its_work_ROL_7():
     """ROL-7: asleep again even after a failure."""
     calls = []
-    backend = object.__new__(colocate.ColocateBackend)
+    backend = object.__new__(colocate.ColocateEngine)
     backend.sleeps = True
     backend.llm = SimpleNamespace(wake_up=lambda: calls.append("wake"), sleep=lambda level: calls.append("sleep"))
     with pytest.raises(KeyError), backend._awake():

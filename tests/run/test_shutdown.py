@@ -24,13 +24,12 @@ def test_last_words_name_step_version_checkpoint_and_command_LRN_5(tmp_path, ran
         f"run {tmp_path}: failed: RuntimeError: server gone\n"
         "  it ended after optimizer step 7, generating weights abc:6\n"
         f"  newest complete checkpoint: {tmp_path / 'checkpoint-4'}\n"
-        "  go on from it with: deepspeed --num_gpus 2 train_stage2.py --config a.yaml --resume auto\n"
+        "  resume from it with: deepspeed --num_gpus 2 train_stage2.py --config a.yaml --resume auto\n"
     )
 
 
 def test_rank_1_speaks_where_rank_0_may_be_gone_LRN_5(tmp_path, capsys, monkeypatch):
     """LRN-5: but not where all ranks have agreed on how the run ends; rank 2 never."""
-    monkeypatch.setattr("utils.run.shutdown._IS_MAIN", False)
     said = {}
     for rank, error in (("1", RuntimeError("peer")), ("1", DistributedError("bad")), ("2", RuntimeError("peer"))):
         monkeypatch.setenv("RANK", rank)

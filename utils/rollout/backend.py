@@ -1,29 +1,33 @@
 """Rollouts behind one interface: requests in, token ids out, whatever engine generates them.
 
-The types, the checks that hold for every backend, and the backend that asks rollout servers over HTTP. How servers are
-reached and shared is `utils.rollout.client`'s job, parsing what they say is `utils.parsing`'s.
+Types, the checks that hold for every engine, and the engine that stands for the rollout servers. HTTP is
+`utils.rollout.client`'s job; what a response says is `utils.parsing`'s.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from utils.capacity import request_seed
+from utils.config.schema import Decoding
+from utils.rollout.client import RolloutClient
+from utils.sync.adapter_sync import FallbackSync
+from utils.sync.weight_sync import SyncResult, WeightSync
 
-CONTEXT = 8  # tokens shown on each side of the first difference of two prompts
+CONTEXT_TOKENS = 8  # shown on each side of the first difference between two prompts
 
 
 class StaleRollout(RuntimeError):
-    """An answer was made with other weights than were asked for, and must not be trained on as on-policy (SYN-8)."""
+    """A response was made with other weights than requested; it must not be trained on as on-policy (SYN-8)."""
 
 
 class PromptMismatch(RuntimeError):
-    """The engine saw another prompt than the learner will train behind (ROL-3)."""
+    """The engine saw another prompt than the learner trains on (ROL-3)."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One sample to be answered.
+    """One sample to generate for.
 
     `messages` in ms-swift's form (string content with `<image>` markers, or content lists), `images` as paths, URLs or
     data URIs in order of appearance; `prompt_token_ids`, `pixel_values` [num_patches, dim] and `image_grid_thw` [n, 3]
@@ -38,28 +42,46 @@ class RolloutRequest:
     image_grid_thw: Any = None
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """How to sample: greedy at temperature 0, `top_k` -1 for all (CFG-12); `logprobs` asks for those of the answer."""
+class Sampling(Decoding):
+    """The config's `decoding` section (greedy by default) with the limit on new tokens; `logprobs` requests those of
+    the response."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
-    repetition_penalty: float = 1.0
     max_new_tokens: int = 1024
     logprobs: bool = False
 
 
 @dataclass(frozen=True)
+class RolloutContext:
+    """Which step a list of requests belongs to, and which weights must answer it.
+
+    Attributes:
+        global_step: the optimizer step that trains these samples.
+        micro_step_idx: counts within that step, in dataloader order (DIS-6).
+        policy_version: the weights that must have made the responses; None accepts any.
+        allow_stale: accept other weights of the same run; the caller judges their age.
+    """
+
+    run_seed: int
+    global_step: int
+    micro_step_idx: int
+    policy_version: str | None
+    allow_stale: bool = False
+
+    def seed(self, rank: int) -> int:
+        """Seed of `rank`'s first request; request `i` samples with `i` more."""
+        return request_seed(self.run_seed, self.global_step, self.micro_step_idx, rank)
+
+
+@dataclass(frozen=True)
 class RolloutResult:
-    """One answer (ROL-1).
+    """One response (ROL-1).
 
     `response_token_ids`: the assistant's tokens, cut before the stop token. `prompt_token_ids`: what the engine saw.
-    `weight_version`: the weights that made it; `last_weight_version` those at its end, another only where running
-    requests were held over a sync (SYN-9). `logprobs`: one per response token, where asked for
-    (the hf backend has none: it generates with the weights that train). `stop_token_id`: which of the model's stop
-    tokens the policy ended the answer with, None where it was cut off; `stop_logprob` is that token's. With `error` set
-    the request failed alone: no ids at all, an empty rollout (CON-3).
+    `weight_version`: the weights that began it; `last_weight_version` those that ended it, different only where running
+    requests were held over a sync (SYN-9). `logprobs`: one per response token, where requested (the hf engine has none:
+    it generates with the weights that train). `stop_token_id`: the model's stop token that ended the response, None
+    where it was cut off; `stop_logprob` is that token's. With `error` set the request failed alone: no ids at all, an
+    empty rollout (CON-3).
     """
 
     response_token_ids: list[int]
@@ -74,68 +96,92 @@ class RolloutResult:
     stop_logprob: float | None = None
 
 
-class RolloutBackend(Protocol):
-    """What every backend offers: `ServerBackend` here, `utils.rollout.hf.HfBackend`, and
-    `utils.rollout.colocate.ColocateBackend`. Every rank calls it for every micro-step, with an empty list too."""
+class Engine(Protocol):
+    """What generates with the policy's weights: `ServerEngine`, `HfEngine` or `ColocateEngine` (CFG-5).
 
-    def generate(
-        self,
-        requests: Sequence[RolloutRequest],
-        decoding: Decoding,
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        run_seed: int,
-        expect_version: str | None,
-        strict: bool = True,
-    ) -> list[RolloutResult]:
-        """One result per request, in order; see `ServerBackend.generate` for the arguments."""
-        ...
-
-
-class ServerBackend:
-    """Rollouts from the configured servers.
-
-    Args:
-        client: a `utils.rollout.client.RolloutClient` after `wait_ready`.
+    Attributes:
+        mode: the weight-sync mode in force, `full` or `adapter`; None where no weights are sent.
+        fallback: why that is not the configured mode, None if it is.
+        ledger: digest of each tensor the engine holds, by name, where `verify: always` keeps them.
     """
 
-    def __init__(self, client: Any) -> None:
-        self.client = client
+    mode: str | None
+    fallback: str | None
+    ledger: dict[str, str]
+
+    def open(self) -> None:
+        """Open the communicators; again after a server was lost (collective)."""
+
+    def sync(self, version: str) -> SyncResult:
+        """Bring the current merged weights into force under the name `version` (SYN-2; collective)."""
 
     def generate(
-        self,
-        requests: Sequence[RolloutRequest],
-        decoding: Decoding,
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        run_seed: int,
-        expect_version: str | None,
-        strict: bool = True,
+        self, requests: Sequence[RolloutRequest], sampling: Sampling, context: RolloutContext
     ) -> list[RolloutResult]:
-        """Answers to one micro-step's requests, in their order; no call at all for none (DIS-5).
-
-        Args:
-            global_step: the optimizer step that trains these samples.
-            micro_step_idx: counts within that step, in dataloader order (DIS-6).
-            expect_version: the weights that must have made the answers; None takes any.
-            strict: False takes those of other weights of the same run too; how old, is the caller's business.
+        """One result per request, in order. Every rank calls it for every micro-step, also with no requests.
 
         Raises:
-            StaleRollout: an answer of another version.
-            utils.rollout.client.RolloutError: no answers, `ServerGone` where a server is lost.
+            StaleRollout: a response of another version than `context` accepts.
+        """
+
+    def close(self) -> None:
+        """Leave the engine. Servers stay up (GRP-4)."""
+
+
+class ServerEngine:
+    """The configured rollout servers as one engine.
+
+    Args:
+        client: after `wait_ready`.
+    """
+
+    def __init__(self, client: RolloutClient, weight_sync: WeightSync | FallbackSync) -> None:
+        self.client = client
+        self._weight_sync = weight_sync
+
+    @property
+    def mode(self) -> str:
+        return self._weight_sync.mode
+
+    @property
+    def fallback(self) -> str | None:
+        return self._weight_sync.fallback
+
+    @property
+    def ledger(self) -> dict[str, str]:
+        return self._weight_sync.ledger
+
+    def open(self) -> None:
+        self._weight_sync.open()
+
+    def sync(self, version: str) -> SyncResult:
+        return self._weight_sync.sync(version)
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: Sampling, context: RolloutContext
+    ) -> list[RolloutResult]:
+        """As `Engine.generate`; no call at all for no requests (DIS-5).
+
+        Raises:
+            utils.rollout.link.RolloutError: no responses; `ServerGone` where a server is lost.
         """
         if not requests:
             return []
-        seed = request_seed(run_seed, global_step, micro_step_idx, self.client.rank)
-        note = {"global_step": global_step, "micro_step_idx": micro_step_idx, "rank": self.client.rank}
-        note |= {"decoding": asdict(decoding), "weight_version": expect_version}
+        note = {
+            "global_step": context.global_step,
+            "micro_step_idx": context.micro_step_idx,
+            "rank": self.client.rank,
+            "decoding": sampling.model_dump(),
+            "weight_version": context.policy_version,
+        }
         bodies = [infer_request(request) for request in requests]
-        results = [read_output(output) for output in self.client.infer(bodies, request_config(decoding), seed, note)]
-        if expect_version is not None:
-            check_versions(requests, results, expect_version, strict)
+        outputs = self.client.infer(bodies, request_config(sampling), context.seed(self.client.rank), note)
+        results = [read_output(output) for output in outputs]
+        check_versions(requests, results, context)
         return results
+
+    def close(self) -> None:
+        self._weight_sync.close()
 
 
 def infer_request(request: RolloutRequest) -> dict[str, Any]:
@@ -143,21 +189,21 @@ def infer_request(request: RolloutRequest) -> dict[str, Any]:
     return {"messages": request.messages, "images": list(request.images), "uuid": request.sample_id}
 
 
-def request_config(decoding: Decoding) -> dict[str, Any]:
-    """The decoding in ms-swift's `RequestConfig` form, without the seed, which is each call's own."""
+def request_config(sampling: Sampling) -> dict[str, Any]:
+    """The sampling in ms-swift's `RequestConfig` form; the seed is each call's own."""
     return {
-        "max_tokens": decoding.max_new_tokens,
-        "temperature": decoding.temperature,
-        "top_p": decoding.top_p,
-        "top_k": decoding.top_k,
-        "repetition_penalty": decoding.repetition_penalty,
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": sampling.repetition_penalty,
         "return_details": True,
-        "logprobs": decoding.logprobs,
+        "logprobs": sampling.logprobs,
     }
 
 
 def read_output(output: dict[str, Any]) -> RolloutResult:
-    """A `RolloutOutput` form, whose lists are per turn (always one turn here), as a result."""
+    """Read a `RolloutOutput` form, whose lists are per turn (always one turn here)."""
     infos = output["rollout_infos"]
     version = infos.get("weight_version")
     if infos.get("error") is not None:
@@ -184,35 +230,34 @@ def policy_step(version: str) -> int:
 
 
 def policy_lags(versions: Iterable[str | None], step: int) -> list[int]:
-    """How many optimizer steps older than `step`'s are the weights of each version; None, where nobody answered, has
-    none."""
+    """Age of each version in optimizer steps at `step`; None, where no engine responded, is left out."""
     return [step - policy_step(version) for version in versions if version is not None]
 
 
 def check_versions(
-    requests: Sequence[RolloutRequest], results: Sequence[RolloutResult], expected: str, strict: bool = True
+    requests: Sequence[RolloutRequest], results: Sequence[RolloutResult], context: RolloutContext
 ) -> None:
-    """Every answer was made by the expected weights from its first to its last token (SYN-8, SYN-9).
-
-    Args:
-        strict: False lets all weights of the run that `expected` belongs to pass.
+    """Check that the expected weights made every response, from its first to its last token (SYN-8, SYN-9).
 
     Raises:
         StaleRollout: names the first sample of another version.
     """
+    expected = context.policy_version
+    if expected is None:
+        return
     for request, result in zip(requests, results, strict=True):
         stale = {result.weight_version, result.last_weight_version} - {expected, None}
-        if not strict:
+        if context.allow_stale:
             stale = {version for version in stale if version.partition(":")[0] != expected.partition(":")[0]}
         if result.error is None and (stale or result.weight_version is None):
             seen = " to ".join(map(str, dict.fromkeys([result.weight_version, result.last_weight_version])))
-            raise StaleRollout(f"sample {request.sample_id}: made with weights {seen}, asked for {expected}")
+            raise StaleRollout(f"sample {request.sample_id}: made with weights {seen}, requested {expected}")
 
 
 def check_prompt(
     sample_id: str, own_ids: Sequence[int], engine_ids: Sequence[int], decode: Callable[[list[int]], str]
 ) -> None:
-    """The learner's encoding of a prompt equals what the engine saw, token for token (ROL-3).
+    """Check that the learner's encoding of a prompt equals what the engine saw, token for token (ROL-3).
 
     Args:
         decode: token ids to text, for the message.
@@ -235,7 +280,7 @@ def check_prompt(
 
 def _around(token_ids: Sequence[int], index: int, decode: Callable[[list[int]], str]) -> str:
     """`... 5='a' 6='b' >>> 7='c' <<< 8='d' ...`"""
-    start, end = max(0, index - CONTEXT), min(len(token_ids), index + CONTEXT + 1)
+    start, end = max(0, index - CONTEXT_TOKENS), min(len(token_ids), index + CONTEXT_TOKENS + 1)
     words = [f"{token_ids[i]}={decode([int(token_ids[i])])!r}" for i in range(start, end)]
     if index < len(token_ids):
         words[index - start] = f">>> {words[index - start]} <<<"

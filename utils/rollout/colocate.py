@@ -1,16 +1,14 @@
 """Rollouts by a vLLM engine inside the learner's own processes, on its devices; weights are handed over in memory.
 
-With `tensor_parallel_size` t every t neighbouring ranks hold one engine together, each its slice of the weights and its
-own copy of the scheduler (vLLM's `external_launcher`). The copies stay in step because all ranks of a group submit the
-same requests in the same order. Importing this module imports vLLM; how weights are loaded is
-utils/sync/vllm_worker.py's.
+With `tensor_parallel_size` t, t neighbouring ranks hold one engine together: each has its slice of the weights and
+its own copy of the scheduler (vLLM's `external_launcher`). The copies stay in step because all ranks of a group submit
+the same requests in the same order. Importing this module imports vLLM. utils/sync/vllm_worker.py loads the weights.
 """
 
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,109 +19,84 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from utils.capacity import call_seed, request_seed
+from utils.capacity import call_seed
+from utils.config.schema import Model, Vllm
 from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
 from utils.dist import Ranks, capture_error
-from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult, check_versions
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, Sampling, check_versions
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.vllm_worker import WorkerExtension
 from utils.sync.weight_sync import Probe, SyncResult
 
 CPU_CACHE_GIB = "1"  # keys and values of a CPU engine; VLLM_CPU_KVCACHE_SPACE overrides it
-Asked = tuple[list[dict[str, Any]], list[str], int]  # messages, images, seed
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What a colocated engine is built with; lengths in tokens."""
-
-    model_path: str
-    dtype: str
-    tensor_parallel_size: int
-    gpu_memory_utilization: float
-    max_model_len: int  # prompt + answer
-    decode_batch_size: int  # per device (CFG-11)
-    seed: int = 0
-    image_min_pixels: int | None = None
-    image_max_pixels: int | None = None
+SeededRequest = tuple[list[dict[str, Any]], list[str], int]  # messages, images, seed
 
 
 class ColocateWorker(WorkerExtension):
-    """Mixed into vLLM's worker class: a weight update whose tensors are in this very process already."""
+    """Mixed into vLLM's worker class: a weight update whose tensors are in this process already."""
 
     def _weight_load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         self.weight_transfer_engine.session.load(weights)
 
 
-class ColocateBackend:
-    """Rollouts from an engine in this process (ROL-7).
+class ColocateEngine:
+    """A vLLM engine in this process as an `Engine` (ROL-7).
 
     Args:
+        model, vllm: sections of the config. After a sync that `vllm.sync.verify` wants proven, `probe` shows that the
+            engine computes with the learner's weights (SYN-7, second step; nothing travels, so there are no digests).
         weights: the training model's merged weights.
-        processor: the model's processor, whose chat template writes the prompts.
-        bucket_bytes: tensors are handed over in buckets of about this size (SYN-5).
-        verify: `off`, `first` or `always`: prove after a sync, by `probe`, that the engine computes with the learner's
-            weights (SYN-7, second step; nothing travels, so there are no digests to compare).
+        processor: the model's processor; its chat template writes the prompts.
+        max_model_len: tokens of prompt and response.
+        decode_batch_size: sequences per device (CFG-11).
     """
 
+    mode = None  # weights are handed over in memory, always all of them
+    fallback = None
     ledger: dict[str, str] = {}
 
     def __init__(
         self,
+        model: Model,
+        vllm: Vllm,
         weights: MergedWeights,
         ranks: Ranks,
         processor: Any,
-        options: EngineOptions,
         *,
-        bucket_bytes: int,
-        verify: str = "first",
+        max_model_len: int,
+        decode_batch_size: int,
+        seed: int = 0,
         probe: Probe | None = None,
     ) -> None:
-        self.weights, self.ranks, self.processor, self.options = weights, ranks, processor, options
-        self.bucket_bytes, self.verify, self.probe = bucket_bytes, verify, probe
+        self.weights = weights
+        self.ranks = ranks
+        self.processor = processor
+        self.probe = probe
+        self.verify = vllm.sync.verify
+        self.bucket_bytes = vllm.sync.bucket_mib << 20
+        self.tensor_parallel_size = vllm.tensor_parallel_size
         self.version: str | None = None  # of the weights that the engine holds
         self.num_syncs = 0
         self.sleeps = ranks.device.type != "cpu" and current_platform.is_sleep_mode_available()
-        self.llm = start_engine(options, ranks.device, self.sleeps)
+        self.llm = start_engine(
+            model,
+            ranks.device,
+            tensor_parallel_size=vllm.tensor_parallel_size,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            max_model_len=max_model_len,
+            decode_batch_size=decode_batch_size,
+            seed=seed,
+            sleeps=self.sleeps,
+        )
         if self.sleeps:
             self.llm.sleep(level=1)
 
-    def generate(
-        self,
-        requests: Sequence[RolloutRequest],
-        decoding: Decoding,
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        run_seed: int,
-        expect_version: str | None,
-        strict: bool = True,
-    ) -> list[RolloutResult]:
-        """One result per request, in order. With tensor parallelism a collective: all ranks, any number of requests.
-
-        Raises:
-            StaleRollout: the engine holds another version than asked for.
-        """
-        seed = request_seed(run_seed, global_step, micro_step_idx, self.ranks.rank)
-        asked, own = self._share(
-            [(request.messages, request.images, call_seed(seed, index)) for index, request in enumerate(requests)]
-        )
-        if not asked:
-            return []
-        prompts = [vllm_prompt(self.processor, messages, images) for messages, images, _ in asked]
-        params = [sampling_params(decoding, seed) for _, _, seed in asked]
-        with self._awake():
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        results = [read_output(output, self.version) for output in outputs[own]]
-        if expect_version is not None:
-            check_versions(requests, results, expect_version)
-        return results
+    def open(self) -> None:
+        """Nothing to open: weights are in this process already."""
 
     def sync(self, version: str) -> SyncResult:
-        """Bring the engine to the learner's current merged weights under the name `version` (SYN-2, SYN-4).
-
-        Nothing is running meanwhile: generation is synchronous.
+        """As `Engine.sync` (SYN-4). No request runs meanwhile: generation is synchronous.
 
         Raises:
             RuntimeError: on every rank, whatever rank failed.
@@ -132,7 +105,7 @@ class ColocateBackend:
         start = time.monotonic()
         with self._awake():
             error = capture_error(self._weight_rpc, "start")
-            for bucket in self._buckets():  # to the end whatever happens: other ranks are in the same gathers
+            for bucket in self._buckets():  # to the end even after an error: other ranks are in the same gathers
                 error = error or capture_error(self._weight_rpc, "load", {"weights": bucket})
             error = error or capture_error(self._finish)
         if error is not None:
@@ -152,13 +125,31 @@ class ColocateBackend:
             verified=verify,
         )
 
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: Sampling, context: RolloutContext
+    ) -> list[RolloutResult]:
+        """As `Engine.generate`. With tensor parallelism a collective: all ranks, any number of requests."""
+        seed = context.seed(self.ranks.rank)
+        submitted, own = self._gather_group(
+            [(request.messages, request.images, call_seed(seed, index)) for index, request in enumerate(requests)]
+        )
+        if not submitted:
+            return []
+        prompts = [vllm_prompt(self.processor, messages, images) for messages, images, _ in submitted]
+        params = [sampling_params(sampling, seed) for _, _, seed in submitted]
+        with self._awake():
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        results = [read_output(output, self.version) for output in outputs[own]]
+        check_versions(requests, results, context)
+        return results
+
     def close(self) -> None:
         """End the engine; the process groups stay."""
         self.llm.llm_engine.engine_core.shutdown()
 
-    def _share(self, own: list[Asked]) -> tuple[list[Asked], slice]:
-        """All requests of this rank's tensor-parallel group in rank order, and where this rank's lie among them."""
-        size = self.options.tensor_parallel_size
+    def _gather_group(self, own: list[SeededRequest]) -> tuple[list[SeededRequest], slice]:
+        """All requests of this rank's tensor-parallel group in rank order, and which of them are this rank's."""
+        size = self.tensor_parallel_size
         if size == 1:
             return own, slice(None)
         everyone = self.ranks.gather_or_raise(own, "generating")
@@ -179,7 +170,7 @@ class ColocateBackend:
             yield bucket
 
     def _finish(self) -> None:
-        """Put the loaded weights in force and drop what was computed with the old ones (SYN-9)."""
+        """Put the loaded weights in force and drop caches made with the old ones (SYN-9)."""
         if missing := self._weight_rpc("finish"):
             raise RuntimeError(f"tensors the engine did not get: {missing[:5]}")
         self.llm.reset_mm_cache()
@@ -188,7 +179,7 @@ class ColocateBackend:
             raise RuntimeError("vLLM did not drop its prefix cache")
 
     def _weight_rpc(self, step: str, payload: dict[str, Any] | None = None) -> Any:
-        """A step of `WorkerExtension.weight_rpc` on this rank's worker. Nothing is serialised."""
+        """Run a step of `WorkerExtension.weight_rpc` on this rank's worker. Nothing is serialised."""
         answer = self.llm.collective_rpc("weight_rpc", args=(step, payload or {}))[0]
         if answer["error"] is not None:
             raise RuntimeError(answer["error"])
@@ -208,7 +199,7 @@ class ColocateBackend:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """The engine has its memory inside; outside the learner has it, where the engine can sleep (ROL-7)."""
+        """Give the engine its memory inside the context and the learner outside, where the engine can sleep (ROL-7)."""
         if not self.sleeps:
             yield
             return
@@ -219,25 +210,35 @@ class ColocateBackend:
             self.llm.sleep(level=1)
 
 
-def start_engine(options: EngineOptions, device: torch.device, sleeps: bool) -> LLM:
-    """vLLM in this process, as one of the ranks that `torch.distributed` already knows (collective)."""
+def start_engine(
+    model: Model,
+    device: torch.device,
+    *,
+    tensor_parallel_size: int,
+    gpu_memory_utilization: float,
+    max_model_len: int,
+    decode_batch_size: int,
+    seed: int = 0,
+    sleeps: bool = False,
+) -> LLM:
+    """Start vLLM in this process, as one of the ranks that `torch.distributed` already knows (collective)."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    kwargs: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
+    kwargs: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
     if device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         kwargs = {"enforce_eager": True, "enable_chunked_prefill": False}  # as in rollout_server.engine_args
     set_num_threads = torch.set_num_threads
-    pixels = {"min_pixels": options.image_min_pixels, "max_pixels": options.image_max_pixels}
+    pixels = {"min_pixels": model.image_min_pixels, "max_pixels": model.image_max_pixels}
     llm = LLM(
-        model=options.model_path,
-        dtype=options.dtype,
-        seed=options.seed,
-        tensor_parallel_size=options.tensor_parallel_size,
+        model=model.path,
+        dtype=model.dtype,
+        seed=seed,
+        tensor_parallel_size=tensor_parallel_size,
         distributed_executor_backend="external_launcher",
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.decode_batch_size * options.tensor_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=decode_batch_size * tensor_parallel_size,
         enable_sleep_mode=sleeps,
         logprobs_mode="processed_logprobs",  # those that tokens are drawn from
         worker_extension_cls=f"{__name__}.{ColocateWorker.__name__}",
@@ -246,7 +247,7 @@ def start_engine(options: EngineOptions, device: torch.device, sleeps: bool) -> 
         mm_processor_kwargs={key: value for key, value in pixels.items() if value is not None} or None,
         **kwargs,
     )
-    torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts a warning in its place
+    torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it with a warning
     return llm
 
 
@@ -261,15 +262,15 @@ def vllm_prompt(
     return prompt
 
 
-def sampling_params(decoding: Decoding, seed: int) -> SamplingParams:
+def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
     return SamplingParams(
-        temperature=decoding.temperature,
-        top_p=decoding.top_p,
-        top_k=decoding.top_k,
-        repetition_penalty=decoding.repetition_penalty,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
         seed=seed,
-        max_tokens=decoding.max_new_tokens,
-        logprobs=0 if decoding.logprobs else None,
+        max_tokens=sampling.max_new_tokens,
+        logprobs=0 if sampling.logprobs else None,
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -277,19 +278,19 @@ def sampling_params(decoding: Decoding, seed: int) -> SamplingParams:
 
 
 def read_output(output: RequestOutput, version: str | None) -> RolloutResult:
-    """vLLM's answer as a result: the stop token, which is the last one generated, is cut (ROL-1)."""
-    answer = output.outputs[0]
-    token_ids = list(answer.token_ids)
-    logprobs = [step[token].logprob for token, step in zip(token_ids, answer.logprobs or [], strict=False)]
-    is_stopped = answer.finish_reason == "stop"
+    """Read vLLM's output; the stop token, the last one generated, is cut (ROL-1)."""
+    completion = output.outputs[0]
+    token_ids = list(completion.token_ids)
+    logprobs = [step[token].logprob for token, step in zip(token_ids, completion.logprobs or [], strict=False)]
+    is_stopped = completion.finish_reason == "stop"
     num_kept = len(token_ids) - is_stopped
     return RolloutResult(
         response_token_ids=token_ids[:num_kept],
         prompt_token_ids=list(output.prompt_token_ids),
-        text=answer.text,
-        finish_reason=answer.finish_reason,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
         weight_version=version,
-        logprobs=logprobs[:num_kept] if answer.logprobs else None,
+        logprobs=logprobs[:num_kept] if completion.logprobs else None,
         stop_token_id=token_ids[-1] if is_stopped else None,
         stop_logprob=logprobs[-1] if is_stopped and logprobs else None,
     )

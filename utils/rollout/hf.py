@@ -1,7 +1,7 @@
-"""Rollouts by transformers' own `generate` on the model that is being trained: no server, no engine, no weight sync.
+"""Rollouts by transformers' own `generate` on the model in training: no server, no second engine, no weight sync.
 
-The slowest backend and the one with the fewest parts. Works under every ZeRO stage: with ZeRO-3 each forward gathers
-the weights of one layer after the other, so all ranks must run the same forwards, those with nothing to say included.
+The slowest engine and the one with the fewest parts. It works under every ZeRO stage. Under ZeRO-3 each forward gathers
+one layer after the other, so all ranks run the same forwards, those without requests included.
 """
 
 import copy
@@ -14,45 +14,48 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from utils.capacity import call_seed, request_seed, rounds
+from utils.capacity import call_seed, rounds
 from utils.dist import Ranks
 from utils.learner.model import base_model, dummy_segment
-from utils.rollout.backend import Decoding, RolloutRequest, RolloutResult
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, Sampling
 from utils.sync.weight_sync import SyncResult
 
 Row = tuple[Sequence[int], Tensor | None, Tensor | None]  # prompt token ids, pixel_values, image_grid_thw
 
 
-class HfBackend:
-    """Rollouts from the training model itself (ROL-6).
+class HfEngine:
+    """The training model as an `Engine` (ROL-6).
 
     Args:
         learner: a `utils.learner.learner.Learner`: its DeepSpeed engine and its model.
         decode_batch_size: most sequences in one call of `generate`.
     """
 
-    ledger: dict[str, str] = {}  # no engine holds weights of its own
+    mode = None  # no engine holds weights of its own
+    fallback = None
+    ledger: dict[str, str] = {}
 
     def __init__(self, learner: Any, ranks: Ranks, tokenizer: Any, decode_batch_size: int) -> None:
-        self.ranks, self.tokenizer, self.decode_batch_size = ranks, tokenizer, decode_batch_size
         model = base_model(learner.model)
+        self.ranks = ranks
+        self.tokenizer = tokenizer
+        self.decode_batch_size = decode_batch_size
         self.engine_forward = EngineForward(learner.engine, model)
         self.is_sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         self.stop_ids = stop_token_ids(model, tokenizer)
 
+    def open(self) -> None:
+        """Nothing to open."""
+
+    def sync(self, version: str) -> SyncResult:
+        """Nothing to send: the weights in training are those that generate."""
+        return SyncResult(version=version, num_tensors=0, num_bytes=0, seconds=0.0, verified=False)
+
     def generate(
-        self,
-        requests: Sequence[RolloutRequest],
-        decoding: Decoding,
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        run_seed: int,
-        expect_version: str | None,
-        strict: bool = True,
+        self, requests: Sequence[RolloutRequest], sampling: Sampling, context: RolloutContext
     ) -> list[RolloutResult]:
-        """One result per request, in order. Under ZeRO-3 a collective: all ranks, with any number of requests each."""
-        seed = request_seed(run_seed, global_step, micro_step_idx, self.ranks.rank)
+        """As `Engine.generate`. Under ZeRO-3 a collective: all ranks, with any number of requests each."""
+        seed = context.seed(self.ranks.rank)
         batches = rounds(len(requests), self.decode_batch_size)
         num_calls = len(batches)
         if self.is_sharded:
@@ -60,43 +63,39 @@ class HfBackend:
         results: list[RolloutResult] = []
         with self.engine_forward as model, torch.no_grad():
             for batch in [*batches, *[range(0)] * (num_calls - len(batches))]:
-                asked = [requests[index] for index in batch]
+                part = [requests[index] for index in batch]
                 seeds = [call_seed(seed, index) for index in batch]
-                answers = self._answer(model, asked, seeds, decoding)
-                results += map(partial(self._result, version=expect_version), asked, answers)
+                new_ids = self._generate_batch(model, part, seeds, sampling)
+                results += map(partial(self._result, version=context.policy_version), part, new_ids)
         return results
 
-    def sync(self, version: str) -> SyncResult:
-        """Nothing to do: the weights that are trained are those that generate."""
-        return SyncResult(version=version, num_tensors=0, num_bytes=0, seconds=0.0, verified=False)
-
     def close(self) -> None:
-        """Nothing to do: the model is the learner's."""
+        """Nothing to close: the model is the learner's."""
 
-    def _answer(
-        self, model: nn.Module, requests: Sequence[RolloutRequest], seeds: Sequence[int], decoding: Decoding
+    def _generate_batch(
+        self, model: nn.Module, requests: Sequence[RolloutRequest], seeds: Sequence[int], sampling: Sampling
     ) -> list[list[int]]:
-        """New token ids per request, stop token and padding behind it included; one call of `generate`."""
+        """New token ids per request, the stop token and padding after it included; one call of `generate`."""
         device = self.ranks.device
         rows: list[Row] = [(r.prompt_token_ids, r.pixel_values, r.image_grid_thw) for r in requests]
         if self.is_sharded and all(pixel_values is None for _, pixel_values, _ in rows):
-            dummy = dummy_segment(model)  # on other ranks the vision tower runs
+            dummy = dummy_segment(model)  # other ranks run the vision tower
             rows.append((dummy.input_ids.tolist(), dummy.pixel_values, dummy.image_grid_thw))
         inputs = {name: tensor.to(device) for name, tensor in left_pad(rows, model.config.image_token_id).items()}
         config = GenerationConfig(
-            max_new_tokens=decoding.max_new_tokens,
+            max_new_tokens=sampling.max_new_tokens,
             do_sample=False,  # see Sampler
-            repetition_penalty=decoding.repetition_penalty,
+            repetition_penalty=sampling.repetition_penalty,
             eos_token_id=self.stop_ids,
             pad_token_id=self.stop_ids[0],
             use_cache=True,
         )
-        greedy = decoding.temperature == 0
+        greedy = sampling.temperature == 0
         output = model.generate(
             **inputs,
             generation_config=config,
-            logits_processor=[] if greedy else [Sampler(decoding, [*seeds, 0][: len(rows)], device)],
-            stopping_criteria=[EndDummies(len(requests))],
+            logits_processor=[] if greedy else [Sampler(sampling, [*seeds, 0][: len(rows)], device)],
+            stopping_criteria=[StopDummyRows(len(requests))],
             synced_gpus=self.is_sharded and self.ranks.world_size > 1,
         )
         return output[: len(requests), inputs["input_ids"].shape[1] :].tolist()
@@ -115,22 +114,22 @@ class HfBackend:
 
 
 class Sampler(LogitsProcessor):
-    """Makes the largest logit a sample: `argmax(logits + Gumbel noise)` is distributed as `softmax(logits)`.
+    """Make the largest logit a sample: `argmax(logits + Gumbel noise)` is distributed as `softmax(logits)`.
 
-    Each row draws from a generator of its own, so that an answer depends on its request's seed (DIS-6) and not on what
-    is decoded beside it, as it would with `generate`'s own sampling.
+    Each row draws from its own generator, so that a response depends on its request's seed (DIS-6) alone. With
+    `generate`'s own sampling it would depend on the rows decoded beside it.
 
     Args:
         seeds: one per row.
     """
 
-    def __init__(self, decoding: Decoding, seeds: Sequence[int], device: torch.device) -> None:
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(decoding.temperature))]
-        if decoding.top_k > 0:
-            self.warpers.append(TopKLogitsWarper(decoding.top_k))
-        if decoding.top_p < 1:
-            self.warpers.append(TopPLogitsWarper(decoding.top_p))
+        self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
+        if sampling.top_k > 0:
+            self.warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(sampling.top_p))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, vocabulary], float32."""
@@ -140,8 +139,8 @@ class Sampler(LogitsProcessor):
         return scores - torch.stack(rows).clamp_min(torch.finfo(scores.dtype).tiny).log()
 
 
-class EndDummies(StoppingCriteria):
-    """Rows from `num_real` on end at once: nobody waits for what a dummy says."""
+class StopDummyRows(StoppingCriteria):
+    """Stop rows from `num_real` on at once: the response to a dummy is not needed."""
 
     def __init__(self, num_real: int) -> None:
         self.num_real = num_real
@@ -173,7 +172,7 @@ def left_pad(rows: Sequence[Row], image_token_id: int) -> dict[str, Tensor]:
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer, as vLLM takes them: the tokenizer's own and those of the generation config."""
+    """The tokens that end a response, as vLLM has them: the tokenizer's own and the generation config's."""
     given = model.generation_config.eos_token_id
     listed = given if isinstance(given, list) else [given]
     return list(dict.fromkeys(int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None))

@@ -1,36 +1,58 @@
-"""Rows of coming micro-steps, prepared while the current ones train (LRN-8).
+"""Micro-steps prepared while earlier ones train (LRN-8).
 
-Per rank one thread asks for answers, micro-step after micro-step in dataloader order, a second one encodes what is
-asked next, and a third one finishes what came back: the engine has its next request as soon as the last answers are
-there. Knows nothing of weights, ranks or targets: how far ahead it may go is said by `take`, what is too old by
-`is_fresh`.
+Threads of one rank, for a `Prefetcher` that works in the background (rollout servers):
+
+    main       get(step) ------ waits ------------------------------> micro-steps of `step`: pack, learn, log
+                 | wakes                                                ^
+    prefetch     +-> draw --> ... --> generate (HTTP) --> next draw     |
+                       |       ^         |                              |
+    encode             +-> encode        |  of the next micro-step      |
+    finish                               +-> judge ---------------------+
+
+The `prefetch` thread generates for one micro-step after the other in dataloader order, so the engines get their next
+requests as soon as the last responses are there. Other engines generate on all ranks together: there everything
+happens inside `get`, in the main thread. This module knows nothing of weights, ranks or targets.
 """
 
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Item = TypeVar("Item")
 Key = tuple[int, int]  # optimizer step, micro-step within it
 
 
+class Stages(Protocol[Item]):
+    """What happens to a micro-step, in this order; `Item` is a finished one."""
+
+    encode: Callable[[Any], Any] | None  # samples to what `generate` takes; None: `generate` takes samples
+
+    def draw(self) -> Any:
+        """Draw the samples of the next micro-step. Called once per micro-step, in order."""
+
+    def generate(self, encoded: Any, step: int, micro_step_idx: int) -> Any:
+        """Get the engine's responses; the only stage that may wait for an engine."""
+
+    def judge(self, responses: Any, step: int) -> Item:
+        """Finish the micro-step."""
+
+    def lag(self, item: Item, step: int) -> int:
+        """Optimizer steps by which the weights of the oldest response are behind those of `step`."""
+
+
 class Prefetcher(Generic[Item]):
-    """Finished micro-steps in order; every sample is drawn once and kept until its step was taken.
+    """Finished micro-steps in order. Every sample is drawn once and kept until its step was handed out.
+
+    With `stages.encode`, the next micro-step is drawn and encoded while the current one generates.
 
     Args:
-        draw: samples of the next micro-step; called once per micro-step, in order.
-        ask: `(samples or what encode made of them, step, micro_step_idx)` to whatever `finish` takes; may wait for an
-            engine.
-        finish: `(what ask gave, step)` to an item, without waiting for anybody.
-        micro_steps: per optimizer step.
-        window: optimizer steps that may be prepared before their turn; with 0 only micro-steps of the step taken.
+        num_micro_steps: per optimizer step.
+        window: optimizer steps that may be prepared before their turn; with 0 only micro-steps of the current step. It
+            also bounds the lag of an item: an older one is made again, from the same samples.
         queue_limit: finished micro-steps of later steps that may wait.
-        is_fresh: `(item, step)`: may `step` train on it? If not it is made again, from the same samples, when taken.
-        encode: samples to what `ask` takes, without an engine; done while earlier ones are asked, which draws one
-            micro-step further ahead. None: `ask` takes samples.
-        background: False where asking is collective (all ranks take part): then all happens inside `take`.
+        background: False where `generate` is collective (all ranks take part): then all happens inside `get`.
 
     Attributes:
         num_remade: micro-steps that were too old and made again.
@@ -38,41 +60,39 @@ class Prefetcher(Generic[Item]):
 
     def __init__(
         self,
-        draw: Callable[[], Sequence[Any]],
-        ask: Callable[[Sequence[Any], int, int], Any],
-        finish: Callable[[Any, int], Item],
-        micro_steps: int,
+        stages: Stages[Item],
+        num_micro_steps: int,
         *,
         window: int = 0,
         queue_limit: int = 1,
-        is_fresh: Callable[[Item, int], bool] = lambda item, step: True,
-        encode: Callable[[Sequence[Any]], Any] | None = None,
         background: bool = True,
     ) -> None:
-        self._draw, self._ask, self._finish, self._is_fresh = draw, ask, finish, is_fresh
-        self._micro_steps, self._window, self._queue_limit = micro_steps, window, queue_limit
+        self._stages = stages
+        self._num_micro_steps = num_micro_steps
+        self._window = window
+        self._queue_limit = queue_limit
+        self._background = background
         self.num_remade = 0
         self._changed = threading.Condition()  # guards everything below
         self._samples: dict[Key, Sequence[Any]] = {}
+        self._encoded: dict[Key, Future] = {}
         self._items: dict[Key, Future[Item]] = {}
-        self._taking = 0  # the step whose turn it is
+        self._current_step = 0
         self._error: Exception | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._background = background
-        self._encode, self._encoded = encode, dict[Key, Future]()
         self._encoder = ThreadPoolExecutor(1, "encode")
         self._finisher = ThreadPoolExecutor(1, "finish")
 
-    def take(self, step: int) -> list[Item]:
-        """The items of all micro-steps of `step`; the same again if asked again. Lets later steps be prepared.
+    def get(self, step: int) -> list[Item]:
+        """Return all micro-steps of `step`, the same ones if called again. Later steps may be prepared from here on.
 
         Raises:
-            Exception: whatever asking or finishing raised; the next `take` or `start` tries again from there.
+            Exception: whatever a stage raised. The next call tries again from there.
         """
-        keys = [(step, micro) for micro in range(self._micro_steps)]
+        keys = [(step, micro) for micro in range(self._num_micro_steps)]
         with self._changed:
-            self._taking = step
+            self._current_step = step
             for done in [key for key in self._samples if key[0] < step]:
                 del self._samples[done]
                 self._items.pop(done, None)
@@ -83,32 +103,32 @@ class Prefetcher(Generic[Item]):
             self._wait_for(keys)
         for key in keys:
             if key not in self._items:
-                self._make(key)
-            elif not self._is_fresh(self._items[key].result(), step):
+                self._prepare(key)
+            elif self._stages.lag(self._items[key].result(), step) > self._window:
                 self.num_remade += 1
-                self._make(key)
+                self._prepare(key)
         return [self._items[key].result() for key in keys]
 
-    def ahead(self, step: int) -> tuple[list[Item], int]:
-        """What a checkpoint in front of `step` holds: finished micro-steps from there on, in order and without a gap,
-        and how many have been drawn, these included. What failed is left to the `take` that raises it."""
+    def prepared_from(self, step: int) -> tuple[list[Item], int]:
+        """State for a checkpoint taken before `step`: finished micro-steps from there on, in order and without a gap,
+        and how many have been drawn, these included. A failed one is left to the `get` that raises its error."""
         with self._changed:
             drawn = sorted(key for key in self._samples if key[0] >= step)
-            asked = [self._items[key] for key in itertools.takewhile(lambda key: key in self._items, drawn)]
-        finished = itertools.takewhile(lambda item: item.exception() is None, asked)
+            generated = [self._items[key] for key in itertools.takewhile(lambda key: key in self._items, drawn)]
+        finished = itertools.takewhile(lambda item: item.exception() is None, generated)
         return [item.result() for item in finished], len(drawn)
 
     def restore(self, step: int, items: Sequence[Item]) -> None:
-        """Go on in front of `step` with what `ahead` gave; `draw` gives again what had been drawn from there on."""
-        self._taking = step
+        """Continue before `step` with the items of `prepared_from`; `draw` draws their samples again."""
+        self._current_step = step
         for item in items:
             key = self._first_missing()
-            self._samples[key] = self._draw()
+            self._samples[key] = self._stages.draw()
             self._items[key] = Future()
             self._items[key].set_result(item)
 
-    def stop(self, timeout_s: float | None = None) -> None:
-        """Let nobody ask any more; returns when the call that is running has ended. What is finished is kept."""
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Stop issuing requests and wait for those in flight. Finished micro-steps are kept."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -133,60 +153,58 @@ class Prefetcher(Generic[Item]):
                 raise self._error
 
     def _run(self) -> None:
-        """The thread: the next micro-step, whenever it may be made."""
+        """Body of the `prefetch` thread."""
         try:
             while (key := self._next_key()) is not None:
-                self._make(key)
-        except Exception as error:  # noqa: BLE001  (raised by the next `take`, on the rank's main thread)
+                self._prepare(key)
+        except Exception as error:  # noqa: BLE001  (raised by the next `get`, on the rank's main thread)
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _next_key(self) -> Key | None:
-        """Waits until another micro-step may be made; None when there is to be no more."""
+        """Wait until another micro-step may be prepared; None once draining."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._may_go_on())
+            self._changed.wait_for(lambda: self._stopping or self._may_prepare(self._first_missing()))
             return None if self._stopping else self._first_missing()
 
-    def _may_go_on(self) -> bool:
-        return self._may_make(self._first_missing()[0])
-
-    def _may_make(self, step: int) -> bool:
-        num_waiting = sum(key[0] > self._taking for key in self._items)
-        return step <= self._taking or (step <= self._taking + self._window and num_waiting < self._queue_limit)
+    def _may_prepare(self, key: Key) -> bool:
+        num_waiting = sum(other[0] > self._current_step for other in self._items)
+        ahead = key[0] - self._current_step
+        return ahead <= 0 or (ahead <= self._window and num_waiting < self._queue_limit)
 
     def _first_missing(self) -> Key:
-        step, micro = self._taking, 0
-        while (step, micro) in self._items:
-            step, micro = self._after((step, micro))
-        return step, micro
+        key = (self._current_step, 0)
+        while key in self._items:
+            key = self._after(key)
+        return key
 
     def _after(self, key: Key) -> Key:
         step, micro = key
-        return (step, micro + 1) if micro + 1 < self._micro_steps else (step + 1, 0)
+        return (step, micro + 1) if micro + 1 < self._num_micro_steps else (step + 1, 0)
 
-    def _make(self, key: Key) -> None:
+    def _prepare(self, key: Key) -> None:
         with self._changed:
-            work = self._begin(key)
-            if self._encode and self._background and self._may_make(self._after(key)[0]):
-                self._begin(self._after(key))
+            work = self._draw_and_encode(key)
+            if self._stages.encode and self._background and self._may_prepare(self._after(key)):
+                self._draw_and_encode(self._after(key))
         try:
             encoded = work.result() if isinstance(work, Future) else work
         except Exception:
-            self._encoded.pop(key)  # for the next attempt
+            self._encoded.pop(key)  # so that the next attempt encodes again
             raise
-        asked = self._ask(encoded, *key)
+        responses = self._stages.generate(encoded, *key)
         with self._changed:
             self._encoded.pop(key, None)
-            self._items[key] = self._finisher.submit(self._finish, asked, key[0])
+            self._items[key] = self._finisher.submit(self._stages.judge, responses, key[0])
             self._changed.notify_all()
 
-    def _begin(self, key: Key) -> Sequence[Any] | Future:
-        """What `ask` takes for `key`, drawn if it was not, or a promise of it."""
+    def _draw_and_encode(self, key: Key) -> Any:
+        """What `generate` takes for `key`, or a future of it; drawn if it was not."""
         if key not in self._samples:
-            self._samples[key] = self._draw()
-        if self._encode is None:
+            self._samples[key] = self._stages.draw()
+        if self._stages.encode is None:
             return self._samples[key]
         if key not in self._encoded:
-            self._encoded[key] = self._encoder.submit(self._encode, self._samples[key])
+            self._encoded[key] = self._encoder.submit(self._stages.encode, self._samples[key])
         return self._encoded[key]

@@ -1,4 +1,4 @@
-"""How both training programs are started and how they end: the command line, one exit status, last words."""
+"""Start and end of both training programs: the command line, the exit status and the closing report."""
 
 import argparse
 import os
@@ -9,25 +9,25 @@ from typing import NoReturn, TypeVar
 
 from utils.config.load import Config, load_config_or_exit, require_variant
 from utils.config.plan import print_dry_run
-from utils.run.session import Session
+from utils.run.session import Program
 from utils.run.shutdown import end_with
 
-AnySession = TypeVar("AnySession", bound=Session)
+AnyProgram = TypeVar("AnyProgram", bound=Program)
 
 
 def run_program(
     script: str,
     variant: str,
     description: str,
-    set_up: Callable[[Config, str | None], AnySession],
-    train: Callable[[AnySession], None],
+    set_up: Callable[[Config, str | None], AnyProgram],
+    train: Callable[[AnyProgram], None],
     check: Callable[[Config], None] = lambda cfg: None,
 ) -> NoReturn:
-    """Read the command line, then `train(set_up(config, what to resume))` to its end, whatever that is.
+    """Read the command line, then run `train(set_up(config, checkpoint to resume))` to its end.
 
     Args:
         script: the program's file, which trains configs of `variant` (CFG-4).
-        check: exits with status 2 for what the program finds wrong with the config before anything is touched.
+        check: exits with status 2 for what the program finds wrong with the config, before anything else starts.
     """
     args = parse_args(description)
     cfg = load_config_or_exit(args.config)
@@ -41,11 +41,11 @@ def run_program(
         run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint)
         train(run)
     except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
-        facts = (run.steps_done, run.version) if run else (None, None)
+        facts = (run.session.steps_done, run.session.policy.version) if run else (None, None)
         status = end_with(error, Path(cfg.training.output_dir), args.config, *facts)
     finally:
         if run is not None:
-            run.close()
+            run.session.close()
     sys.exit(status)
 
 

@@ -1,282 +1,252 @@
-"""What a training program holds while it runs, and the few things that stage 2 and GRPO do in the same way: bring the
-current weights to the engine that generates, ask it, and write down what was asked."""
+"""What a training program holds while it runs, and what stage 2 and GRPO do alike around their steps: begin, evaluate,
+save, stop, finish and resume."""
 
 import json
 import logging
 import math
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import Config, exit_with
-from utils.data.encoding import EncodedPrompt, encode_prompt, prompt_chat
+from utils.data.encoding import EncodedPrompt, encode_prompt
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
 from utils.learner.checkpoint import save_adapter, save_merged
-from utils.learner.learner import Learner
+from utils.learner.learner import Learner, StepResult
 from utils.packing import Batch
 from utils.parsing import TokenTable
-from utils.rollout.backend import Decoding, RolloutBackend, RolloutRequest, RolloutResult, check_prompt, policy_lags
-from utils.rollout.client import RolloutClient
-from utils.run.monitor import Monitor, ServerWatch, evaluation_file, write_evaluation
-from utils.run.prefetch import Prefetcher
-from utils.run.recovery import retry_on_server_loss
+from utils.rollout.backend import RolloutResult, Sampling
+from utils.run.monitor import Monitor, ServerWatch, collapse_warnings, evaluation_file, write_evaluation
+from utils.run.policy import Policy
+from utils.run.prefetch import Prefetcher, Stages
+from utils.run.records import Timer
 from utils.run.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
-from utils.run.rollout_log import RolloutLog
 from utils.run.shutdown import Stopped, StopRequest
-from utils.sync.adapter_sync import FallbackSync
-from utils.sync.weight_sync import WeightSync
 from utils.targets import Segment
 
 logger = logging.getLogger(__name__)
+Score = TypeVar("Score")
+
+
+class Program(Protocol):
+    """What a training script adds to a session."""
+
+    session: "Session"
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the weights of `step` (collective)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's own checkpoint state, beside the session's: plain types and tensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`. Raises ValueError where the state does not fit this run."""
+
+
+@dataclass
+class Data:
+    """Samples of this rank and what encodes them."""
+
+    stream: SampleStream  # training samples
+    val_samples: list[Sample]  # of all ranks
+    processor: Any
+    table: TokenTable | None  # None where the tokenizer has no coordinate tokens; stage 2 never allows that
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+
+    def encode(self, samples: Sequence[Sample]) -> list[EncodedPrompt]:
+        """Encode prompts, from any thread: a fast tokenizer cannot be used by two at once."""
+        with self._lock:
+            return [encode_prompt(sample, self.processor) for sample in samples]
 
 
 @dataclass(kw_only=True)
 class Session:
-    """Everything a run holds; `utils.run.setup.open_session` makes it, and the program its `prefetcher`."""
+    """Everything a run holds; `utils.run.setup.open_session` builds it.
+
+    Attributes:
+        metric: of an evaluation, that decides which step was the best.
+        resumed: this rank's state in the checkpoint that the run continues from.
+        owes_evaluation: an earlier process was stopped before the evaluation due at `steps_done`.
+    """
 
     cfg: Config
     ranks: Ranks
     run_id: str
-    stream: SampleStream  # training samples of this rank
-    val_samples: list[Sample]
-    processor: Any
-    table: TokenTable | None  # None where the tokenizer has no coordinate tokens, which stage 2 never lets pass
-    client: RolloutClient | None  # of the rollout servers, where there are any
-    backend: RolloutBackend
-    # What brings new weights to the backend; one in this process does so itself.
-    sync: WeightSync | FallbackSync | RolloutBackend
+    num_steps: int
+    data: Data
+    policy: Policy
     learner: Learner
     collate: Callable[[list[Segment]], Batch]
     monitor: Monitor
-    rollout_log: RolloutLog
     watch: ServerWatch
-    num_steps: int
-    metric: str  # of an evaluation, that decides which step was the best
+    timer: Timer
+    metric: str
     lock: RunLock | None = None  # on the run directory, rank 0's
+    resumed: dict[str, Any] | None = None
     steps_done: int = 0
-    resumed: dict[str, Any] | None = None  # this rank's state in the checkpoint that the run goes on from
-    owes_evaluation: bool = False  # a stop came ahead of the one due at `steps_done`
-    stop: StopRequest = field(default_factory=StopRequest)
-    prefetcher: Prefetcher = field(init=False)
-    version: str | None = None  # the policy that generates
+    owes_evaluation: bool = False
     best: float = -math.inf  # of `metric`, so far
-    sync_values: dict[str, float] = field(default_factory=dict)  # of the last sync, until a step or evaluation logs it
-    seconds: Counter = field(default_factory=Counter)  # by part, since the run began
-    logged_seconds: Counter = field(default_factory=Counter)  # what earlier steps have logged of them
-    _lock: Any = field(default_factory=threading.Lock, repr=False)
-    _encoding: Any = field(default_factory=threading.Lock, repr=False)
+    prefetcher: Prefetcher | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Count what happens inside as seconds of `part`; from any thread."""
-        start = time.monotonic()
-        yield
-        with self._lock:
-            self.seconds[part] += time.monotonic() - start
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.cfg.training.output_dir)
 
-    def on_current_weights(self, step: int, work: Callable[[], Any], where: str) -> Any:
-        """`work()` once the engine that generates has the weights of `step`; again from there if a server was lost."""
+    def timed(self, part: str) -> AbstractContextManager[None]:
+        """Count the time inside the context as seconds of `part`."""
+        return self.timer.timed(part)
 
-        def synced() -> Any:
-            self.sync_weights(step)
-            return work()
+    # Before the first step
 
-        def reopen() -> None:
-            self.version = None  # the servers get everything anew
-            self.sync.open()
-
-        where = f"{where} with weights of step {step}"
-        return retry_on_server_loss(synced, where, self.ranks, self.client, self.prefetcher.stop, reopen)
-
-    def sync_weights(self, step: int) -> None:
-        """The engine that generates gets the weights of `step` unless it has them (SYN-2)."""
-        version = f"{self.run_id}:{step}"
-        if self.version == version:
-            return
-        with self.timed("sync"):
-            report = self.sync.sync(version)
-        self.version = version
-        self.sync_values = {
-            "sync/bytes": report.num_bytes,
-            "sync/gb_per_s": report.gb_per_s,
-            "sync/seconds": report.seconds,
-        }
-
-    def pop_sync_metrics(self) -> dict[str, float]:
-        """Scalars of the sync since last taken. Whoever used the new weights logs them under its own step: a resumed
-        run's first sync then belongs to its first own step, and stands in the curves once."""
-        values, self.sync_values = self.sync_values, {}
-        return values
-
-    def encode(self, samples: Sequence[Sample]) -> list[EncodedPrompt]:
-        """Their prompts, from any thread: a fast tokenizer cannot be used by two at once."""
-        with self._encoding:
-            return [encode_prompt(sample, self.processor) for sample in samples]
-
-    def roll_out(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[EncodedPrompt],
-        sampling: Decoding,
-        step: int,
-        micro_step_idx: int,
-        strict: bool = True,
-    ) -> list[RolloutResult]:
-        """The current policy's answers, in order, each behind exactly the prompt it will be trained behind (ROL-3).
-
-        Not `strict`, for requests that may meet a sync: the answers say which of this run's weights made them (SYN-8).
-        """
-        requests = [
-            RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
-            for sample, prompt in zip(samples, prompts, strict=True)
-        ]
-        answers = self.backend.generate(
-            requests,
-            sampling,
-            global_step=step,
-            micro_step_idx=micro_step_idx,
-            run_seed=self.cfg.training.seed,
-            expect_version=self.version,
-            strict=strict,
+    def prefetch(self, stages: Stages) -> None:
+        """Prepare micro-steps by `stages`: within their step, or with `async` before it (LRN-8). Only servers can work
+        in the background: other engines generate on all ranks together, with the weights that train."""
+        options = self.cfg.rm.async_
+        self.prefetcher = Prefetcher(
+            stages,
+            self.cfg.training.gradient_accumulation_steps,
+            window=options.version_window if options.enabled else 0,
+            queue_limit=options.queue_limit,
+            background=self.policy.client is not None,
         )
-        for request, answer in zip(requests, answers, strict=True):
-            if answer.error is None:
-                check_prompt(
-                    request.sample_id,
-                    request.prompt_token_ids,
-                    answer.prompt_token_ids,
-                    self.processor.tokenizer.decode,
-                )
-        return answers
+        self.policy.drain = self.prefetcher.drain
 
-    def log_calls(self, step: int, phase: str) -> dict[str, float]:
-        """A line of rollouts.jsonl about all calls since the last one (LOG-1); returns its numbers (collective)."""
-        if self.client is None:
-            return {}
-        return self.rollout_log.write(step, self.version, self.sync.mode, self.sync.fallback, phase)
+    def resume(self, program: Program) -> None:
+        """Continue from the checkpoint, where there is one; exit status 2 where any rank cannot (collective).
 
-    def pop_seconds(self) -> dict[str, float]:
-        """Seconds by part since they were last taken: with prefetch, rollouts of coming steps are in them."""
-        passed = {name: value - self.logged_seconds[name] for name, value in self.seconds.items()}
-        self.logged_seconds.update(passed)
-        return passed
-
-    def log_evaluation(
-        self, step: int, result: dict[str, float], scalars: dict[str, float], answers: list[dict[str, Any]]
-    ) -> None:
-        """An evaluation onto disk and into the curves, `answers` of all ranks together (collective)."""
-        gathered = [answer for part in self.ranks.gather(answers) for answer in part]
-        is_best, sync_values = result[self.metric] > self.best, self.pop_sync_metrics()
-        self.best = max(self.best, result[self.metric])
-        if self.ranks.is_main:
-            self.monitor.scalars(step, scalars | sync_values)
-            self.monitor.flush()
-            write_evaluation(Path(self.cfg.training.output_dir), step, result, gathered, is_best)
-            shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
-            logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
-
-    def resume(self, restore: Callable[[dict[str, Any]], None]) -> None:
-        """Go on from the checkpoint, where there is one; exit status 2 where any rank cannot (collective).
-
-        Args:
-            restore: takes this rank's state; raises ValueError where it does not fit.
+        The last thing before the loop: setting up draws random numbers, too.
         """
         problem = None
         if self.resumed is not None:
             try:
-                restore(self.resumed)
+                self._load_state_dict(self.resumed)
+                program.load_state_dict(self.resumed)
             except ValueError as error:
                 problem = str(error)
-        if problem := next(filter(None, self.ranks.gather(problem)), None):  # whichever rank's
+        if problem := next(filter(None, self.ranks.gather(problem)), None):  # of the first rank that has one
             exit_with(f"training.resume_from_checkpoint: {problem}", self.ranks.is_main)
 
-    def begin(self, evaluate: Callable[[int], None]) -> None:
-        """What precedes the first step: from here on signals are heeded; an evaluation that is due is made."""
+    def begin(self, program: Program) -> None:
+        """Install the signal handlers and run an evaluation that is due before the first step."""
         self.stop.install()
         if self.owes_evaluation or (self.cfg.training.eval_at_start and self.resumed is None):
-            evaluate(self.steps_done)
+            program.evaluate(self.steps_done)
 
-    def end_step(
-        self, signal_name: str | None, evaluate: Callable[[int], None], rank_state: Callable[[bool], dict[str, Any]]
+    # After a step
+
+    def gather_step(self, result: StepResult, **own: Any) -> dict[str, Any]:
+        """This step's numbers of all ranks, one entry per rank under each name (collective).
+
+        Args:
+            own: this rank's; `lengths` (new tokens per response) and `lags` (of each trained response) among them.
+
+        Returns:
+            `own` of all ranks, `seconds`, `num_tokens`, and as `signal_name` a signal that any rank has received.
+        """
+        own |= {"seconds": self.timer.pop(), "num_tokens": result.num_tokens, "signal_name": self.stop.signal_name}
+        parts = self.ranks.gather(own)
+        gathered: dict[str, Any] = {name: [part[name] for part in parts] for name in own}
+        return gathered | {"signal_name": next(filter(None, gathered["signal_name"]), None)}
+
+    def log_step(
+        self, step: int, metrics: dict[str, float], quality: Mapping[str, float] | None, **shown: float
     ) -> None:
-        """What is due behind step `steps_done`: evaluation, checkpoint, and the end where a signal asks for it.
+        """Log a step's curves, with those of calls, servers and sync, and its progress line (collective).
+
+        Args:
+            step: 1-based, steps done.
+            quality: of the responses; warns where it passes a bound of `training.collapse`.
+            shown: on the progress line, with the tokens per second.
+        """
+        metrics = metrics | {"rollout/remade": float(self.prefetcher.num_remade)}
+        metrics |= self.policy.log_calls(step, "train") | self.watch.pop_metrics() | self.policy.pop_sync_metrics()
+        self.monitor.scalars(step, metrics)
+        self.monitor.progress(step, **shown, tokens_per_s=metrics["train/tokens_per_s"])
+        for warning in collapse_warnings(quality or {}, self.cfg.training.collapse.model_dump()):
+            logger.warning("step %d: %s", step, warning)
+
+    def end_step(self, program: Program, signal_name: str | None) -> None:
+        """Do what is due after step `steps_done`: evaluation, checkpoint, and the end where a signal requests it.
 
         Args:
             signal_name: of the signal, the same on all ranks.
-            rank_state: the state of this rank, given whether an evaluation is left to whoever goes on.
 
         Raises:
-            Stopped: the step that the signal came in is finished and saved.
+            Stopped: the step in which the signal came is finished and saved.
         """
         cfg, step = self.cfg.training, self.steps_done
         is_last = step == self.num_steps
         is_due = bool(cfg.eval_steps) and (is_last or step % cfg.eval_steps == 0)
         if is_due and not signal_name:
-            evaluate(step)
+            program.evaluate(step)
         if is_last or signal_name or (cfg.save_steps and step % cfg.save_steps == 0):
-            self.save(rank_state(is_due and bool(signal_name)))
+            self._save(self._state_dict(owes_evaluation=is_due and bool(signal_name)) | program.state_dict())
         if signal_name and (is_due or not is_last):
             raise Stopped(f"stopped by {signal_name} after step {step} of {self.num_steps}, saved")
 
-    def finish(self, **facts: Any) -> None:
-        """Last words: where the time went, what was left in the buffers (LRN-1), what to look at."""
-        if not self.ranks.is_main:
-            return
-        output = Path(self.cfg.training.output_dir)
-        seconds = {name: round(value, 3) for name, value in self.seconds.items()}
-        record = {"steps": self.num_steps, "world_size": self.ranks.world_size, "seconds": seconds, **facts}
-        (output / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
-        if self.sync.ledger and self.cfg.rm.vllm.sync.verify == "always":
-            ledger = {"version": self.version, "digests": self.sync.ledger}
-            (output / "weights.json").write_text(json.dumps(ledger, indent=2) + "\n")
-        logger.info("finished %d steps%s", self.num_steps, "".join(f"; {name}: {fact}" for name, fact in facts.items()))
-        logger.info("seconds on rank 0: %s", seconds)
-        logger.info("checkpoint: %s; curves: tensorboard --logdir %s", output / f"checkpoint-{self.num_steps}", output)
+    # Evaluation
 
-    def state_dict(self, owes_evaluation: bool, num_undone: int = 0) -> dict[str, Any]:
-        """What this rank needs to go on from here, of plain types and tensors. A program adds what is its own.
+    def score_validation(self, step: int, score: Callable[[Sample, RolloutResult], Score]) -> list[Score]:
+        """`score` of a greedy rollout for each of this rank's validation samples (LRN-7; collective)."""
+
+        def generate_and_score() -> list[Score]:
+            with self.timed("eval"):
+                samples = self.data.val_samples[self.ranks.rank :: self.ranks.world_size]
+                greedy = Sampling(max_new_tokens=self.cfg.rm.max_new_tokens)
+                results = self.policy.generate(samples, self.data.encode(samples), greedy, step, EVAL_MICRO_STEP)
+                return [score(sample, result) for sample, result in zip(samples, results, strict=True)]
+
+        return self.policy.with_current_weights(step, generate_and_score, f"evaluation at step {step}")
+
+    def log_evaluation(self, step: int, result: dict[str, float], responses: list[dict[str, Any]]) -> None:
+        """Write an evaluation to disk and to the curves, `responses` of all ranks together (collective)."""
+        metrics = {f"eval/{name}": value for name, value in result.items()}
+        metrics |= self.policy.log_calls(step, "eval") | self.policy.pop_sync_metrics()
+        gathered = [response for part in self.ranks.gather(responses) for response in part]
+        is_best = result[self.metric] > self.best
+        self.best = max(self.best, result[self.metric])
+        if self.ranks.is_main:
+            self.monitor.scalars(step, metrics)
+            self.monitor.flush()
+            write_evaluation(self.run_dir, step, result, gathered, is_best)
+            shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
+            logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
+
+    # Checkpoints
+
+    def _state_dict(self, owes_evaluation: bool) -> dict[str, Any]:
+        """What this rank needs to continue, of plain types and tensors; the program adds its own.
 
         Args:
-            owes_evaluation: the one due at this step is left to whoever goes on.
-            num_undone: samples drawn ahead that the run which goes on draws again.
+            owes_evaluation: the one due at this step is left to the resumed run.
         """
+        engine = self.policy.engine
         return {
-            "stream": self.stream.state_dict(num_undone),
             "random": random_states(self.ranks.device),
             "best": self.best,
             "owes_evaluation": owes_evaluation,
-            "sync": {"mode": getattr(self.sync, "mode", None), "fallback": getattr(self.sync, "fallback", None)},
+            "sync": {"mode": engine.mode, "fallback": engine.fallback},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`. The last thing before the loop: setting up draws random numbers, too. (The sync's
-        part is needed earlier, when it is made.)
-
-        Raises:
-            ValueError: the data are not those of the checkpoint.
-        """
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `_state_dict`. (The sync's part is needed earlier, when it is built.)"""
         self.best = state["best"]
-        if state["owes_evaluation"] and not self.owes_evaluation:  # an earlier process that went on from here made it
-            made = json.loads(evaluation_file(Path(self.cfg.training.output_dir), self.steps_done).read_text())
+        if state["owes_evaluation"] and not self.owes_evaluation:  # an earlier resumed process has made it
+            made = json.loads(evaluation_file(self.run_dir, self.steps_done).read_text())
             self.best = max(self.best, made[self.metric])
-        self.stream.load_state_dict(state["stream"])
         set_random_states(state["random"], self.ranks.device)
 
-    def save(self, rank_state: dict[str, Any]) -> Path:
-        """The checkpoint of `steps_done` (LRN-5, LRN-6; collective).
-
-        Args:
-            rank_state: all of this rank's own state, for `resumed` of the run that goes on from here.
+    def _save(self, rank_state: dict[str, Any]) -> Path:
+        """Write the checkpoint of `steps_done` (LRN-5, LRN-6; collective).
 
         Raises:
             DistributedError: on all ranks, where any could not write.
@@ -289,10 +259,10 @@ class Session:
             save_merged(self.learner.model, self.cfg.model.path, folder / "merged", self.ranks)
             save_adapter(self.learner.model, folder / "adapter", self.ranks)
 
-        self.monitor.flush()  # the curves up to here must not be lost by a kill behind the checkpoint
+        self.monitor.flush()  # a kill after the checkpoint must not lose the curves before it
         with self.timed("save"):
             return write_checkpoint(
-                Path(self.cfg.training.output_dir),
+                self.run_dir,
                 self.steps_done,
                 self.ranks,
                 write,
@@ -301,42 +271,30 @@ class Session:
                 save_total_limit=self.cfg.training.save_total_limit,
             )
 
+    # The end
+
+    def finish(self, **facts: Any) -> None:
+        """Say where the time went, what was left in the buffers (LRN-1), and what to look at."""
+        if not self.ranks.is_main:
+            return
+        seconds = {name: round(value, 3) for name, value in self.timer.seconds.items()}
+        record = {"steps": self.num_steps, "world_size": self.ranks.world_size, "seconds": seconds, **facts}
+        (self.run_dir / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
+        ledger = self.policy.engine.ledger
+        if ledger and self.cfg.rm.vllm.sync.verify == "always":
+            record = {"version": self.policy.version, "digests": ledger}
+            (self.run_dir / "weights.json").write_text(json.dumps(record, indent=2) + "\n")
+        logger.info("finished %d steps%s", self.num_steps, "".join(f"; {name}: {fact}" for name, fact in facts.items()))
+        logger.info("seconds on rank 0: %s", seconds)
+        checkpoint = self.run_dir / f"checkpoint-{self.num_steps}"
+        logger.info("checkpoint: %s; curves: tensorboard --logdir %s", checkpoint, self.run_dir)
+
     def close(self) -> None:
         """Leave servers and process groups; the servers stay up (GRP-4)."""
-        self.prefetcher.stop(timeout_s=10.0)
+        self.prefetcher.drain(timeout_s=10.0)
         self.watch.close()
         self.monitor.close()
-        self.sync.close()
+        self.policy.engine.close()
         self.ranks.close()
         if self.lock is not None:
             self.lock.close()
-
-
-def make_prefetcher(
-    run: Any,
-    draw: Callable[[Any], Any],
-    ask: Callable[[Any, Any, int, int], Any],
-    finish: Callable[[Any, Any, int], Any],
-    versions_of: Callable[[Any], list[str | None]],
-    encode: Callable[[Any, Any], Any] | None = None,
-) -> Prefetcher:
-    """What prepares a run's micro-steps: within their step, or with `async` before it (LRN-8). Only servers can be
-    asked in the background: the other backends generate on all ranks together, with the weights that train.
-
-    Args:
-        run: a `Session`, given to the functions ahead of what `Prefetcher` gives them.
-        versions_of: the weights that made the answers of a finished micro-step.
-    """
-    prefetch = run.cfg.rm.async_
-    window = prefetch.version_window if prefetch.enabled else 0
-    return Prefetcher(
-        draw=partial(draw, run),
-        ask=partial(ask, run),
-        finish=partial(finish, run),
-        micro_steps=run.cfg.training.gradient_accumulation_steps,
-        window=window,
-        queue_limit=prefetch.queue_limit,
-        is_fresh=lambda made, step: max(policy_lags(versions_of(made), step), default=0) <= window,
-        encode=partial(encode, run) if encode else None,
-        background=run.client is not None,
-    )

@@ -1,6 +1,6 @@
-"""What both training programs do before their first step: whatever a user can get wrong fails here.
+"""Set-up of both training programs, before the first step: whatever a user can get wrong fails here.
 
-Data, tokenizer, servers, model, engine, communicators: in the order in which mistakes are cheapest to find.
+Config, data, tokenizer, run directory, servers, model, engine: in the order in which mistakes are cheapest to find.
 """
 
 import logging
@@ -29,12 +29,14 @@ from utils.learner.model import dummy_segment, position_ids_for
 from utils.packing import Batch, collate_packed, collate_padded
 from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
-from utils.rollout.backend import RolloutBackend, ServerBackend
+from utils.rollout.backend import Engine, ServerEngine
 from utils.rollout.client import RolloutClient
 from utils.run.monitor import Monitor, ServerWatch, evaluation_file, write_run_json
+from utils.run.policy import Policy
+from utils.run.records import Timer
 from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_records_after, rank_file
 from utils.run.rollout_log import RolloutLog
-from utils.run.session import Session
+from utils.run.session import Data, Session
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe, WeightSync
@@ -46,14 +48,17 @@ PROBE_TEXT = '{"probe": ["The quick brown fox jumps over the lazy dog.", 0, 1, 2
 def open_session(
     cfg: Config,
     resume: str | None = None,
+    *,
+    metric: str,
     needs_coordinates: bool = True,
     problems_of: Callable[[Sequence[Sample]], list[str]] = lambda samples: [],
 ) -> Session:
-    """Everything both training programs need before their first step (collective).
+    """Build everything both training programs need before their first step (collective).
 
     Args:
-        resume: null, `auto` or a checkpoint to go on from. Then model and optimizer are as it left them; the program
-            hands `resumed` to `load_state_dict` when all else is ready.
+        resume: null, `auto` or a checkpoint to continue from. Model and optimizer are then as it left them; the rest of
+            its state is loaded by `Session.resume`.
+        metric: of an evaluation, that decides which step was the best.
         needs_coordinates: the tokenizer must have coordinate tokens.
         problems_of: what the program finds wrong with samples, `file:line: reason` each.
 
@@ -61,6 +66,57 @@ def open_session(
         SystemExit: status 2 with one message on rank 0, for a user's mistake.
     """
     ranks = Ranks(cfg.training.rank_timeout_s)
+    check_launch(cfg, ranks)
+    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
+    datasets, weights, val_samples = load_data(cfg, ranks.is_main)
+    if problems := problems_of([sample for part in (*datasets, val_samples) for sample in part]):
+        exit_with(str(DataError(problems)), ranks.is_main)
+    processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
+    num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
+    stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
+
+    ranks.open()
+    run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
+    check_same_samples(ranks.gather(fingerprint(datasets + [val_samples])))
+    lock, checkpoint = claim_run_dir(cfg, resume, ranks)
+    resumed = load_rank_state(checkpoint, ranks)
+    client = reach_servers(cfg, ranks) if cfg.servers() else None
+
+    learner = Learner(cfg, ranks, num_steps)
+    if checkpoint is not None:
+        learner.load_state(checkpoint.path / "state")
+    collate = make_collate(cfg, learner, table)
+    probe = make_probe(datasets[0][0], processor, table, learner, collate)
+    fallback = resumed["sync"]["fallback"] if resumed else None
+    engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, fallback)
+
+    steps_done = checkpoint.step if checkpoint else 0
+    owes_evaluation = ranks.gather(owes_an_evaluation(cfg, steps_done, resumed))[0]
+    monitor = open_records(cfg, ranks, run_id, client, checkpoint, owes_evaluation, num_steps)
+    timer, rollout_log = Timer(), RolloutLog(Path(cfg.training.output_dir), client, ranks)
+    decode = processor.tokenizer.decode
+    return Session(
+        cfg=cfg,
+        ranks=ranks,
+        run_id=run_id,
+        num_steps=num_steps,
+        data=Data(stream, val_samples, processor, table),
+        policy=Policy(engine, client, ranks, run_id, cfg.training.seed, decode, rollout_log, timer),
+        learner=learner,
+        collate=collate,
+        monitor=monitor,
+        watch=ServerWatch(client, ranks.is_main),
+        timer=timer,
+        metric=metric,
+        lock=lock,
+        resumed=resumed,
+        steps_done=steps_done,
+        owes_evaluation=owes_evaluation,
+    )
+
+
+def check_launch(cfg: Config, ranks: Ranks) -> None:
+    """Check the config against this launch and machine; exit status 2 with every problem."""
     try:
         check_world_size(cfg, ranks.world_size)
         check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
@@ -71,76 +127,11 @@ def open_session(
         exit_with(error, ranks.is_main)
     except OSError as error:
         exit_with(str(error), ranks.is_main)
-    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
-    datasets, weights, val_samples = load_data(cfg, ranks.is_main)
-    if problems := problems_of([sample for part in (*datasets, val_samples) for sample in part]):
-        exit_with(str(DataError(problems)), ranks.is_main)
-    processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
-    training = cfg.training
-    num_steps = training.num_steps(sum(map(len, datasets)), ranks.world_size)
-    ranks.open()
-    run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
-    check_same_samples(ranks.gather(fingerprint(datasets + [val_samples])))
-    lock, checkpoint = claim_run_dir(cfg, resume, ranks)
-    resumed = None
-    if checkpoint is not None:
-        resumed = torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
-    client = reach_servers(cfg, ranks) if cfg.servers() else None
-    learner = Learner(cfg, ranks, num_steps)
-    if checkpoint is not None:
-        learner.load_state(checkpoint.path / "state")
-    collate = partial(
-        collate_packed if training.packing else collate_padded,
-        position_ids_fn=position_ids_for(learner.model),
-        coord_ids=table.coord_ids if table else np.zeros(0, dtype=np.int64),
-        digit_ids=table.digit_ids if table else None,
-        dummy=dummy_segment(learner.model),
-    )
-    probe = make_probe(datasets[0][0], processor, table, learner, collate)
-    fallback = resumed["sync"]["fallback"] if resumed else None
-    backend, sync = open_backend(cfg, ranks, run_id, client, learner, processor, probe, fallback)
-    run_dir, steps_done = Path(training.output_dir), checkpoint.step if checkpoint else 0
-    owes_evaluation = ranks.gather(owes_an_evaluation(run_dir, steps_done, resumed))[0]
-    purge_step = None
-    if ranks.is_main:
-        if checkpoint is not None or (run_dir / "run.json").exists():
-            purge_step = steps_done + 1 if checkpoint else 0
-            drop_records_after(run_dir, purge_step - 1, keep_evaluation=not owes_evaluation)
-        server_world_sizes = client.world_sizes if client else []
-        facts = {"run_id": run_id, "world_size": ranks.world_size, "server_world_sizes": server_world_sizes}
-        if checkpoint is not None:
-            facts["resumed_from"] = {"checkpoint": checkpoint.path, "step": steps_done, "run_id": checkpoint.run_id}
-        write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
-    return Session(
-        cfg=cfg,
-        ranks=ranks,
-        run_id=run_id,
-        stream=SampleStream(datasets, weights, training.seed, ranks.rank, ranks.world_size),
-        val_samples=val_samples,
-        processor=processor,
-        table=table,
-        client=client,
-        backend=backend,
-        sync=sync,
-        learner=learner,
-        collate=collate,
-        monitor=Monitor(
-            run_dir, num_steps, ranks.is_main, training.report_to == "tensorboard", training.logging_steps, purge_step
-        ),
-        rollout_log=RolloutLog(run_dir, client, ranks),
-        watch=ServerWatch(client, ranks.is_main),
-        num_steps=num_steps,
-        metric=training.metric_for_best_model,
-        lock=lock,
-        steps_done=steps_done,
-        resumed=resumed,
-        owes_evaluation=owes_evaluation,
-    )
 
 
 def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLock | None, Checkpoint | None]:
-    """The lock on the run directory (on rank 0) and the checkpoint to go on from; exit status 2 where either cannot
-    be had (collective)."""
+    """Lock the run directory (on rank 0) and choose the checkpoint to continue from; exit status 2 where either fails
+    (collective)."""
     run_dir, lock, problem = Path(cfg.training.output_dir), None, None
     if ranks.is_main:
         try:
@@ -155,13 +146,51 @@ def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLoc
         exit_with(str(error), ranks.is_main)
 
 
-def owes_an_evaluation(run_dir: Path, step: int, resumed: dict[str, Any] | None) -> bool:
-    """Whether a stop came ahead of the evaluation due at `step`, and no process has made it since."""
-    return bool(resumed and resumed.get("owes_evaluation")) and not evaluation_file(run_dir, step).exists()
+def load_rank_state(checkpoint: Checkpoint | None, ranks: Ranks) -> dict[str, Any] | None:
+    """This rank's own state in the checkpoint, where there is one."""
+    if checkpoint is None:
+        return None
+    return torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
+
+
+def owes_an_evaluation(cfg: Config, step: int, resumed: dict[str, Any] | None) -> bool:
+    """True if a stop came before the evaluation due at `step`, and no process has made it since."""
+    if not (resumed and resumed.get("owes_evaluation")):
+        return False
+    return not evaluation_file(Path(cfg.training.output_dir), step).exists()
+
+
+def open_records(
+    cfg: Config,
+    ranks: Ranks,
+    run_id: str,
+    client: RolloutClient | None,
+    checkpoint: Checkpoint | None,
+    owes_evaluation: bool,
+    num_steps: int,
+) -> Monitor:
+    """Write run.json and open the curves, without what an earlier process recorded of steps that are still to come."""
+    training, run_dir = cfg.training, Path(cfg.training.output_dir)
+    purge_step = None
+    if ranks.is_main:
+        if checkpoint is not None or (run_dir / "run.json").exists():
+            purge_step = checkpoint.step + 1 if checkpoint else 0
+            drop_records_after(run_dir, purge_step - 1, keep_evaluation=not owes_evaluation)
+        facts = {"run_id": run_id, "world_size": ranks.world_size}
+        facts["server_world_sizes"] = client.world_sizes if client else []
+        if checkpoint is not None:
+            facts["resumed_from"] = {
+                "checkpoint": checkpoint.path,
+                "step": checkpoint.step,
+                "run_id": checkpoint.run_id,
+            }
+        write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
+    has_curves = training.report_to == "tensorboard"
+    return Monitor(run_dir, num_steps, ranks.is_main, has_curves, training.logging_steps, purge_step)
 
 
 def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[float], list[Sample]]:
-    """Training files with their weights, and validation samples; exit status 2 with every problem listed."""
+    """Load training files with their weights, and validation samples; exit status 2 with every problem listed."""
     skipped: list[BadLine] | None = [] if cfg.data.on_bad_sample == "skip" else None
     try:
         train_specs, val_specs = cfg.custom.train_files(), cfg.custom.val_files()
@@ -177,7 +206,7 @@ def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[floa
 
 
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
-    """Processor and token table; without coordinate tokens exit status 2, or no table where they are not needed."""
+    """Load processor and token table. Without coordinate tokens: exit status 2, or no table if they are not needed."""
     try:
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     except (OSError, ValueError) as error:
@@ -191,7 +220,7 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
 
 
 def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
-    """A client of all configured servers, each of which is up and has room (CON-1, DIS-2)."""
+    """Connect to all configured servers; each is up and has room (CON-1, DIS-2)."""
     server = cfg.rm.vllm.server
     client = RolloutClient(
         cfg.servers(),
@@ -211,7 +240,18 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
     return client
 
 
-def open_backend(
+def make_collate(cfg: Config, learner: Learner, table: TokenTable | None) -> Callable[[list[Segment]], Batch]:
+    """Segments to a batch of one row, or of padded rows without packing."""
+    return partial(
+        collate_packed if cfg.training.packing else collate_padded,
+        position_ids_fn=position_ids_for(learner.model),
+        coord_ids=table.coord_ids if table else np.zeros(0, dtype=np.int64),
+        digit_ids=table.digit_ids if table else None,
+        dummy=dummy_segment(learner.model),
+    )
+
+
+def open_engine(
     cfg: Config,
     ranks: Ranks,
     run_id: str,
@@ -219,35 +259,28 @@ def open_backend(
     learner: Learner,
     processor: Any,
     probe: Probe,
-    fallback: str | None = None,
-) -> tuple[RolloutBackend, WeightSync | FallbackSync | RolloutBackend]:
-    """What generates, and what brings the current weights to it: rollout servers, an engine in this process, or the
-    training model itself, which has them anyway (CFG-5). `fallback` is as for `open_sync`."""
+    fallback: str | None,
+) -> Engine:
+    """The engine of the config: rollout servers, vLLM in this process, or the training model itself (CFG-5)."""
     if client is not None:
-        sync = open_sync(cfg, ranks, run_id, client, learner, probe, fallback)
-        return ServerBackend(client), sync
+        return ServerEngine(client, open_sync(cfg, ranks, run_id, client, learner, probe, fallback))
     if cfg.rm.rollout_backend == "hf":
-        from utils.rollout.hf import HfBackend
+        from utils.rollout.hf import HfEngine
 
-        backend = HfBackend(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
-        return backend, backend
-    from utils.rollout.colocate import ColocateBackend, EngineOptions
+        return HfEngine(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
+    from utils.rollout.colocate import ColocateEngine
 
-    options = EngineOptions(
-        model_path=cfg.model.path,
-        dtype=cfg.model.dtype,
-        tensor_parallel_size=cfg.rm.vllm.tensor_parallel_size,
-        gpu_memory_utilization=cfg.rm.vllm.gpu_memory_utilization,
+    return ColocateEngine(
+        cfg.model,
+        cfg.rm.vllm,
+        MergedWeights(learner.model),
+        ranks,
+        processor,
         max_model_len=cfg.global_max_length,
         decode_batch_size=cfg.rm.decode_batch_size,
         seed=cfg.training.seed,
-        image_min_pixels=cfg.model.image_min_pixels,
-        image_max_pixels=cfg.model.image_max_pixels,
+        probe=probe,
     )
-    bucket_bytes, verify = cfg.rm.vllm.sync.bucket_mib << 20, cfg.rm.vllm.sync.verify
-    weights = MergedWeights(learner.model)
-    backend = ColocateBackend(weights, ranks, processor, options, bucket_bytes=bucket_bytes, verify=verify, probe=probe)
-    return backend, backend
 
 
 def open_sync(
@@ -257,12 +290,12 @@ def open_sync(
     client: RolloutClient,
     learner: Learner,
     probe: Probe,
-    fallback: str | None = None,
+    fallback: str | None,
 ) -> WeightSync | FallbackSync:
-    """Weight sync with all servers, communicators open.
+    """Open weight sync with all servers.
 
     Args:
-        fallback: why a run that is resumed had fallen back to full sync; it stays so (SYN-10).
+        fallback: why the run being resumed had fallen back to full sync; it stays there (SYN-10).
     """
     settings = cfg.rm.vllm.sync
     try:
@@ -297,8 +330,8 @@ def make_probe(
     learner: Learner,
     collate: Callable[[list[Segment]], Batch],
 ) -> Probe:
-    """The first training sample with its objects as the answer, or any text where there are no coordinate tokens:
-    fixed, and it runs through every module."""
+    """Probe with the first training sample and its objects as the response, or with any text where there are no
+    coordinate tokens: fixed, and it runs through every module."""
     prompt = encode_prompt(sample, processor)
     if table is None:
         token_ids = processor.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
@@ -310,7 +343,7 @@ def make_probe(
 
 
 def learner_host(base_url: str) -> str:
-    """The address under which a server reaches this learner: loopback from loopback, else that of our interface."""
+    """Address at which a server reaches this learner: loopback from loopback, else that of our interface."""
     host = urlsplit(base_url).hostname
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing; picks the outgoing interface

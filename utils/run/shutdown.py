@@ -1,5 +1,5 @@
-"""How a run ends before its last step: on request, at the end of an optimizer step and with a checkpoint; or by an
-error. Either way rank 0's last lines say what happened and how to go on."""
+"""End of a run before its last step: on request, after an optimizer step and with a checkpoint, or by an error. Either
+way rank 0's last lines say what happened and how to continue."""
 
 import os
 import signal
@@ -13,16 +13,15 @@ import torch
 from utils.dist import DistributedError
 from utils.run.resume import checkpoint_folders, problem_of_sizes
 
-STOPPED_STATUS = 75  # EX_TEMPFAIL: whoever supervises the run may start it again with --resume auto
-_IS_MAIN = os.environ.get("RANK", "0") == "0"
+STOPPED_STATUS = 75  # EX_TEMPFAIL: a supervisor may start the run again with --resume auto
 
 
 class Stopped(Exception):
-    """The run was asked to end, and did, at a step from which it can go on."""
+    """The run ended on request, after a step from which it can be resumed."""
 
 
 class StopRequest:
-    """SIGTERM and SIGINT become a wish that the training loop looks at once per step; the ranks must agree on it.
+    """SIGTERM or SIGINT as a request that the training loop reads once per step; the ranks must agree on it.
 
     A second signal changes nothing: launchers send several. SIGQUIT and SIGKILL end the process at once.
     """
@@ -31,22 +30,22 @@ class StopRequest:
         self.signal_name: str | None = None
 
     def install(self) -> None:
-        """From now on; only in a process's main thread."""
+        """Install the handlers; only in a process's main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is not None:  # the first one counts: launchers send SIGTERM behind a Ctrl-C
+        if self.signal_name is not None:  # the first one counts: launchers send SIGTERM after a Ctrl-C
             return
         self.signal_name = signal.Signals(number).name
-        if _IS_MAIN:  # not by print, which the signal may have interrupted
-            os.write(2, b"\nasked to end: finishing this optimizer step, then saving a checkpoint\n")
+        if _is_main():  # not by print, which the signal may have interrupted
+            os.write(2, b"\nstop requested: finishing this optimizer step, then saving a checkpoint\n")
 
 
 def end_with(error: Exception, run_dir: Path, config: str, step: int | None, version: str | None) -> int:
-    """Rank 0's last words about what ended the run; returns the exit status.
+    """Print rank 0's closing report on what ended the run; returns the exit status.
 
-    Rank 1 says them, too, where the error is not one that all ranks agreed on: rank 0 may have been killed.
+    Rank 1 prints it, too, where the error is not one that all ranks raised: rank 0 may have been killed.
 
     Args:
         config: the file as it was given.
@@ -56,23 +55,23 @@ def end_with(error: Exception, run_dir: Path, config: str, step: int | None, ver
     is_stop = isinstance(error, Stopped)
     if not is_stop:
         traceback.print_exception(error)
-    speaks_for_rank_0 = os.environ.get("RANK") == "1" and not isinstance(error, DistributedError | Stopped)
-    if _IS_MAIN or speaks_for_rank_0:
-        words = ["rank 1, should rank 0 be gone:"] if speaks_for_rank_0 else []
-        words += last_words(error, run_dir, config, step, version)
-        print("\n".join(words), file=sys.stderr, flush=True)
+    stands_in = os.environ.get("RANK") == "1" and not isinstance(error, DistributedError | Stopped)
+    if _is_main() or stands_in:
+        lines = ["rank 1, in case rank 0 is gone:"] if stands_in else []
+        lines += closing_report(error, run_dir, config, step, version)
+        print("\n".join(lines), file=sys.stderr, flush=True)
     return STOPPED_STATUS if is_stop else 1
 
 
-def last_words(error: Exception, run_dir: Path, config: str, step: int | None, version: str | None) -> list[str]:
-    """What happened, at which step and version, which checkpoint there is, which command goes on from it."""
+def closing_report(error: Exception, run_dir: Path, config: str, step: int | None, version: str | None) -> list[str]:
+    """What happened, at which step and version, the newest checkpoint, and the command that resumes from it."""
     what = str(error) if isinstance(error, Stopped) else f"failed: {type(error).__name__}: {error}"
     where = "before the first step" if step is None else f"after optimizer step {step}, generating weights {version}"
     newest = newest_checkpoint(run_dir)
     lines = [f"run {run_dir}: {what}", f"  it ended {where}"]
     if newest is None:
         return [*lines, f"  no checkpoint is complete; start again with: {resume_command(config)}"]
-    return [*lines, f"  newest complete checkpoint: {newest}", f"  go on from it with: {resume_command(config)}"]
+    return [*lines, f"  newest complete checkpoint: {newest}", f"  resume from it with: {resume_command(config)}"]
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -81,7 +80,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def resume_command(config: str) -> str:
-    """This process's launch with `--resume auto`, as far as it can be seen from inside."""
+    """This process's launch command with `--resume auto`, as far as it is visible from inside."""
     program = f"{Path(sys.argv[0]).name} --config {config} --resume auto"
     if "LOCAL_WORLD_SIZE" not in os.environ and "WORLD_SIZE" not in os.environ:
         return f"python {program}"
@@ -89,3 +88,7 @@ def resume_command(config: str) -> str:
     if devices and torch.cuda.is_available():  # the launcher sets it on CPU, too
         return f"deepspeed --include localhost:{devices} {program}"
     return f"deepspeed --num_gpus {os.environ.get('LOCAL_WORLD_SIZE') or os.environ['WORLD_SIZE']} {program}"
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -1,11 +1,28 @@
-"""Recovery from a lost server (CON-4), with a client and ranks that do what they are told."""
+"""utils.run.policy: recovery from a lost server (CON-4), with a client and an engine that do what they are told."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from utils.dist import DistributedError, Ranks
 from utils.rollout.client import ServerGone
 from utils.rollout.link import RolloutError
-from utils.run.recovery import MAX_RECOVERIES, retry_on_server_loss
+from utils.run.policy import MAX_RECOVERIES, Policy
+from utils.run.records import Timer
+
+
+class Engine:
+    """Notes what is done to it."""
+
+    def __init__(self, happened: list[str]):
+        self.happened = happened
+
+    def open(self) -> None:
+        self.happened.append("reopen")
+
+    def sync(self, version: str) -> SimpleNamespace:
+        self.happened.append(f"sync {version}")
+        return SimpleNamespace(num_bytes=1, gb_per_s=1.0, seconds=1.0)
 
 
 class Client:
@@ -35,10 +52,12 @@ def run(errors: list, client: Client | None) -> tuple[str, list[str]]:
             raise errors.pop(0)
         return "rows"
 
-    note = happened.append
-    return retry_on_server_loss(
-        work, "step 3", Ranks(), client, lambda: note("quiet"), lambda: note("reopen")
-    ), happened
+    policy = Policy(Engine(happened), client, Ranks(), "run", 0, str, None, Timer())
+    policy.drain = lambda: happened.append("drain")
+    return policy.with_current_weights(3, work, "preparing"), happened
+
+
+AGAIN = ["drain", "reopen", "sync run:3", "work"]
 
 
 def test_con_4_work_is_done_again_after_the_communicators_were_opened_anew():
@@ -46,20 +65,23 @@ def test_con_4_work_is_done_again_after_the_communicators_were_opened_anew():
     client = Client()
     assert run([ServerGone(0, "http://there", "gone"), ServerGone(0, "http://there", "gone")], client) == (
         "rows",
-        ["work", "quiet", "reopen", "work"] + ["quiet", "reopen", "work"],
+        ["sync run:3", "work", *AGAIN, *AGAIN],
     )
     assert client.waits == 2
 
 
 def test_con_4_a_sync_that_broke_because_the_server_died_is_a_loss_too():
     """CON-4: what the transport says then is any error at all; that the server is gone is seen by looking."""
-    assert run([RuntimeError("connection closed by peer")], Client(gone=1))[1] == ["work", "quiet", "reopen", "work"]
+    assert run([RuntimeError("connection closed by peer")], Client(gone=1))[1] == ["sync run:3", "work", *AGAIN]
 
 
 @pytest.mark.parametrize("client", [None, Client()])
 def test_con_4_other_failures_end_the_run_at_once(client):
     """CON-4, SYN-3."""
-    with pytest.raises(DistributedError, match="step 3 failed on 1 of 1 ranks\nrank 0: ValueError: a bad tensor"):
+    with pytest.raises(
+        DistributedError,
+        match="preparing with weights of step 3 failed on 1 of 1 ranks\nrank 0: ValueError: a bad tensor",
+    ):
         run([ValueError("a bad tensor")], client)
 
 

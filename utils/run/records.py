@@ -1,0 +1,92 @@
+"""Seconds by part and the metrics that both trainers log for every optimizer step (LOG-3)."""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.grpo import WeightedAnswers
+from utils.learner.learner import StepResult
+
+LOGGED_PARTS = ("rollout", "sync", "prepare", "train", "step")
+
+
+class Timer:
+    """Seconds by part since the run began; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._popped: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count the time inside the context as seconds of `part`."""
+        start = time.monotonic()
+        yield
+        with self._lock:
+            self.seconds[part] += time.monotonic() - start
+
+    def pop(self) -> dict[str, float]:
+        """Seconds by part since the last call. With prefetch they include rollouts of coming steps."""
+        passed = {name: value - self._popped[name] for name, value in self.seconds.items()}
+        self._popped.update(passed)
+        return passed
+
+
+def step_metrics(result: StepResult, ranks: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Metrics of one optimizer step that do not depend on the method.
+
+    Args:
+        ranks: one entry per rank: `num_tokens` trained, `seconds` (`Timer.pop()`), `lengths` (new tokens of each
+            response), `lags` (age in optimizer steps of the weights that made each trained response).
+    """
+    slowest = {part: max(own.get(part, 0.0) for own in ranks["seconds"]) for part in LOGGED_PARTS}
+    lengths = np.array([length for own in ranks["lengths"] for length in own] or [0])
+    lags = [lag for own in ranks["lags"] for lag in own] or [0]
+    return {
+        **{f"learning_rate/{name}": value for name, value in result.learning_rates.items()},
+        **{f"seconds/{part}": value for part, value in slowest.items()},
+        "rollout/new_tokens_mean": float(lengths.mean()),
+        "rollout/new_tokens_p90": float(np.percentile(lengths, 90)),
+        "rollout/new_tokens_p99": float(np.percentile(lengths, 99)),
+        "train/grad_norm": result.grad_norm,
+        "train/tokens_per_s": sum(ranks["num_tokens"]) / max(slowest["step"], 1e-9),
+        "train/fill_ratio": result.fill_ratio,
+        "train/policy_lag": float(np.mean(lags)),
+        "train/policy_lag_max": float(max(lags)),
+    }
+
+
+def reward_metrics(names: Sequence[str], weights: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
+    """Mean and spread of the weighted sum and of each reward; `weights` float64 `[F]`, `rewards` float64 `[N, F]`."""
+    total = rewards @ weights if len(rewards) else np.zeros(1)
+    columns = dict(zip(names, rewards.T, strict=True))
+    return {
+        "reward": float(total.mean()),
+        "reward_std": float(total.std()),
+        **{f"reward/{name}": float(column.mean()) for name, column in columns.items()},
+        **{f"reward/{name}_std": float(column.std()) for name, column in columns.items()},
+    }
+
+
+def dump_answers(run_dir: Path, step: int, weighted: WeightedAnswers, names: Sequence[str], num_answers: int) -> None:
+    """Write the first answers as text, one a line: `dumps/step_000040.jsonl`."""
+    path = run_dir / "dumps" / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for answer, advantage in list(zip(weighted.answers, weighted.advantages.tolist(), strict=True))[:num_answers]:
+            record = {
+                "id": answer.segment.sample_id,
+                "text": answer.text,
+                "rewards": dict(zip(names, answer.rewards.tolist(), strict=True)),
+                "advantage": advantage,
+                "is_valid": answer.is_valid,
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
