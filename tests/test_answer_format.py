@@ -381,8 +381,8 @@ def test_dat_4_qwen3vl_ground_truth_is_learnt_whole() -> None:
             ground_truth_target([bad], table_of(), PLAIN)
 
 
-def test_tgt_10_qwen3vl_structure_and_trimming() -> None:
-    """TGT-10: format tokens around a matched object learn themselves, what hides behind a wrong digit does not."""
+def test_tgt_10_tgt_11_qwen3vl_structure_and_trimming() -> None:
+    """TGT-10, TGT-11: format tokens around a matched object learn themselves, not what hides behind a wrong digit."""
     options = TargetOptions(label="ignore", supervise_structure=True, trim_trailing_unmatched=True)
     target = rollout_target([DOG, MAN, CAR], [replace(MAN, coords=(58, 9, 299, 158))], [(1, 0)], options)
     assert text_of(target.answer_ids) == QWEN3VL.write([DOG, MAN]) + "<|im_end|>" and target.num_trimmed == 1

@@ -1,4 +1,4 @@
-"""utils.targets: what is written, what is learnt, and that it reads back as what it should say (TGT-5 to TGT-10)."""
+"""utils.targets: what is written, what is learnt, and that it reads back as what it should say (TGT-5 to TGT-11)."""
 
 import json
 import random
@@ -289,8 +289,8 @@ def test_tgt_9_special_token_in_a_desc_never_becomes_a_label() -> None:
         assert (target.text_label == table.eos_id).sum() == 1 and target.text_label[-1] == table.eos_id
 
 
-def test_tgt_10_trim_cuts_behind_the_last_match() -> None:
-    """TGT-10: trailing false positives and malformed objects go, those before a match stay."""
+def test_tgt_11_trim_cuts_behind_the_last_match() -> None:
+    """TGT-11: trailing false positives and malformed objects go, those before a match stay."""
     table = make_table("qwen")
     trim = TargetOptions(label="ignore", trim_trailing_unmatched=True)
     target = rollout_target([GREEN, RED, GREEN, GREEN], [BLUE, RED], [(1, 1)], trim, tail=', {"desc": "x"}]}')
@@ -301,8 +301,8 @@ def test_tgt_10_trim_cuts_behind_the_last_match() -> None:
     assert learnt(none_missed, table) == [("]}]}", "]}]}"), ("<|im_end|>", "<|im_end|>")]
 
 
-def test_tgt_10_trim_everything() -> None:
-    """TGT-10: only false positives: back to the bare header, which stays context."""
+def test_tgt_11_trim_everything() -> None:
+    """TGT-11: only false positives: back to the bare header, which stays context."""
     table = make_table("qwen")
     target = rollout_target([GREEN, GREEN], [RED], [], TargetOptions(trim_trailing_unmatched=True))
     assert target.answer_ids.tolist() == [*table.encode(format_objects([RED])), table.eos_id]
