@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from utils import targets
-from utils.config.load import Config, ConfigError, check_world_size, engine_json, exit_with
-from utils.config.plan import check_engines, check_kernels
-from utils.data.bad_lines import BadLine, report_skipped
+from utils.config.load import Config, ConfigError, check_launch, exit_with
 from utils.data.encoding import encode_prompt, load_processor, model_digest, prompt_chat
+from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
@@ -66,7 +65,12 @@ def open_session(
         SystemExit: status 2 with one message on rank 0, for a user's mistake.
     """
     ranks = Ranks(cfg.training.rank_timeout_s)
-    check_launch(cfg, ranks)
+    try:
+        machine = {"has_vllm": find_spec("vllm") is not None, "has_liger": find_spec("liger_kernel") is not None}
+        check_launch(cfg, ranks.world_size, **machine, has_cuda=ranks.device.type == "cuda")
+        ranks.check_port()
+    except (ConfigError, OSError) as error:
+        exit_with(error if isinstance(error, ConfigError) else str(error), ranks.is_main)
     logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
     datasets, weights, val_samples = load_data(cfg, ranks.is_main)
     if problems := problems_of([sample for part in (*datasets, val_samples) for sample in part]):
@@ -79,7 +83,9 @@ def open_session(
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
     check_same_samples(ranks.gather(fingerprint(datasets + [val_samples])))
     lock, checkpoint = claim_run_dir(cfg, resume, ranks)
-    resumed = load_rank_state(checkpoint, ranks)
+    resumed = None
+    if checkpoint is not None:
+        resumed = torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
 
     learner = Learner(cfg, ranks, num_steps)
@@ -115,20 +121,6 @@ def open_session(
     )
 
 
-def check_launch(cfg: Config, ranks: Ranks) -> None:
-    """Check the config against this launch and machine; exit status 2 with every problem."""
-    try:
-        check_world_size(cfg, ranks.world_size)
-        check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
-        check_kernels(cfg, has_liger=find_spec("liger_kernel") is not None, has_cuda=ranks.device.type == "cuda")
-        engine_json(cfg, ranks.world_size)
-        ranks.check_port()
-    except ConfigError as error:
-        exit_with(error, ranks.is_main)
-    except OSError as error:
-        exit_with(str(error), ranks.is_main)
-
-
 def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLock | None, Checkpoint | None]:
     """Lock the run directory (on rank 0) and choose the checkpoint to continue from; exit status 2 where either fails
     (collective)."""
@@ -144,13 +136,6 @@ def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLoc
         return lock, choose_checkpoint(run_dir, resume, cfg.model_dump(mode="json", by_alias=True), ranks)
     except ValueError as error:
         exit_with(str(error), ranks.is_main)
-
-
-def load_rank_state(checkpoint: Checkpoint | None, ranks: Ranks) -> dict[str, Any] | None:
-    """This rank's own state in the checkpoint, where there is one."""
-    if checkpoint is None:
-        return None
-    return torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
 
 
 def owes_an_evaluation(cfg: Config, step: int, resumed: dict[str, Any] | None) -> bool:
@@ -179,11 +164,8 @@ def open_records(
         facts = {"run_id": run_id, "world_size": ranks.world_size}
         facts["server_world_sizes"] = client.world_sizes if client else []
         if checkpoint is not None:
-            facts["resumed_from"] = {
-                "checkpoint": checkpoint.path,
-                "step": checkpoint.step,
-                "run_id": checkpoint.run_id,
-            }
+            start = {"checkpoint": checkpoint.path, "step": checkpoint.step, "run_id": checkpoint.run_id}
+            facts["resumed_from"] = start
         write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
     has_curves = training.report_to == "tensorboard"
     return Monitor(run_dir, num_steps, ranks.is_main, has_curves, training.logging_steps, purge_step)
@@ -261,45 +243,36 @@ def open_engine(
     probe: Probe,
     fallback: str | None,
 ) -> Engine:
-    """The engine of the config: rollout servers, vLLM in this process, or the training model itself (CFG-5)."""
+    """Open the engine of the config: rollout servers, vLLM in this process, or the training model itself (CFG-5).
+
+    Args:
+        fallback: why the run being resumed had fallen back to full sync; it stays there (SYN-10).
+    """
     if client is not None:
-        return ServerEngine(client, open_sync(cfg, ranks, run_id, client, learner, probe, fallback))
+        sync = make_weight_sync(cfg, ranks, run_id, client, learner, probe)
+        if fallback and isinstance(sync, FallbackSync):
+            sync.use_full(fallback)
+        sync.open()
+        client.owner = run_id
+        return ServerEngine(client, sync)
     if cfg.rm.rollout_backend == "hf":
         from utils.rollout.hf import HfEngine
 
         return HfEngine(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
     from utils.rollout.colocate import ColocateEngine
 
-    return ColocateEngine(
-        cfg.model,
-        cfg.rm.vllm,
-        MergedWeights(learner.model),
-        ranks,
-        processor,
-        max_model_len=cfg.global_max_length,
-        decode_batch_size=cfg.rm.decode_batch_size,
-        seed=cfg.training.seed,
-        probe=probe,
-    )
+    lengths = {"max_model_len": cfg.global_max_length, "decode_batch_size": cfg.rm.decode_batch_size}
+    weights, seed = MergedWeights(learner.model), cfg.training.seed
+    return ColocateEngine(cfg.model, cfg.rm.vllm, weights, ranks, processor, **lengths, seed=seed, probe=probe)
 
 
-def open_sync(
-    cfg: Config,
-    ranks: Ranks,
-    run_id: str,
-    client: RolloutClient,
-    learner: Learner,
-    probe: Probe,
-    fallback: str | None,
+def make_weight_sync(
+    cfg: Config, ranks: Ranks, run_id: str, client: RolloutClient, learner: Learner, probe: Probe
 ) -> WeightSync | FallbackSync:
-    """Open weight sync with all servers.
-
-    Args:
-        fallback: why the run being resumed had fallen back to full sync; it stays there (SYN-10).
-    """
-    settings = cfg.rm.vllm.sync
+    """Weight sync with all servers as the config wants it; exit status 2 where the model does not allow it."""
+    settings, prefetch = cfg.rm.vllm.sync, cfg.rm.async_
     try:
-        sync = make_sync(
+        return make_sync(
             learner.model,
             cfg.sync_mode(),
             settings.fallback_to_full,
@@ -312,15 +285,10 @@ def open_sync(
             open_timeout_s=cfg.rm.vllm.server.timeout_s,
             verify=settings.verify,
             probe=probe,
-            on_running=cfg.rm.async_.on_sync if cfg.rm.async_.enabled else "wait",
+            on_running=prefetch.on_sync if prefetch.enabled else "wait",
         )
     except ValueError as error:
         exit_with(str(error), ranks.is_main)
-    if fallback and isinstance(sync, FallbackSync):
-        sync.use_full(fallback)
-    sync.open()
-    client.owner = run_id
-    return sync
 
 
 def make_probe(
