@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.learner.test_model import coord_ids, make_segment
 from utils.config.load import build_config
+from utils.config.schema import Training, Tuner
 from utils.dist import Ranks
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
 from utils.learner.model import apply_tuner, base_model, dummy_segment, load_model, param_groups, position_ids_for
@@ -101,7 +102,7 @@ def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_P
     """GRP-6, PCK-5, PCK-8: loss and every updated parameter, for four rows (one of them empty) where the config says
     three micro-steps, at temperature 0.7; ratios to the policy scored beforehand are 1."""
     learner = learner_of(tmp_path, start_model, ranks, {"type": "full"}, deepspeed)
-    plain = apply_tuner(load_model(start_model, "float32"), type="full")
+    plain = apply_tuner(load_model(start_model, "float32"), Tuner(type="full"))
     segments = answers_of(plain)
     advantages = {f"s{i}": value for i, value in enumerate((1.0, -0.5, 0.3, -0.8, 0.6))}
     layout = [[segments[3], segments[0]], [segments[1]], [], [segments[2], segments[4]]]
@@ -110,7 +111,7 @@ def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_P
         row.policy.old_logprob = logprob
     result = learner.step(rows, PolicyObjective(PolicyOptions(), denominator=5.0, temperature=0.7), step=0)
 
-    optimizer = torch.optim.AdamW(param_groups(plain, learning_rate=1e-2), eps=1e-2)
+    optimizer = torch.optim.AdamW(param_groups(plain, Training.model_construct(learning_rate=1e-2)), eps=1e-2)
     loss = sum(-advantages[s.sample_id] * plain_logprobs(plain, s, 0.7).mean() for s in segments) / 5
     surrogate = sum(-advantages[s.sample_id] for s in segments) / 5  # ratios of 1 carry the gradient
     loss.backward()
