@@ -52,7 +52,7 @@ def test_a_label_at_the_right_border_stays_inside():
 
 def test_sheet_and_stack_hold_all_their_images():
     wide, tall = Image.new("RGB", (50, 10), RED), Image.new("RGB", (10, 60), BLUE)
-    board = sheet([[wide, tall], [wide, wide]], ("left", "right"), gap=8)
+    board = sheet([[wide, tall], [wide, wide]], ("left", "right"))
     assert board.size == (8 + 2 * 58, 28 + 60 + 10 + 16)
     assert len(pixels_of(board, (255, 0, 0))) == 3 * 500 and len(pixels_of(board, (0, 0, 255))) == 600
     pile = stack([wide, tall])

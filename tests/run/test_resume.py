@@ -149,7 +149,7 @@ def write(folder):
     (folder / "a").write_text("a")
     if {place!r} == "write":
         kill()
-resume._fsync_folder = kill
+Path.rename = kill
 resume.write_checkpoint(Path({str(tmp_path)!r}), 4, Ranks(), write, run_id="r", config={{}})
 """
         assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == -9
@@ -227,7 +227,7 @@ def test_a_used_directory_is_refused_without_resume_LRN_5(tmp_path, ranks):
     """LRN-5: two runs never mix."""
     assert choose_checkpoint(tmp_path, None, CONFIG, ranks) is None
     save(tmp_path, 2, ranks)
-    with pytest.raises(ValueError, match="holds an earlier run; go on with it .--resume auto., choose another"):
+    with pytest.raises(ValueError, match="holds an earlier run; resume it .--resume auto., choose another"):
         choose_checkpoint(tmp_path, None, CONFIG, ranks)
 
 
@@ -235,11 +235,11 @@ def test_a_path_is_taken_if_it_is_complete_and_the_newest_LRN_5(tmp_path, ranks)
     """LRN-5: later checkpoints would belong to another past."""
     first, second = (save(tmp_path / "run", step, ranks) for step in (2, 4))
     assert choose_checkpoint(tmp_path / "run", str(second), CONFIG, ranks).step == 4
-    with pytest.raises(ValueError, match="also holds checkpoint-4, which the steps from 2 on would make untrue"):
+    with pytest.raises(ValueError, match="also holds checkpoint-4, which would no longer belong to this run"):
         choose_checkpoint(tmp_path / "run", str(first), CONFIG, ranks)
     assert choose_checkpoint(tmp_path / "new", str(first), CONFIG, ranks).step == 2  # a branch of its own
     save(tmp_path / "other", 2, ranks)
-    with pytest.raises(ValueError, match="lies outside training.output_dir=.*which holds a run of its own"):
+    with pytest.raises(ValueError, match="lies outside training.output_dir=.*which holds another run"):
         choose_checkpoint(tmp_path / "other", str(first), CONFIG, ranks)
     flip(second / "model.bin")
     with pytest.raises(ValueError, match="not a complete checkpoint: model.bin was changed"):

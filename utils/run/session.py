@@ -27,11 +27,12 @@ from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.rollout.backend import Decoding, RolloutBackend, RolloutRequest, RolloutResult, check_prompt, policy_lags
 from utils.rollout.client import RolloutClient
-from utils.run.monitor import Monitor, ServerWatch, evaluation_file, write_evaluation
+from utils.run.monitor import Monitor, evaluation_file, write_evaluation
 from utils.run.prefetch import Prefetcher
 from utils.run.recovery import retry_on_server_loss
 from utils.run.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
 from utils.run.rollout_log import RolloutLog
+from utils.run.server_watch import ServerWatch
 from utils.run.shutdown import Stopped, StopRequest
 from utils.sync.adapter_sync import FallbackSync
 from utils.sync.weight_sync import WeightSync

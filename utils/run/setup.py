@@ -31,9 +31,10 @@ from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutBackend, ServerBackend
 from utils.rollout.client import RolloutClient
-from utils.run.monitor import Monitor, ServerWatch, evaluation_file, write_run_json
+from utils.run.monitor import Monitor, evaluation_file, write_run_json
 from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_records_after, rank_file
 from utils.run.rollout_log import RolloutLog
+from utils.run.server_watch import ServerWatch
 from utils.run.session import Session
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
