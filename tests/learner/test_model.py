@@ -99,12 +99,12 @@ def logits_of(model: nn.Module, batch) -> torch.Tensor:
 
 
 def scored(totals: dict[str, float], num_chunks: int):
-    """What `RowModel` is asked for: stage 2's loss."""
+    """The function that `RowModel` applies: stage 2's loss."""
     return partial(MatchingObjective(WEIGHTS).loss, totals=totals, num_chunks=num_chunks)
 
 
 def gradients(model: nn.Module, batches: list, num_chunks: int = 2) -> dict[str, torch.Tensor]:
-    """Of one optimizer step over `batches`, by parameter name; trainable parameters without a gradient are missing."""
+    """Gradients of one optimizer step over `batches`, by parameter name; parameters without a gradient are missing."""
     model.zero_grad()
     totals = denominators(batches)
     for batch in batches:
@@ -362,7 +362,7 @@ def test_saved_embeddings_stay_tied_to_the_head_lrn_2(model, name):
     assert float((logits_of(model, batch) - before).abs().max()) > 0.01
 
 
-def test_an_adapter_is_taken_up_again_lrn_2(start, tmp_path):
+def test_an_existing_adapter_is_trained_further_lrn_2(start, tmp_path):
     """LRN-2."""
     tuner = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "modules_to_save": ["embed_tokens"]}
     first = apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**tuner))
@@ -383,7 +383,7 @@ def test_an_adapter_is_taken_up_again_lrn_2(start, tmp_path):
         apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**wrong, adapter_path=str(tmp_path)))
 
 
-def test_adapter_in_a_frozen_part_stays_in_force_but_frozen_lrn_2(start, tmp_path):
+def test_an_adapter_in_a_frozen_part_stays_active_but_frozen_lrn_2(start, tmp_path):
     """LRN-2."""
     tuner = {"type": "lora", "rank": 4}
     apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**tuner, freeze_vit=False)).save_pretrained(tmp_path)
@@ -460,7 +460,7 @@ def zero_rank(start: str, stage: int, tuner: str, result_path: str) -> None:
         groups = param_groups(
             trained, Training.model_construct(learning_rate=1e-2, vit_lr=2e-3, embed_lr=4e-3, weight_decay=0.1)
         )
-        return torch.optim.AdamW(groups, eps=1e-2)  # a small eps would blow rounding up to whole steps
+        return torch.optim.AdamW(groups, eps=1e-2)  # a small eps would turn rounding errors into whole steps
 
     expected_losses, plain = [], optimizer(single)
     for rows in steps:
@@ -510,7 +510,7 @@ def test_another_architecture_is_refused_cfg_17(tmp_path):
 
 
 def test_incomplete_checkpoint_is_refused_cfg_17(start, tmp_path):
-    """CFG-17: transformers alone would start the missing tensor at random and go on."""
+    """CFG-17: transformers alone would initialise the missing tensor at random and continue."""
     tensors = load_file(start / "model.safetensors")
     del tensors["model.language_model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

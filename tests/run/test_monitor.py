@@ -1,4 +1,4 @@
-"""What a run leaves to look at (LOG-2 to LOG-5)."""
+"""Curves, progress lines and run.json (LOG-2 to LOG-5)."""
 
 import io
 import json
@@ -56,7 +56,7 @@ def test_collapse_is_warned_about_past_each_bound_LOG_3():
 
 
 def test_a_resumed_run_does_not_draw_a_step_twice_LOG_3(tmp_path):
-    """LOG-3, LRN-5: what an earlier process recorded from the resumed step on is gone from the curves."""
+    """LOG-3, LRN-5: the curves no longer show what an earlier process recorded from the resumed step on."""
     for first, purge_step in ((1, None), (3, 3)):
         monitor = Monitor(tmp_path, num_steps=5, enabled=True, purge_step=purge_step)
         for step in range(first, 6):

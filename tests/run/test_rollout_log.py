@@ -1,4 +1,4 @@
-"""rollouts.jsonl: calls of a real client against a misbehaving server, retries and time-outs included."""
+"""rollouts.jsonl: calls of a real client to a misbehaving server, with retries and time-outs."""
 
 from tests.rollout.test_client import setting
 from utils.capacity import EVAL_MICRO_STEP, call_seed, request_seed
@@ -7,7 +7,7 @@ from utils.run.rollout_log import RolloutLog, read_rollout_log
 
 
 class Rank:
-    """`utils.dist.Ranks` of one rank that gathers what is said to come from the others."""
+    """`utils.dist.Ranks` of one rank, with given values from the others."""
 
     def __init__(self, others=(), rank=0):
         self.others, self.is_main = list(others), rank == 0
@@ -17,7 +17,7 @@ class Rank:
 
 
 class Calls:
-    """A client that has made these calls, for what a real one does not do on demand."""
+    """A client with these calls on record, for cases that a real one does not produce on demand."""
 
     servers = ()
 
@@ -67,7 +67,7 @@ def test_log_1_every_call_is_recorded_with_seed_server_and_outcome(tmp_path):
 
 
 def test_log_6_timeouts_are_counted_by_server_and_grow(tmp_path):
-    """LOG-6: counters since the start, evaluations included, though those are no points of their own."""
+    """LOG-6: counters since the start; they include evaluations, which log none of their own."""
     with setting(1, infer_timeout_s=1.5) as (client, (server,)):
         late = [True, True]
         server.on_infer = lambda body: server.hang() if late and late.pop() else server.answer(body)
@@ -92,7 +92,7 @@ def call(**changes):
 
 
 def test_log_1_calls_of_all_ranks_in_order_and_other_versions_by_name(tmp_path):
-    """LOG-1: a call of another version or decoding than its line says so itself."""
+    """LOG-1: a call with another version or decoding than its line records its own."""
     other = [call(weight_version="run:1", seed=2**31 - 1)]
     log = RolloutLog(tmp_path, Calls(call(micro_step_idx=1), call()), Rank([other]))
     values = log.write(1, "run:0")
@@ -103,7 +103,7 @@ def test_log_1_calls_of_all_ranks_in_order_and_other_versions_by_name(tmp_path):
 
 
 def test_log_1_no_calls_no_line_and_other_ranks_write_nothing(tmp_path):
-    """LOG-1: steps that make rollouts, on rank 0, in server mode."""
+    """LOG-1: only steps that make rollouts, on rank 0, in server mode."""
     for client, ranks in ((Calls(call()), Rank(rank=1)), (None, Rank())):
         assert RolloutLog(tmp_path / "run", client, ranks).write(1, "run:0") == {}
         assert not (tmp_path / "run").exists()
@@ -112,7 +112,7 @@ def test_log_1_no_calls_no_line_and_other_ranks_write_nothing(tmp_path):
 
 
 def test_log_1_a_line_torn_by_a_kill_harms_no_other(tmp_path):
-    """LOG-1, LRN-5: a reader passes over it, a resumed run does not glue its first line to it."""
+    """LOG-1, LRN-5: a reader skips it, and a resumed run starts a new line after it."""
     path = tmp_path / "rollouts.jsonl"
     RolloutLog(tmp_path, Calls(call()), Rank()).write(1, "run:0")
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Sheets of really parsed answers: the facts in the JSON file, the colours in the picture, samples that are awkward."""
+"""Sheets of answers parsed as in a run: facts in the JSON file, colours in the picture, awkward samples."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ def dump(tmp_path, examples, step=40, num_samples=4, every_steps=20):
 
 
 def test_log_4_a_sheet_and_all_facts_of_a_sample(tmp_path):
-    """LOG-4: the PNG can be read back, the JSON says who matched whom and what each token learns; TensorBoard too."""
+    """LOG-4: the PNG can be read back, the JSON names the pairs and what each token learns; TensorBoard too."""
     shown = example(tmp_path, [RED, BLUE], [RED_OFF, WRONG])
     assert dump(tmp_path, [shown]) == ["dump/0"]
     folder = tmp_path / "dumps" / "step_000040"
@@ -81,7 +81,7 @@ def test_log_4_a_sheet_and_all_facts_of_a_sample(tmp_path):
 
 
 def test_log_4_the_marked_text_shows_what_is_learnt(tmp_path):
-    """LOG-4: context bare, learnt text in «», a corrected label with its arrow, coordinates with their targets."""
+    """LOG-4: plain context, learnt text in «», a corrected label with its arrow, coordinates with their targets."""
     shown = example(tmp_path, [RED, BLUE], [RED_OFF, WRONG])
     text = marked_text(shown.target, make_table("qwen"))
     assert text.startswith('{"objects": [{"desc": "')
@@ -151,7 +151,7 @@ def test_log_4_a_failed_rollout_is_dumped(tmp_path, caplog):
 
 
 def test_log_4_only_so_many_samples_at_their_steps_on_rank_0(tmp_path):
-    """LOG-4: `every_steps` and `num_samples`; `num_samples` is 0 where nothing has to be collected."""
+    """LOG-4: `every_steps` and `num_samples`; `num_samples` is 0 if nothing has to be collected."""
     shown = [example(tmp_path, [RED], [RED_OFF], sample_id=f"s{i}") for i in range(4)]
     table, monitor = make_table("qwen"), Monitor(tmp_path, 1, enabled=False)
     for every_steps, enabled in ((0, True), (20, False)):
@@ -173,7 +173,7 @@ def test_log_4_the_same_sample_twice_makes_two_sheets(tmp_path):
 
 
 def test_log_4_a_dump_that_fails_warns_once_and_stops_nothing(tmp_path, caplog, monkeypatch):
-    """LOG-4: neither silently nor loudly: one warning with the reason, and the other samples are dumped."""
+    """LOG-4: it logs one warning with the reason, and the other samples are dumped."""
     (tmp_path / "dumps").write_text("a file where a folder should be")
     monitor = Monitor(tmp_path, 1, enabled=False)
     sheets = SampleDump(tmp_path, make_table("qwen"), 1, 4, enabled=True)

@@ -1,4 +1,4 @@
-"""Scalars of healthy, hanging and dead servers, by a real client; the watch between two steps."""
+"""Scalars of healthy, hanging and dead servers through a real client; what the watch sees between two steps."""
 
 import time
 
@@ -22,7 +22,7 @@ rollout_server_device_memory_bytes{worker="1"} 1.073741824e+09
 
 
 def test_log_6_health_load_cache_and_memory_of_every_server(monkeypatch):
-    """LOG-6: cache use is the mean over replicas, memory the sum over devices; a server that is gone hides no other."""
+    """LOG-6: cache use is the mean over replicas, memory the sum over devices; a dead server hides no other."""
     monkeypatch.setattr(test_rollout_client, "METRICS", VLLM_METRICS)
     with setting(1, 1) as (client, (one, two)):
         one.on_health = lambda: (200, one.health(running=7, waiting=2))
@@ -34,8 +34,8 @@ def test_log_6_health_load_cache_and_memory_of_every_server(monkeypatch):
         assert values == {f"server/0/{name}": value for name, value in expected.items()} | {"server/1/healthy": 0}
 
 
-def test_log_6_a_server_that_says_little_or_hangs_is_no_error():
-    """LOG-6: short time-out, no metrics of vLLM's."""
+def test_log_6_a_server_that_reports_little_or_hangs_is_no_error():
+    """LOG-6: with a short time-out, and without vLLM's metrics."""
     with setting(1, 1) as (client, (one, two)):
         two.on_health = two.hang
         start = time.monotonic()
@@ -46,7 +46,7 @@ def test_log_6_a_server_that_says_little_or_hangs_is_no_error():
 
 
 def test_log_6_the_watch_sees_what_runs_between_two_steps():
-    """LOG-6: the largest load since last asked, though the server is idle again by then; nobody asks on other ranks."""
+    """LOG-6: the largest load since the last call, though the server is idle again by then; other ranks do not poll."""
     with setting(1) as (client, (server,)):
         load = [3, 9, 1]
         server.on_health = lambda: (200, server.health(running=load.pop(0) if load else 0))
@@ -64,7 +64,9 @@ def test_log_6_the_watch_sees_what_runs_between_two_steps():
         time.sleep(0.3)
         watch.pop_metrics()
         assert watch.pop_metrics() == {}
-        asked = len(server.paths)
+        num_polls = len(server.paths)
         idle = ServerWatch(client, enabled=False)
         time.sleep(0.1)
-        assert idle.pop_metrics() == ServerWatch(None, enabled=True).pop_metrics() == {} and len(server.paths) == asked
+        assert (
+            idle.pop_metrics() == ServerWatch(None, enabled=True).pop_metrics() == {} and len(server.paths) == num_polls
+        )

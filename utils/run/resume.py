@@ -6,10 +6,11 @@
       merged/ adapter/  the finished model (LRN-6)
 
 `checkpoint-40.partial` was never finished; `checkpoint-40.deleting` is being deleted because of `save_total_limit`.
-What goes into a checkpoint is decided elsewhere.
+Callers decide what a checkpoint contains.
 """
 
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
+_blake2b = functools.partial(hashlib.blake2b, digest_size=16)
 
 # Settings that a resumed run must share with its checkpoint; all others may change.
 FIXED = (
@@ -127,13 +129,13 @@ def _describe_files(folder: Path, names: list[str], files: dict[str, dict[str, A
 
 def _digest_of(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return hashlib.file_digest(file, _blake2b).hexdigest()
 
 
 def _complete(partial: Path, final: Path, facts: dict[str, Any]) -> None:
     """Write the manifest, then rename. A damaged checkpoint of that name, from which no run resumed, is kept aside."""
     text = json.dumps({"format": FORMAT, **facts}, default=str)
-    (partial / MANIFEST).write_text(f"{text}\n{_digest_of_text(text)}\n")
+    (partial / MANIFEST).write_text(f"{text}\n{_blake2b(text.encode()).hexdigest()}\n")
     _fsync(partial / MANIFEST)
     if final.exists():
         names = (final.with_name(f"{final.name}.damaged-{number}") for number in itertools.count(1))
@@ -146,10 +148,6 @@ def _complete(partial: Path, final: Path, facts: dict[str, Any]) -> None:
     _fsync(final.parent)
 
 
-def _digest_of_text(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def _fsync(path: Path) -> None:
     """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -160,19 +158,16 @@ def _fsync(path: Path) -> None:
 
 
 def delete_old(run_dir: Path, save_total_limit: int) -> None:
-    """Delete all complete checkpoints but the newest `save_total_limit`; damaged ones are neither counted nor deleted.
-
-    A checkpoint that cannot be deleted is named in a warning.
-    """
+    """Delete complete checkpoints but the newest `save_total_limit`; damaged ones are neither counted nor deleted."""
     whole = [path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None]
     doomed = [path.rename(path.with_name(path.name + ".deleting")) for path in whole[save_total_limit:]]
-    for path in {*doomed, *run_dir.glob("checkpoint-*.deleting")}:  # also those that a killed process left half deleted
+    for path in {*doomed, *run_dir.glob("checkpoint-*.deleting")}:  # including those of a process killed halfway
         if (error := capture_error(shutil.rmtree, path)) is not None:
             logger.warning("an old checkpoint could not be deleted: %s", error)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# verifying
+# finding
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
@@ -191,7 +186,7 @@ def read_manifest(path: Path) -> Checkpoint:
         text, _, digest = (path / MANIFEST).read_text().rstrip("\n").rpartition("\n")
     except (OSError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from None
-    if _digest_of_text(text) != digest:
+    if _blake2b(text.encode()).hexdigest() != digest:
         raise ValueError(f"{MANIFEST} was changed after it was written")
     facts = json.loads(text)
     if (written_by := facts.pop("format")) != FORMAT:
@@ -203,43 +198,35 @@ def read_manifest(path: Path) -> Checkpoint:
 
 
 def problem_of_sizes(path: Path) -> str | None:
-    """Why this is not a complete checkpoint, judged by names and sizes; None if they are right."""
+    """Reason why the checkpoint is not complete, judged by names and sizes; None if they are right."""
     try:
-        checkpoint = read_manifest(path)
+        files = read_manifest(path).files
     except ValueError as error:
         return str(error)
-    for name, facts in checkpoint.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if size != facts["bytes"]:
-            return f"{name} has {size} bytes, {facts['bytes']} were written"
-    return None
+    return next(filter(None, (_problem_of_file(path, name, facts) for name, facts in files.items())), None)
 
 
 def problem_of(path: Path, ranks: Ranks) -> str | None:
-    """Why this is not a complete checkpoint, reading every byte; ranks split the files and agree (collective)."""
+    """Reason why the checkpoint is not complete, reading every byte; ranks split the files and agree (collective)."""
     problem = ranks.gather(problem_of_sizes(path) if ranks.is_main else None)[0]
-    if problem is not None:
-        return problem
-    files = read_manifest(path).files
-    digests = {name: files[name]["blake2b"] for name in sorted(files)[ranks.rank :: ranks.world_size]}
-    return next(filter(None, ranks.gather(_problem_of_digests(path, digests))), None)
+    if problem is None:
+        files = sorted(read_manifest(path).files.items())[ranks.rank :: ranks.world_size]
+        own = next(filter(None, (_problem_of_file(path, name, facts, read=True) for name, facts in files)), None)
+        problem = next(filter(None, ranks.gather(own)), None)
+    return problem
 
 
-def _problem_of_digests(path: Path, digests: Mapping[str, str]) -> str | None:
-    for name, digest in digests.items():
-        try:
-            if _digest_of(path / name) != digest:
-                return f"{name} was changed after it was written (its digest differs)"
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
+def _problem_of_file(path: Path, name: str, facts: Mapping[str, Any], read: bool = False) -> str | None:
+    try:
+        if (size := (path / name).stat().st_size) != facts["bytes"]:
+            return f"{name} has {size} bytes, {facts['bytes']} were written"
+        if read and _digest_of(path / name) != facts["blake2b"]:
+            return f"{name} was changed after it was written (its digest differs)"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# choosing
 
 
 def newest_complete(run_dir: Path, ranks: Ranks) -> tuple[Checkpoint | None, dict[str, str]]:

@@ -100,8 +100,7 @@ def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
     """
     sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
     max_bin = table.format.max_bin
-    pred_objects = [pred.object for pred in parsed.objects]
-    iou = iou_matrix(pred_objects, sample.objects)
+    iou = iou_matrix(parsed.pred_objects, sample.objects)
     matched_pred, matched_gt = {p for p, _ in example.pairs}, {g for _, g in example.pairs}
     return {
         "id": sample.id,
@@ -111,9 +110,9 @@ def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
         "height": sample.height,
         "messages": sample.messages,
         "gt": [object_record(obj, max_bin) for obj in sample.objects],
-        "pred": [object_record(obj, max_bin) for obj in pred_objects],
+        "pred": [object_record(obj, max_bin) for obj in parsed.pred_objects],
         "pairs": [{"pred": p, "gt": g, "iou": float(iou[p, g])} for p, g in example.pairs],
-        "unmatched_pred": [p for p in range(len(pred_objects)) if p not in matched_pred],
+        "unmatched_pred": [p for p in range(len(parsed.pred_objects)) if p not in matched_pred],
         "unmatched_gt": [g for g in range(len(sample.objects)) if g not in matched_gt],
         "rollout": {
             "text": _text(answer.response_token_ids, table),
@@ -184,16 +183,13 @@ def example_sheet(example: Example, table: TokenTable) -> Image.Image:
     image only.
     """
     sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
-    pred_objects = [pred.object for pred in parsed.objects]
     gt_labels = {g: number for number, (_, g) in enumerate(example.pairs, start=1)}
     pred_labels = {p: number for number, (p, _) in enumerate(example.pairs, start=1)}
-    sides = [(sample.objects, gt_labels), (pred_objects, pred_labels)]
-    rows = []
-    for source in sample.images or [""]:
-        image = _open_or_blank(source)
-        rows.append([_draw_side(image, objects, numbers, table.format.max_bin) for objects, numbers in sides])
-        sides = [([], {}), ([], {})]
-    pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(pred_objects)})"))
+    sides = [(sample.objects, gt_labels), (parsed.pred_objects, pred_labels)]
+    first, *others = [_open_or_blank(source) for source in sample.images or [""]]
+    rows = [[_draw_side(first, objects, numbers, table.format.max_bin) for objects, numbers in sides]]
+    rows += [[draw_objects(image, [], UNMATCHED, SIDE)] * 2 for image in others]
+    pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(parsed.pred_objects)})"))
     ids, num_kept = answer.response_token_ids, parsed.num_exact
     prefix, rest = (
         b"".join(_shown(token, table) for token in part).decode(errors="replace")
