@@ -65,7 +65,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def part_of(name: str) -> str:
-    """Which of `PARTS` a parameter or module name belongs to, with or without wrappers' prefixes."""
+    """The one of `PARTS` that a parameter or module name belongs to, with or without prefixes of wrappers."""
     names = name.split(".")
     if "visual" in names:
         return "aligner" if "merger" in names or "deepstack_merger_list" in names else "vit"

@@ -133,7 +133,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _complete(partial: Path, final: Path, facts: dict[str, Any]) -> None:
-    """Write the manifest, then rename. A damaged checkpoint of that name, from which no run resumed, is kept aside."""
+    """Write the manifest, then rename. A damaged checkpoint of that name, which the run passed over, is kept."""
     text = json.dumps({"format": FORMAT, **facts}, default=str)
     (partial / MANIFEST).write_text(f"{text}\n{_blake2b(text.encode()).hexdigest()}\n")
     _fsync(partial / MANIFEST)
