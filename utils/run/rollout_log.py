@@ -1,5 +1,6 @@
 """`rollouts.jsonl`: every call of every rank to the rollout servers (LOG-1), and their counters as scalars (LOG-6)."""
 
+import contextlib
 import json
 import re
 import time
@@ -92,10 +93,8 @@ def read_rollout_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a `rollouts.jsonl`, in order; lines torn by a kill are skipped."""
     lines = []
     for text in path.read_bytes().split(b"\n"):
-        try:
+        with contextlib.suppress(ValueError):
             lines.append(json.loads(text))
-        except ValueError:
-            continue
     return lines
 
 

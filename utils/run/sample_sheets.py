@@ -190,11 +190,9 @@ def example_sheet(example: Example, table: TokenTable) -> Image.Image:
     rows = [[_draw_side(first, objects, numbers, table.format.max_bin) for objects, numbers in sides]]
     rows += [[draw_objects(image, [], UNMATCHED, SIDE)] * 2 for image in others]
     pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(parsed.pred_objects)})"))
-    ids, num_kept = answer.response_token_ids, parsed.num_exact
-    prefix, rest = (
-        b"".join(_shown(token, table) for token in part).decode(errors="replace")
-        for part in (ids[:num_kept], ids[num_kept:])
-    )
+    ids = answer.response_token_ids
+    prefix = b"".join(_shown(token, table) for token in ids[: parsed.num_exact]).decode(errors="replace")
+    rest = b"".join(_shown(token, table) for token in ids[parsed.num_exact :]).decode(errors="replace")
     facts = (
         f"{sample.id}   weights {answer.weight_version}   {len(example.pairs)} matched, {target.num_appended} appended"
         f", dropped {parsed.dropped or 0}, {answer.error or answer.finish_reason}"
@@ -222,11 +220,9 @@ def _draw_side(image: Image.Image, objects: Sequence[Object], numbers: Mapping[i
 def _open_or_blank(source: str) -> Image.Image:
     """The image, or a grey one that says why it is missing: the texts are useful without it."""
     try:
-        if source:
-            return open_image(source)
-        reason = "no image"
+        return open_image(source)
     except (OSError, ValueError) as error:
-        reason = str(error)
+        reason = str(error) if source else "no image"
     blank = Image.new("RGB", (SIDE, SIDE), "#eeeeee")
     blank.paste(text_panel([(reason[:_SHORT], None)], SIDE), (0, 0))
     return blank
