@@ -181,7 +181,8 @@ def _normalized(names: Sequence[str] | None) -> list[str]:
 
 @contextmanager
 def start_policy(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters of a PEFT model, so that it behaves like the policy that training started from."""
+    """Disable the adapters of a PEFT model. Unless they were loaded from a checkpoint, it then behaves like the policy
+    that training started from."""
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
     try:
         with model.disable_adapter():
