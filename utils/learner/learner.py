@@ -273,7 +273,7 @@ def _captured_write_errors(engine: Any) -> Iterator[list[Exception]]:
             errors.append(error)
 
     writer.save = save
-    engine._copy_recovery_script = lambda save_path: None  # scripts to merge shards; `merged/` is there already
+    engine._copy_recovery_script = lambda save_path: None  # scripts that merge shards; `merged/` replaces them
     try:
         yield errors
     finally:
