@@ -10,6 +10,7 @@ import torch
 
 from tools.make_demo import build_start_model, make_dataset
 from utils.config.load import load_config
+from utils.config.schema import Training
 from utils.data.encoding import EncodedPrompt, encode_prompt, load_processor
 from utils.data.samples import load_samples
 from utils.geometry import Object, iou_matrix
@@ -43,14 +44,14 @@ class Demo:
         self.prompts: list[EncodedPrompt] = [encode_prompt(sample, self.processor) for sample in self.samples]
         rng = random.Random(0)
         self.answers = [self.table.encode(format_objects(found(sample.objects, rng))) for sample in self.samples]
-        model = apply_tuner(load_model(str(path), "float32"), **self.cfg.tuner.model_dump())
+        model = apply_tuner(load_model(str(path), "float32"), self.cfg.tuner)
         self.model = RowModel(model)
         self.layout: dict[str, Any] = {
             "position_ids_fn": position_ids_for(model),
             "coord_ids": self.table.coord_ids,
             "dummy": dummy_segment(model),
         }
-        self.optimizer = torch.optim.AdamW(param_groups(model, learning_rate=1e-4))
+        self.optimizer = torch.optim.AdamW(param_groups(model, Training(output_dir="", learning_rate=1e-4)))
 
     def segment(self, index: int) -> Segment:
         """What train_stage2.py makes of one answer."""

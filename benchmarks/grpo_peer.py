@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tools.demo import WORLD_SIZE, run, serve_and_train
 from tools.demo_grpo import CONFIG
 from utils.config.load import Config, load_config_or_exit
-from utils.learner.model import TunerOptions, adapter_targets, load_model
+from utils.learner.model import adapter_targets, load_model
 
 FOLDER = Path("runs/grpo_peer")
 NUM_WARM_UP = 3  # steps of each run whose time does not count
@@ -85,7 +85,7 @@ def train_trl(python: str, steps: int, turn: int, environment: dict[str, str]) -
 def trl_job(cfg: Config, steps: int, seed: int) -> dict[str, Any]:
     """The config's settings as `benchmarks.baselines.trl_grpo` reads them."""
     training, tuner, rlhf = cfg.training, cfg.tuner, cfg.rlhf
-    targets = adapter_targets(load_model(cfg.model.path, "float32"), TunerOptions(**tuner.model_dump()))
+    targets = adapter_targets(load_model(cfg.model.path, "float32"), tuner)
     return {
         "model": cfg.model.path,
         "train_jsonl": cfg.custom.train_files()[0].path,

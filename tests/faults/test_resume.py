@@ -86,7 +86,7 @@ def test_a_killed_run_and_a_stopped_one_go_on_exactly_zero2_LRN_5_LRN_1_CFG_1(fo
     assert not (broken / "eval" / f"step_{step:06d}.json").exists()
 
     last = finish(config, "--resume", str(broken / f"checkpoint-{step}"))
-    assert f"going on from {broken / f'checkpoint-{step}'} (step {step})" in last.output
+    assert f"resuming from {broken / f'checkpoint-{step}'} (step {step})" in last.output
     assert_same_runs(broken, whole, NUM_STEPS)
 
 
@@ -164,5 +164,5 @@ def test_ctrl_c_on_a_bare_launcher_saves_within_its_30_seconds_LRN_5(folder, sta
     assert other.end() != 0 and "was written by 2 ranks, this run has 3" in other.output
     fresh = config_of(folder, start_model, run.name, **GEOMETRY, resume_from_checkpoint=None)
     other = LearnerProcess(fresh)
-    assert other.end() != 0 and "holds an earlier run; go on with it (--resume auto)" in other.output
+    assert other.end() != 0 and "holds an earlier run; resume it (--resume auto)" in other.output
     assert "Traceback" not in other.output

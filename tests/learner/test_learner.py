@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.learner.test_model import coord_ids, make_segment
 from utils.config.load import build_config
+from utils.config.schema import Training, Tuner
 from utils.dist import Ranks
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
 from utils.learner.model import apply_tuner, base_model, dummy_segment, load_model, param_groups, position_ids_for
@@ -44,7 +45,7 @@ def test_decay_by_hand_CFG_17():
 
 
 def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: str = "zero2") -> Learner:
-    """With an epsilon that does not blow rounding up to whole steps."""
+    """A learner with an epsilon large enough that rounding errors do not become whole steps."""
     config = {
         "model": {"path": str(model), "dtype": "float32"},
         "global_max_length": 128,
@@ -55,7 +56,7 @@ def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: 
             "output_dir": str(folder),
             "learning_rate": 1e-2,
             "lr_scheduler": "constant",
-            "gradient_accumulation_steps": 3,  # rows there are four
+            "gradient_accumulation_steps": 3,  # there are four rows
             "gradient_checkpointing": False,
             "adam_epsilon": 1e-2,
             "max_grad_norm": 0.0,
@@ -82,7 +83,7 @@ def policy_row_of(model: nn.Module, segments: list[Segment], advantages: dict[st
 
 
 def plain_logprobs(model: nn.Module, segment: Segment, temperature: float) -> torch.Tensor:
-    """Of one answer's tokens by transformers' own forward, with all logits."""
+    """Log-probabilities of one answer's tokens by transformers' own forward, with all logits."""
     input_ids = torch.from_numpy(segment.input_ids)[None]
     logits = model(
         input_ids=input_ids,
@@ -99,9 +100,9 @@ def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_P
     tmp_path, start_model, ranks, deepspeed
 ):
     """GRP-6, PCK-5, PCK-8: loss and every updated parameter, for four rows (one of them empty) where the config says
-    three micro-steps, at temperature 0.7; ratios to the policy scored beforehand are 1."""
+    three micro-steps, at temperature 0.7; ratios to the policy scored before the step are 1."""
     learner = learner_of(tmp_path, start_model, ranks, {"type": "full"}, deepspeed)
-    plain = apply_tuner(load_model(start_model, "float32"), type="full")
+    plain = apply_tuner(load_model(start_model, "float32"), Tuner(type="full"))
     segments = answers_of(plain)
     advantages = {f"s{i}": value for i, value in enumerate((1.0, -0.5, 0.3, -0.8, 0.6))}
     layout = [[segments[3], segments[0]], [segments[1]], [], [segments[2], segments[4]]]
@@ -110,7 +111,7 @@ def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_P
         row.policy.old_logprob = logprob
     result = learner.step(rows, PolicyObjective(PolicyOptions(), denominator=5.0, temperature=0.7), step=0)
 
-    optimizer = torch.optim.AdamW(param_groups(plain, learning_rate=1e-2), eps=1e-2)
+    optimizer = torch.optim.AdamW(param_groups(plain, Training.model_construct(learning_rate=1e-2)), eps=1e-2)
     loss = sum(-advantages[s.sample_id] * plain_logprobs(plain, s, 0.7).mean() for s in segments) / 5
     surrogate = sum(-advantages[s.sample_id] for s in segments) / 5  # ratios of 1 carry the gradient
     loss.backward()
@@ -123,8 +124,8 @@ def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_P
         assert (ours - theirs).abs().max() < 1e-5, name
 
 
-def test_the_start_policy_is_had_by_switching_adapters_off_GRP_6(tmp_path, start_model, ranks):
-    """GRP-6: no second copy of the model; and training goes on as if nothing had been asked."""
+def test_the_start_policy_is_the_model_with_adapters_disabled_GRP_6(tmp_path, start_model, ranks):
+    """GRP-6: without a second copy of the model, and without an effect on training."""
     learner = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4, "freeze_vit": True})
     base = load_model(start_model, "float32")
     segments = answers_of(base, 2)
@@ -186,16 +187,16 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
 def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples_LRN_2(
     tmp_path, start_model, ranks, caplog, deepspeed, dtype
 ):
-    """LRN-2, `training.on_nan_loss: skip`: weights stay bit for bit, the next step is that of a run that never had the
-    bad one; ten bad ones in a row end the run."""
+    """LRN-2, `training.on_nan_loss: skip`: weights stay bit for bit, the next step is that of a run without the bad
+    one; ten bad ones in a row end the run."""
     learner, other = (matching_learner(tmp_path, start_model, ranks, "skip", deepspeed, dtype) for _ in range(2))
     objective = MatchingObjective(LossWeights())
     for one in (learner, other):
         one.step(matching_rows(one, is_bad=False), objective, 0)
     before = weights_of(learner)
     assert np.isnan(learner.step(matching_rows(learner, is_bad=True), objective, 1).losses["total"])
-    (words,) = [record.message for record in caplog.records if record.name == "utils.learner.learner"]
-    assert words.startswith("the loss of optimizer step 2 is not finite; samples: s2, s3; the step is skipped")
+    (message,) = [record.message for record in caplog.records if record.name == "utils.learner.learner"]
+    assert message.startswith("the loss of optimizer step 2 is not finite; samples: s2, s3; the step is skipped")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
     for one in (learner, other):
         one.step(matching_rows(one, is_bad=False), objective, 2)
@@ -210,7 +211,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples_LRN_2(
 
 @pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
 def test_by_default_the_run_stops_at_a_gradient_that_is_not_finite_LRN_2(tmp_path, start_model, ranks, deepspeed):
-    """LRN-2, `training.on_nan_loss: stop`: also where the losses themselves are finite; all samples are named then."""
+    """LRN-2, `training.on_nan_loss: stop`: even if the losses themselves are finite; then all samples are named."""
     learner = matching_learner(tmp_path, start_model, ranks, "stop", deepspeed, "float32")
     before = weights_of(learner)
     parameter = next(parameter for parameter in learner.model.parameters() if parameter.requires_grad)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tools.make_demo import build_start_model
+from utils.config.schema import Training, Tuner
 from utils.learner.model import (
     RowModel,
     apply_tuner,
     base_model,
     dummy_segment,
     enable_gradient_checkpointing,
+    fuse_kernels,
     load_model,
     param_groups,
     part_of,
@@ -96,12 +99,12 @@ def logits_of(model: nn.Module, batch) -> torch.Tensor:
 
 
 def scored(totals: dict[str, float], num_chunks: int):
-    """What `RowModel` is asked for: stage 2's loss."""
+    """The function that `RowModel` applies: stage 2's loss."""
     return partial(MatchingObjective(WEIGHTS).loss, totals=totals, num_chunks=num_chunks)
 
 
 def gradients(model: nn.Module, batches: list, num_chunks: int = 2) -> dict[str, torch.Tensor]:
-    """Of one optimizer step over `batches`, by parameter name; trainable parameters without a gradient are missing."""
+    """Gradients of one optimizer step over `batches`, by parameter name; parameters without a gradient are missing."""
     model.zero_grad()
     totals = denominators(batches)
     for batch in batches:
@@ -180,7 +183,7 @@ def test_image_tokens_must_fit_the_images_pck_4(model):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_and_padded_give_the_same_gradient_pck_6(start, implementation):
     """PCK-6."""
-    model = apply_tuner(load_model(start, "float32", implementation), freeze_vit=False, freeze_aligner=False)
+    model = apply_tuner(load_model(start, "float32", implementation), Tuner(freeze_vit=False, freeze_aligner=False))
     segments = images_of_three_sizes(model)
     packed = gradients(model, [collate(model, segments, packed=True)])
     padded = gradients(model, [collate(model, segments, packed=False)])
@@ -192,7 +195,7 @@ def test_packed_and_padded_give_the_same_gradient_pck_6(start, implementation):
 def test_layout_of_rows_does_not_change_the_gradient_pck_5(model, num_chunks):
     """PCK-5: Three segments in one row; or in two rows, the second one empty; or one each. Different numbers of
     labels."""
-    model = apply_tuner(model, freeze_vit=False, freeze_aligner=False)
+    model = apply_tuner(model, Tuner(freeze_vit=False, freeze_aligner=False))
     a, b, c = images_of_three_sizes(model)
     whole = gradients(model, [collate(model, [a, b, c])])
     for layout in ([[a, c], [b]], [[a], [b], [c]], [[a, b, c], []]):
@@ -204,7 +207,7 @@ def test_row_without_image_runs_every_module_at_no_weight_pck_8(model):
     """PCK-8: Every module is called, every parameter gets a gradient, zero in the vision tower; loss and the other
     gradients
     are those of the text alone."""
-    model = apply_tuner(model, freeze_vit=False, freeze_aligner=False)
+    model = apply_tuner(model, Tuner(freeze_vit=False, freeze_aligner=False))
     segment = make_segment(model, 3, None)
     called = set()
     for name, module in model.named_modules():
@@ -225,7 +228,7 @@ def test_row_without_image_runs_every_module_at_no_weight_pck_8(model):
 @pytest.mark.parametrize("tuner", [{}, {"type": "lora", "use_dora": True}])
 def test_rank_without_segment_runs_a_dummy_pck_8(model, tuner):
     """PCK-8."""
-    model = apply_tuner(model, **tuner)
+    model = apply_tuner(model, Tuner(**tuner))
     batch = collate(model, [])
     loss, sums = RowModel(model)(batch, scored({"text": 10.0, "coord": 10.0}, 3))
     loss.backward()
@@ -237,7 +240,7 @@ def test_rank_without_segment_runs_a_dummy_pck_8(model, tuner):
 @pytest.mark.parametrize("tuner", [{"freeze_vit": False, "freeze_aligner": False}, {"type": "lora", "use_dora": True}])
 def test_gradient_checkpointing_changes_nothing_lrn_2(model, tuner):
     """LRN-2."""
-    model = apply_tuner(model, **tuner).train()
+    model = apply_tuner(model, Tuner(**tuner)).train()
     batches = [collate(model, images_of_three_sizes(model))]
     plain = gradients(model, batches)
     enable_gradient_checkpointing(model)
@@ -260,7 +263,9 @@ def test_logits_are_made_at_labels_only_lrn_4(model):
 )
 def test_full_tuning_trains_the_parts_that_are_not_frozen_lrn_2(model, freeze_llm, freeze_vit, freeze_aligner):
     """LRN-2."""
-    model = apply_tuner(model, type="full", freeze_llm=freeze_llm, freeze_vit=freeze_vit, freeze_aligner=freeze_aligner)
+    model = apply_tuner(
+        model, Tuner(type="full", freeze_llm=freeze_llm, freeze_vit=freeze_vit, freeze_aligner=freeze_aligner)
+    )
     trained = {part_of(name) for name, p in model.named_parameters() if p.requires_grad}
     frozen = {part_of(name) for name, p in model.named_parameters() if not p.requires_grad}
     expected = {"vit"} if freeze_llm and freeze_aligner else {"aligner"} if freeze_llm else {"llm", "embeddings"}
@@ -288,7 +293,7 @@ def test_all_linear_adapts_exactly_what_is_not_frozen_lrn_2(model, freeze_vit, f
     """LRN-2."""
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
     parts = {"llm"} | ({"vit"} if not freeze_vit else set()) | ({"aligner"} if not freeze_aligner else set())
-    model = apply_tuner(model, type="lora", rank=4, freeze_vit=freeze_vit, freeze_aligner=freeze_aligner)
+    model = apply_tuner(model, Tuner(type="lora", rank=4, freeze_vit=freeze_vit, freeze_aligner=freeze_aligner))
     assert adapted(model) == {name for name in linear if part_of(name) in parts}
     assert all(".lora_" in name for name, p in model.named_parameters() if p.requires_grad)
 
@@ -299,9 +304,9 @@ def test_adapter_has_the_models_dtype_and_starts_without_effect_lrn_2(start, use
     model = load_model(start, "float32", "sdpa")
     batch = collate(model, images_of_three_sizes(model))
     before = logits_of(model, batch)
-    tuned = apply_tuner(model, type="lora", use_dora=use_dora, rank=4)
+    tuned = apply_tuner(model, Tuner(type="lora", use_dora=use_dora, rank=4))
     torch.testing.assert_close(logits_of(tuned, batch), before, rtol=0, atol=1e-5)
-    half = apply_tuner(load_model(start, "bfloat16", "sdpa"), type="lora", use_dora=use_dora, rank=4)
+    half = apply_tuner(load_model(start, "bfloat16", "sdpa"), Tuner(type="lora", use_dora=use_dora, rank=4))
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     magnitudes = [name for name, _ in half.named_parameters() if "magnitude" in name]
     assert bool(magnitudes) == use_dora
@@ -310,14 +315,14 @@ def test_adapter_has_the_models_dtype_and_starts_without_effect_lrn_2(start, use
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r"model\.language_model\..*\.[qv]_proj"])
 def test_named_targets_lrn_2(model, targets):
     """LRN-2."""
-    model = apply_tuner(model, type="lora", target_modules=targets)
+    model = apply_tuner(model, Tuner(type="lora", target_modules=targets))
     expected = {f"model.language_model.layers.{i}.self_attn.{x}_proj" for i in range(4) for x in "qv"}
     assert adapted(model) == expected
 
 
 def test_named_targets_leave_frozen_parts_alone_lrn_2(model):
     """LRN-2: `linear_fc1` is in the vision blocks and in the mergers; only the mergers are free."""
-    model = apply_tuner(model, type="lora", target_modules=["linear_fc1"], freeze_aligner=False)
+    model = apply_tuner(model, Tuner(type="lora", target_modules=["linear_fc1"], freeze_aligner=False))
     assert adapted(model) == {"model.visual.merger.linear_fc1", "model.visual.deepstack_merger_list.0.linear_fc1"}
 
 
@@ -326,7 +331,7 @@ def test_named_targets_leave_frozen_parts_alone_lrn_2(model):
     [
         ({"freeze_llm": True}, "nothing is left to train; set one of tuner.freeze_llm"),
         ({"type": "lora", "freeze_llm": True}, "are frozen .*freeze_llm, tuner.freeze_vit, tuner.freeze_aligner"),
-        ({"type": "lora", "target_modules": ["qkv"]}, "all 2 layers meant are frozen .*freeze_vit"),
+        ({"type": "lora", "target_modules": ["qkv"]}, "all 2 selected layers are frozen .*freeze_vit"),
         ({"type": "lora", "target_modules": ["q_proj", "w_proj"]}, r"ends in \['w_proj'\]"),
         ({"type": "lora", "target_modules": ["lm_head"]}, r"ends in \['lm_head'\]"),
         ({"type": "lora", "target_modules": ".*nowhere"}, "matches no linear layer"),
@@ -337,13 +342,13 @@ def test_named_targets_leave_frozen_parts_alone_lrn_2(model):
 def test_tuner_mistakes_are_named_lrn_2(model, tuner, message):
     """LRN-2."""
     with pytest.raises(ValueError, match=message):
-        apply_tuner(model, **tuner)
+        apply_tuner(model, Tuner(**tuner))
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_saved_embeddings_stay_tied_to_the_head_lrn_2(model, name):
     """LRN-2: One trained tensor serves both ends, and both ends' gradients reach it."""
-    model = apply_tuner(model, type="lora", rank=4, modules_to_save=[name])
+    model = apply_tuner(model, Tuner(type="lora", rank=4, modules_to_save=[name]))
     base = base_model(model)
     embed, head = (m.modules_to_save["default"] for m in (base.model.language_model.embed_tokens, base.lm_head))
     assert embed.weight is head.weight and embed.weight.requires_grad
@@ -357,16 +362,16 @@ def test_saved_embeddings_stay_tied_to_the_head_lrn_2(model, name):
     assert float((logits_of(model, batch) - before).abs().max()) > 0.01
 
 
-def test_an_adapter_is_taken_up_again_lrn_2(start, tmp_path):
+def test_an_existing_adapter_is_trained_further_lrn_2(start, tmp_path):
     """LRN-2."""
     tuner = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "modules_to_save": ["embed_tokens"]}
-    first = apply_tuner(load_model(start, "float32", "sdpa"), **tuner)
+    first = apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**tuner))
     with torch.no_grad():
         for name, parameter in first.named_parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     first.save_pretrained(tmp_path)
-    again = apply_tuner(load_model(start, "float32", "sdpa"), **tuner, adapter_path=str(tmp_path))
+    again = apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**tuner, adapter_path=str(tmp_path)))
     batch = collate(again, images_of_three_sizes(again))
     torch.testing.assert_close(logits_of(again, batch), logits_of(first, batch))
     trained = [{n for n, p in m.named_parameters() if p.requires_grad} for m in (first, again)]
@@ -375,14 +380,14 @@ def test_an_adapter_is_taken_up_again_lrn_2(start, tmp_path):
     assert base.get_input_embeddings().weight is base.get_output_embeddings().weight
     with pytest.raises(ValueError, match=r"tuner.rank=8 \(the adapter has 4\); tuner.use_dora=False"):
         wrong = {**tuner, "rank": 8, "use_dora": False}
-        apply_tuner(load_model(start, "float32", "sdpa"), **wrong, adapter_path=str(tmp_path))
+        apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**wrong, adapter_path=str(tmp_path)))
 
 
-def test_adapter_in_a_frozen_part_stays_in_force_but_frozen_lrn_2(start, tmp_path):
+def test_an_adapter_in_a_frozen_part_stays_active_but_frozen_lrn_2(start, tmp_path):
     """LRN-2."""
     tuner = {"type": "lora", "rank": 4}
-    apply_tuner(load_model(start, "float32", "sdpa"), **tuner, freeze_vit=False).save_pretrained(tmp_path)
-    again = apply_tuner(load_model(start, "float32", "sdpa"), **tuner, adapter_path=str(tmp_path))
+    apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**tuner, freeze_vit=False)).save_pretrained(tmp_path)
+    again = apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**tuner, adapter_path=str(tmp_path)))
     trained = {part_of(name) for name, p in again.named_parameters() if p.requires_grad}
     assert trained == {"llm"} and any(part_of(name) == "vit" for name in adapted(again))
 
@@ -393,8 +398,11 @@ def test_adapter_in_a_frozen_part_stays_in_force_but_frozen_lrn_2(start, tmp_pat
 def test_param_groups_have_their_own_rates_and_decay_lrn_2(model, tuner):
     """LRN-2: Every trainable parameter once; a rate of null falls back; one-dimensional ones and magnitudes do not
     decay."""
-    model = apply_tuner(model, **tuner)
-    groups = param_groups(model, learning_rate=1e-4, vit_lr=1e-5, aligner_lr=None, embed_lr=0.0, weight_decay=0.1)
+    model = apply_tuner(model, Tuner(**tuner))
+    groups = param_groups(
+        model,
+        Training.model_construct(learning_rate=1e-4, vit_lr=1e-5, aligner_lr=None, embed_lr=0.0, weight_decay=0.1),
+    )
     grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
     rates = {"llm": 1e-4, "vit": 1e-5, "aligner": 1e-4, "embeddings": 0.0}
@@ -438,7 +446,8 @@ def zero_rank(start: str, stage: int, tuner: str, result_path: str) -> None:
     full = {"type": "full", "freeze_vit": False, "freeze_aligner": False}
     dora = {"type": "lora", "use_dora": True, "rank": 4, "freeze_vit": False, "modules_to_save": ["embed_tokens"]}
     model, single = (
-        apply_tuner(load_model(start, "float32", "sdpa"), **(full if tuner == "full" else dora)) for _ in range(2)
+        apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**(full if tuner == "full" else dora)))
+        for _ in range(2)
     )
     with torch.no_grad():  # adapters start at random
         for parameter, other in zip(model.parameters(), single.parameters(), strict=True):
@@ -448,8 +457,10 @@ def zero_rank(start: str, stage: int, tuner: str, result_path: str) -> None:
     steps = [[image[:2], [text]], [image[2:3], []], [[], [image[3], text]], [[text], []]]  # [step][rank]
 
     def optimizer(trained: nn.Module) -> torch.optim.Optimizer:
-        groups = param_groups(trained, learning_rate=1e-2, vit_lr=2e-3, embed_lr=4e-3, weight_decay=0.1)
-        return torch.optim.AdamW(groups, eps=1e-2)  # a small eps would blow rounding up to whole steps
+        groups = param_groups(
+            trained, Training.model_construct(learning_rate=1e-2, vit_lr=2e-3, embed_lr=4e-3, weight_decay=0.1)
+        )
+        return torch.optim.AdamW(groups, eps=1e-2)  # a small eps would turn rounding errors into whole steps
 
     expected_losses, plain = [], optimizer(single)
     for rows in steps:
@@ -499,7 +510,7 @@ def test_another_architecture_is_refused_cfg_17(tmp_path):
 
 
 def test_incomplete_checkpoint_is_refused_cfg_17(start, tmp_path):
-    """CFG-17: transformers alone would start the missing tensor at random and go on."""
+    """CFG-17: transformers alone would initialise the missing tensor at random and continue."""
     tensors = load_file(start / "model.safetensors")
     del tensors["model.language_model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -508,24 +519,19 @@ def test_incomplete_checkpoint_is_refused_cfg_17(start, tmp_path):
         load_model(tmp_path, "float32")
 
 
-if __name__ == "__main__":
-    zero_rank(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
-
-
 def test_fused_kernels_patch_this_model_and_leave_the_loss_alone(monkeypatch):
-    """CFG-17: what liger is asked for; liger itself needs CUDA, so a stand-in listens."""
-    import sys
-    from types import ModuleType
-
-    from utils.learner.model import fuse_kernels
-
-    asked = {}
+    """CFG-17: the kernels that liger is told to replace; it needs CUDA, so a stand-in records them."""
+    switches = {}
     liger = ModuleType("liger_kernel.transformers")
-    liger.apply_liger_kernel_to_qwen3_vl = lambda **given: asked.update(given)
+    liger.apply_liger_kernel_to_qwen3_vl = lambda **given: switches.update(given)
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     model = torch.nn.Linear(1, 1)
     fuse_kernels(model)
-    assert asked.pop("model") is model
-    assert {name for name, on in asked.items() if on} == {"rope", "rms_norm", "swiglu"}
-    assert {name for name, on in asked.items() if not on} == {"cross_entropy", "fused_linear_cross_entropy"}
+    assert switches.pop("model") is model
+    assert {name for name, on in switches.items() if on} == {"rope", "rms_norm", "swiglu"}
+    assert {name for name, on in switches.items() if not on} == {"cross_entropy", "fused_linear_cross_entropy"}
+
+
+if __name__ == "__main__":
+    zero_rank(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -39,7 +39,7 @@ def main(model_path: str, folder: str) -> None:
     from transformers import AutoModelForImageTextToText
 
     from tests.rollout.test_hf import plain_generate, requests_of, same_but_for_ties
-    from utils.config.schema import Model, Sync, Vllm
+    from utils.config.schema import Model, Sync, Tuner, Vllm
     from utils.data.encoding import load_processor
     from utils.dist import Ranks
     from utils.learner.model import apply_tuner, load_model
@@ -52,7 +52,7 @@ def main(model_path: str, folder: str) -> None:
     processor = load_processor(model_path)
     requests = requests_of(Path(folder), processor)
     tuner = {"type": "lora", "use_dora": True, "rank": 4, "freeze_vit": False, "modules_to_save": ["embed_tokens"]}
-    model = apply_tuner(load_model(model_path, "float32"), **tuner)
+    model = apply_tuner(load_model(model_path, "float32"), Tuner(**tuner))
     plain = AutoModelForImageTextToText.from_pretrained(model_path, dtype=torch.float32).eval()
     weights = MergedWeights(model)
     model_section = Model(path=model_path, dtype="float32")

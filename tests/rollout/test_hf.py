@@ -13,7 +13,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from tools.make_demo import make_dataset
 from utils.capacity import call_seed, request_seed
-from utils.config.schema import Data
+from utils.config.schema import Data, Tuner
 from utils.data.encoding import encode_prompt, load_processor, prompt_chat
 from utils.data.samples import load_samples
 from utils.learner.model import apply_tuner, load_model
@@ -55,7 +55,7 @@ def parts(warm_model, tmp_path_factory):
     make_dataset(folder / "data", num_train=5, num_val=1)
     processor = load_processor(warm_model)
     requests = requests_of(folder, processor)
-    model = apply_tuner(load_model(warm_model, "float32"), type="lora", use_dora=True, rank=4)
+    model = apply_tuner(load_model(warm_model, "float32"), Tuner(type="lora", use_dora=True, rank=4))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:  # adapters that do something

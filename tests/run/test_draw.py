@@ -1,4 +1,4 @@
-"""Pictures that people look at: where lines fall, and that no shape or text breaks them (LOG-4)."""
+"""Pictures for people: where lines are drawn, and that no shape or text breaks them (LOG-4)."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def pixels_of(image: Image.Image, colour: tuple[int, int, int]) -> np.ndarray:
 
 
 def test_a_box_is_drawn_where_its_bins_say():
-    """The outline of 250..750 of 999 on a canvas of 400 x 200 pixels; the image itself is not touched."""
+    """The outline of 250..750 of 999 on a canvas of 400 x 200 pixels; the image itself is unchanged."""
     image = Image.new("RGB", (200, 100))
     drawn = draw_objects(image, [Object("a", "bbox_2d", (250, 500, 750, 900))], RED, side=400, labels=[""])
     assert drawn.size == (400, 200) and not np.asarray(image).any()
@@ -52,7 +52,7 @@ def test_a_label_at_the_right_border_stays_inside():
 
 def test_sheet_and_stack_hold_all_their_images():
     wide, tall = Image.new("RGB", (50, 10), RED), Image.new("RGB", (10, 60), BLUE)
-    board = sheet([[wide, tall], [wide, wide]], ("left", "right"), gap=8)
+    board = sheet([[wide, tall], [wide, wide]], ("left", "right"))
     assert board.size == (8 + 2 * 58, 28 + 60 + 10 + 16)
     assert len(pixels_of(board, (255, 0, 0))) == 3 * 500 and len(pixels_of(board, (0, 0, 255))) == 600
     pile = stack([wide, tall])
@@ -60,7 +60,7 @@ def test_sheet_and_stack_hold_all_their_images():
 
 
 def test_text_is_wrapped_marked_and_cut():
-    """Wrapped text is higher, never wider; a background lies behind its own run only; too much text is cut."""
+    """Wrapped text is higher, never wider; a background covers its own run only; too much text is cut."""
     short, long = (text_panel([("word " * n, None)], 200) for n in (2, 60))
     assert short.width == long.width == 200 and long.height > 4 * short.height
     marked = text_panel([("plain ", None), ("marked", "#00ff00"), (" plain", None)], 400)

@@ -1,4 +1,4 @@
-"""What a run leaves to look at (LOG-2 to LOG-5)."""
+"""Curves, progress lines and run.json (LOG-2 to LOG-5)."""
 
 import io
 import json
@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from utils.run.monitor import Monitor, collapse_warnings, write_run_json
+from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation, write_run_json
 
 BOUNDS = {"min_parse_rate": 0.5, "max_duplicate_rate": 0.3, "max_truncated_rate": 0.5}
 
@@ -56,7 +56,7 @@ def test_collapse_is_warned_about_past_each_bound_LOG_3():
 
 
 def test_a_resumed_run_does_not_draw_a_step_twice_LOG_3(tmp_path):
-    """LOG-3, LRN-5: what an earlier process recorded from the resumed step on is gone from the curves."""
+    """LOG-3, LRN-5: the curves no longer show what an earlier process recorded from the resumed step on."""
     for first, purge_step in ((1, None), (3, 3)):
         monitor = Monitor(tmp_path, num_steps=5, enabled=True, purge_step=purge_step)
         for step in range(first, 6):
@@ -120,3 +120,12 @@ def test_other_ranks_write_and_print_nothing_LOG_5(tmp_path, capsys):
     monitor.flush()
     monitor.close()
     assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_is_written_with_its_answers_by_id_LRN_7(tmp_path):
+    """LRN-7: the scores come last, so that their file says that the evaluation is finished."""
+    write_evaluation(tmp_path, 40, {"f1": 0.5}, [{"id": "b"}, {"id": "a"}], is_best=True)
+    assert json.loads(evaluation_file(tmp_path, 40).read_text()) == {"step": 40, "is_best": True, "f1": 0.5}
+    answers = evaluation_file(tmp_path, 40).with_suffix(".jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in answers] == ["a", "b"]
+    assert len(list((tmp_path / "eval").iterdir())) == 2

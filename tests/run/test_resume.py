@@ -118,7 +118,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_another_step_LRN_5(tmp_path, rank
 @given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
 @settings(max_examples=40, deadline=None)
 def test_no_flipped_bit_goes_unnoticed_LRN_5(tmp_path_factory, at, bit):
-    """LRN-5: in whichever file, manifest included."""
+    """LRN-5: in any file, the manifest included."""
     folder, ranks = tmp_path_factory.mktemp("flip"), Ranks()
     path = save(folder, 3, ranks)
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -131,12 +131,12 @@ def test_no_flipped_bit_goes_unnoticed_LRN_5(tmp_path_factory, at, bit):
             break
         at -= file.stat().st_size
     checkpoint, passed_over = newest_complete(folder, ranks)
-    if content.endswith(b"\n") or file.name != "manifest.json":  # (its last newline is the one byte that says nothing)
+    if content.endswith(b"\n") or file.name != "manifest.json":  # (its last newline is the one byte without meaning)
         assert checkpoint is None and "checkpoint-3" in passed_over
 
 
 def test_a_kill_while_writing_leaves_what_was_there_LRN_5(tmp_path, ranks):
-    """LRN-5: by a real process that is killed inside `write`, and one between manifest and name."""
+    """LRN-5: in a real process, killed inside `write` or between manifest and rename."""
     save(tmp_path, 2, ranks)
     for place in ("write", "rename"):
         program = f"""
@@ -149,7 +149,7 @@ def write(folder):
     (folder / "a").write_text("a")
     if {place!r} == "write":
         kill()
-resume._fsync_folder = kill
+Path.rename = kill
 resume.write_checkpoint(Path({str(tmp_path)!r}), 4, Ranks(), write, run_id="r", config={{}})
 """
         assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == -9
@@ -161,7 +161,7 @@ resume.write_checkpoint(Path({str(tmp_path)!r}), 4, Ranks(), write, run_id="r", 
 
 
 def test_a_full_disk_ends_the_save_and_harms_nothing_LRN_5(tmp_path, ranks, monkeypatch):
-    """LRN-5: in the middle of the manifest; the error is everybody's, the space is free again."""
+    """LRN-5: the error reaches every rank, and the space is free again."""
     save(tmp_path, 2, ranks)
 
     def full(descriptor: int) -> None:
@@ -174,8 +174,8 @@ def test_a_full_disk_ends_the_save_and_harms_nothing_LRN_5(tmp_path, ranks, monk
     assert newest_complete(tmp_path, ranks)[0].step == 2
 
 
-def test_a_damaged_one_of_the_same_step_is_kept_aside_LRN_5(tmp_path, ranks):
-    """LRN-5: left alone also when the run comes to that step again, and again."""
+def test_a_damaged_checkpoint_of_the_same_step_is_kept_aside_LRN_5(tmp_path, ranks):
+    """LRN-5: each time the run comes to that step again."""
     for number in (1, 2):
         save(tmp_path, 4, ranks)
         flip(tmp_path / "checkpoint-4" / "model.bin")
@@ -185,7 +185,7 @@ def test_a_damaged_one_of_the_same_step_is_kept_aside_LRN_5(tmp_path, ranks):
 
 
 def test_save_total_limit_keeps_the_newest_complete_ones_LRN_5(tmp_path, ranks):
-    """LRN-5: damaged ones neither count nor are deleted, so the last good one stays."""
+    """LRN-5: damaged ones are neither counted nor deleted, so the last good one stays."""
     for step in (2, 4, 6):
         save(tmp_path, step, ranks, limit=2)
     assert names(tmp_path) == ["checkpoint-6", "checkpoint-4"]
@@ -196,8 +196,8 @@ def test_save_total_limit_keeps_the_newest_complete_ones_LRN_5(tmp_path, ranks):
     assert names(tmp_path) == ["checkpoint-8", "checkpoint-6"]
 
 
-def test_a_deletion_that_a_kill_broke_off_is_finished_LRN_5(tmp_path, ranks):
-    """LRN-5: and what is left of it never looks like a checkpoint."""
+def test_a_deletion_interrupted_by_a_kill_is_finished_LRN_5(tmp_path, ranks):
+    """LRN-5: and its remains never look like a checkpoint."""
     save(tmp_path, 2, ranks).rename(tmp_path / "checkpoint-2.deleting")
     (tmp_path / "checkpoint-2.deleting" / "model.bin").unlink()
     assert newest_complete(tmp_path, ranks) == (None, {})
@@ -206,7 +206,7 @@ def test_a_deletion_that_a_kill_broke_off_is_finished_LRN_5(tmp_path, ranks):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# which one to go on from
+# choosing the one to resume from
 
 
 def test_auto_without_a_checkpoint_starts_from_the_beginning_and_says_so_LRN_5(tmp_path, ranks, caplog):
@@ -217,7 +217,7 @@ def test_auto_without_a_checkpoint_starts_from_the_beginning_and_says_so_LRN_5(t
 
 
 def test_auto_does_not_start_over_where_all_checkpoints_are_damaged_LRN_5(tmp_path, ranks):
-    """LRN-5: that would overwrite what may be mended."""
+    """LRN-5: that would overwrite what can be repaired."""
     flip(save(tmp_path, 2, ranks) / "model.bin")
     with pytest.raises(ValueError, match=r"none of its checkpoints is complete \(checkpoint-2: model.bin was changed"):
         choose_checkpoint(tmp_path, "auto", CONFIG, ranks)
@@ -227,19 +227,19 @@ def test_a_used_directory_is_refused_without_resume_LRN_5(tmp_path, ranks):
     """LRN-5: two runs never mix."""
     assert choose_checkpoint(tmp_path, None, CONFIG, ranks) is None
     save(tmp_path, 2, ranks)
-    with pytest.raises(ValueError, match="holds an earlier run; go on with it .--resume auto., choose another"):
+    with pytest.raises(ValueError, match="holds an earlier run; resume it .--resume auto., choose another"):
         choose_checkpoint(tmp_path, None, CONFIG, ranks)
 
 
 def test_a_path_is_taken_if_it_is_complete_and_the_newest_LRN_5(tmp_path, ranks):
-    """LRN-5: later checkpoints would belong to another past."""
+    """LRN-5: later checkpoints would belong to another history."""
     first, second = (save(tmp_path / "run", step, ranks) for step in (2, 4))
     assert choose_checkpoint(tmp_path / "run", str(second), CONFIG, ranks).step == 4
-    with pytest.raises(ValueError, match="also holds checkpoint-4, which the steps from 2 on would make untrue"):
+    with pytest.raises(ValueError, match="also holds checkpoint-4, which would no longer belong to this run"):
         choose_checkpoint(tmp_path / "run", str(first), CONFIG, ranks)
     assert choose_checkpoint(tmp_path / "new", str(first), CONFIG, ranks).step == 2  # a branch of its own
     save(tmp_path / "other", 2, ranks)
-    with pytest.raises(ValueError, match="lies outside training.output_dir=.*which holds a run of its own"):
+    with pytest.raises(ValueError, match="lies outside training.output_dir=.*which holds another run"):
         choose_checkpoint(tmp_path / "other", str(first), CONFIG, ranks)
     flip(second / "model.bin")
     with pytest.raises(ValueError, match="not a complete checkpoint: model.bin was changed"):
@@ -280,8 +280,8 @@ def test_settings_that_may_change_are_named_in_the_log_LRN_5(tmp_path, ranks, ca
 # the run directory
 
 
-def test_a_second_live_run_is_refused_and_a_dead_one_is_no_hindrance_LRN_5(tmp_path):
-    """LRN-5: by process and host; a SIGKILL releases the lock."""
+def test_a_second_live_run_is_refused_and_a_dead_one_is_no_obstacle_LRN_5(tmp_path):
+    """LRN-5: the message names process and host; a SIGKILL releases the lock."""
     program = f"""
 import sys, time
 from pathlib import Path
@@ -290,24 +290,24 @@ lock = RunLock(Path({str(tmp_path)!r}))
 print("locked", flush=True)
 time.sleep(600)
 """
-    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
-        assert holder.stdout.readline() == "locked\n"
+        assert owner.stdout.readline() == "locked\n"
         with pytest.raises(
-            ValueError, match=rf"training.output_dir=.*: in use by process {holder.pid} on \S+; end that"
+            ValueError, match=rf"training.output_dir=.*: in use by process {owner.pid} on \S+; end that"
         ):
             RunLock(tmp_path)
     finally:
-        holder.kill()
-        holder.wait()
+        owner.kill()
+        owner.wait()
     lock = RunLock(tmp_path)
     assert f"process {os.getpid()} " in (tmp_path / "run.lock").read_text()
     lock.close()
     RunLock(tmp_path).close()
 
 
-def test_records_behind_the_checkpoint_are_taken_back_LRN_5(tmp_path):
-    """LRN-5, LOG-1: lines, evaluations, sheets and last words of steps that will be made again."""
+def test_records_after_the_checkpoint_are_dropped_LRN_5(tmp_path):
+    """LRN-5, LOG-1: lines, evaluations, sheets and final reports of steps that will be repeated."""
     lines = [
         {"step": 0, "phase": "eval"},
         *({"step": n, "phase": "train"} for n in (1, 2)),
@@ -334,16 +334,16 @@ def test_records_behind_the_checkpoint_are_taken_back_LRN_5(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# one rank's own state, by way of a file
+# one rank's own state, through a file
 
 
 def through_file(state: dict, folder: Path) -> dict:
-    """As a checkpoint keeps it: no code is run when it is read."""
+    """As a checkpoint keeps it: reading it runs no code."""
     torch.save(state, folder / "rank.pt")
     return torch.load(folder / "rank.pt", weights_only=True)
 
 
-def test_random_numbers_go_on_LRN_5(tmp_path):
+def test_random_numbers_continue_LRN_5(tmp_path):
     """LRN-5: python's, numpy's and torch's."""
 
     def draw() -> tuple:
@@ -362,9 +362,9 @@ def test_random_numbers_go_on_LRN_5(tmp_path):
     at=st.integers(1, 7),
 )
 @settings(max_examples=30, deadline=None)
-def test_a_carry_buffer_goes_on_from_any_micro_step_LRN_5_PCK_2(tmp_path_factory, lengths, at):
-    """LRN-5, PCK-2: two or more arrive where one or two leave; rows behind the checkpoint are the same, sample for
-    sample, and so is what the warning of PCK-7 counts."""
+def test_a_carry_buffer_resumes_from_any_micro_step_LRN_5_PCK_2(tmp_path_factory, lengths, at):
+    """LRN-5, PCK-2: two or more arrive where one or two leave; rows after the checkpoint are the same, sample for
+    sample, and so are the counts of the warning of PCK-7."""
     folder = tmp_path_factory.mktemp("buffer")
     buffer, resumed = CarryBuffer(48, 1000), None
     for micro_step, part in enumerate(lengths):
@@ -387,8 +387,8 @@ def test_a_carry_buffer_goes_on_from_any_micro_step_LRN_5_PCK_2(tmp_path_factory
 
 @given(draws=st.lists(st.integers(0, 5), min_size=1, max_size=10), at=st.integers(0, 9), world_size=st.integers(1, 3))
 @settings(max_examples=50, deadline=None)
-def test_the_data_go_on_from_any_step_LRN_1_LRN_5(tmp_path_factory, draws, at, world_size):
-    """LRN-1, LRN-5: through epoch borders, on every rank."""
+def test_the_data_resume_from_any_step_LRN_1_LRN_5(tmp_path_factory, draws, at, world_size):
+    """LRN-1, LRN-5: across epochs, on every rank."""
     folder = tmp_path_factory.mktemp("stream")
     samples = [Sample(str(n), [], [], 1, 1, [], [], "f:1") for n in range(7)]
     for rank in range(world_size):

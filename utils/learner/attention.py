@@ -1,8 +1,8 @@
 """Attention over packed rows, one segment at a time.
 
-transformers' own `sdpa` isolates packed segments with a dense mask: a row of T tokens costs T x T, however short its
-segments, in time and in memory. Here each segment attends on its own, so a row costs what its segments cost apart.
-Where nothing is packed it is transformers' `sdpa`. (`flash_attention_2` does the same on GPUs by its own means.)
+transformers' own `sdpa` isolates packed segments with a dense mask, so a row of T tokens costs T x T in time and memory
+however short its segments are. Here each segment attends on its own and a row costs the sum of its segments, which
+`flash_attention_2` achieves by its own means. Batches that are not packed use transformers' `sdpa`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,15 @@ def segment_attention(
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention in which a token sees its own segment only.
+    """Causal attention in which a token sees its own segment only; returns [1, T, heads, head_dim] and None.
 
     Args:
-        query, key, value: [1, heads, T, head_dim] for a packed row; any batch where nothing is packed.
+        query, key, value: [1, heads, T, head_dim] for a packed row; any batch size where nothing is packed.
         attention_mask: None for a packed row.
-        position_ids: int[1, T], text positions that restart at 0 with each segment (transformers hands them through).
-
-    Returns:
-        [1, T, heads, head_dim] and None.
+        position_ids: int[1, T], text positions that restart at 0 with each segment (transformers passes them on).
     """
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        # torch 2.13's CPU kernels take about twice as long backward in bfloat16 as in float32.
+        # The backward pass of torch 2.13's CPU kernels is about twice as slow in bfloat16 as in float32.
         with torch.autocast("cpu", enabled=False):
             states = query.float(), key.float(), value.float()
             return segment_attention(module, *states, attention_mask, position_ids, **kwargs)
@@ -52,14 +49,14 @@ def segment_attention(
 
 
 def _no_mask_without_padding(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """No padding and no cache means causal inside each segment, which `segment_attention` does without a mask."""
+    """Without padding and cache, attention is causal inside each segment; `segment_attention` needs no mask for it."""
     if attention_mask is None and kwargs["q_length"] == kwargs["kv_length"]:
         return None
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
 def register() -> str:
-    """Make the implementation known to transformers; returns its name for `attn_implementation`."""
+    """Register the implementation with transformers; return its name for `attn_implementation`."""
     ALL_ATTENTION_FUNCTIONS.register(SEGMENT_SDPA, segment_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(SEGMENT_SDPA, _no_mask_without_padding)
     return SEGMENT_SDPA

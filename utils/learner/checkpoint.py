@@ -1,4 +1,4 @@
-"""Finished models on disk: a merged checkpoint in Hugging Face form and the adapter in PEFT form (LRN-6)."""
+"""Write finished models: a merged checkpoint in Hugging Face form and the adapter in PEFT form (LRN-6)."""
 
 import json
 import os
@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import deepspeed
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -16,6 +16,8 @@ from utils.dist import Ranks, capture_error
 from utils.sync.merged_weights import MergedWeights
 
 _MAX_SHARD_BYTES = 4 << 30
+_SHARD = "model-{:05d}.safetensors"
+_Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def save_merged(model: nn.Module, source_dir: str, target_dir: Path, ranks: Ranks) -> None:
@@ -25,80 +27,61 @@ def save_merged(model: nn.Module, source_dir: str, target_dir: Path, ranks: Rank
     `source_dir`. The directory appears complete or not at all.
 
     Raises:
-        DistributedError: on all ranks, where rank 0 could not write.
+        DistributedError: on all ranks, if rank 0 could not write.
     """
     weights = MergedWeights(model)
-    walk = weights.tensors(materialize=ranks.is_main)
-    error = capture_error(_write_merged, weights, walk, Path(source_dir), target_dir) if ranks.is_main else None
-    for _ in walk:  # a rank that does not write, or could not, is in the same gathers as the others
+    tensors = weights.tensors(materialize=ranks.is_main)
+    error = capture_error(_write_merged, weights, tensors, Path(source_dir), target_dir) if ranks.is_main else None
+    for _ in tensors:  # a rank that does not write, or failed to, takes part in the same gathers as the others
         pass
     ranks.raise_on_all_ranks(error, f"saving {target_dir}")
 
 
-def _write_merged(weights: MergedWeights, walk: Iterator[tuple[str, Any]], source_dir: Path, target_dir: Path) -> None:
-    aside = target_dir.with_name(target_dir.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    _copy_side_files(source_dir, aside)
-    index = {name: shard.name for shard, names in _write_shards(walk, aside) for name in names}
+def _write_merged(weights: MergedWeights, tensors: _Tensors, source_dir: Path, target_dir: Path) -> None:
+    partial_dir = target_dir.with_name(target_dir.name + ".partial")
+    shutil.rmtree(partial_dir, ignore_errors=True)
+    partial_dir.mkdir(parents=True)
+    for path in source_dir.iterdir():  # config, generation config, tokenizer, processor, chat template
+        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".gguf") and "index" not in path.name:
+            shutil.copy2(path, partial_dir / path.name)
+    weight_map = _write_shards(tensors, partial_dir)
     total = sum(entry.num_bytes for entry in weights.entries)
-    content = {"metadata": {"total_size": total}, "weight_map": index}
-    (aside / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (partial_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     shutil.rmtree(target_dir, ignore_errors=True)
-    os.replace(aside, target_dir)
+    os.replace(partial_dir, target_dir)
+
+
+def _write_shards(tensors: _Tensors, folder: Path) -> dict[str, str]:
+    """Write the tensors into files of at most `_MAX_SHARD_BYTES`; return each tensor's file name."""
+    weight_map: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    number, num_bytes = 1, 0
+    for name, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > _MAX_SHARD_BYTES:
+            save_file(shard, folder / _SHARD.format(number), metadata={"format": "pt"})
+            shard.clear()
+            number, num_bytes = number + 1, 0
+        shard[name] = tensor.cpu()
+        num_bytes += tensor.nbytes
+        weight_map[name] = _SHARD.format(number)
+    save_file(shard, folder / _SHARD.format(number), metadata={"format": "pt"})
+    return weight_map
 
 
 def save_adapter(model: nn.Module, target_dir: Path, ranks: Ranks) -> None:
     """Write the adapter in PEFT form (collective); does nothing for full fine-tuning.
 
     Raises:
-        DistributedError: on all ranks, where rank 0 could not write.
+        DistributedError: on all ranks, if rank 0 could not write.
     """
     if not hasattr(model, "peft_config"):
         return
-    state = _gathered_trainable_state(model, keep=ranks.is_main)
-    save = partial(model.save_pretrained, str(target_dir), state_dict=state, save_embedding_layers=False)
-    ranks.raise_on_all_ranks(capture_error(save) if ranks.is_main else None, f"saving {target_dir}")
-
-
-def _gathered_trainable_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole copies of all trainable parameters by their in-memory names, on the CPU."""
     state: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            continue
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                if keep:
+        if parameter.requires_grad:
+            with deepspeed.zero.GatheredParameters([parameter]):  # does nothing below ZeRO-3
+                if ranks.is_main:
                     state[name] = parameter.data.detach().cpu().clone()
-        elif keep:
-            state[name] = parameter.data.detach().cpu().clone()
-    return state
-
-
-def _write_shards(walk: Iterator[tuple[str, torch.Tensor]], folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    shard: dict[str, torch.Tensor] = {}
-    size, number = 0, 0
-    for name, tensor in walk:
-        if shard and size + tensor.nbytes > _MAX_SHARD_BYTES:
-            number += 1
-            yield _save_shard(shard, folder, number)
-            shard, size = {}, 0
-        shard[name] = tensor.cpu()
-        size += tensor.nbytes
-    yield _save_shard(shard, folder, number + 1)
-
-
-def _save_shard(shard: dict[str, torch.Tensor], folder: Path, number: int) -> tuple[Path, list[str]]:
-    path = folder / f"model-{number:05d}.safetensors"
-    save_file(shard, str(path), metadata={"format": "pt"})
-    return path, list(shard)
-
-
-def _copy_side_files(source: Path, target: Path) -> None:
-    """Everything but weights: config, generation config, tokenizer, processor, chat template."""
-    for path in source.iterdir():
-        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".gguf") and "index" not in path.name:
-            shutil.copy2(path, target / path.name)
+    save = partial(model.save_pretrained, str(target_dir), state_dict=state, save_embedding_layers=False)
+    ranks.raise_on_all_ranks(capture_error(save) if ranks.is_main else None, f"saving {target_dir}")

@@ -1,13 +1,13 @@
-"""The training side that stage 2 and GRPO share: the DeepSpeed engine around a row model, its schedule, its steps."""
+"""The DeepSpeed engine around a row model, its schedule and its optimizer steps; stage 2 and GRPO share it."""
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import numpy as np
@@ -17,6 +17,7 @@ from transformers import set_seed
 
 from utils.config.load import Config, engine_json
 from utils.config.memory import chunk_labels
+from utils.config.schema import Training
 from utils.dist import DistributedError, Ranks, capture_error
 from utils.learner.model import (
     RowModel,
@@ -33,16 +34,16 @@ from utils.packing import Batch
 
 logger = logging.getLogger(__name__)
 
-MAX_SKIPPED = 10  # steps in a row: what is wrong then is the model, and no other sample mends it
+MAX_SKIPPED = 10  # bad steps in a row mean that the model itself is broken
 
 
 class NotFinite(DistributedError):
-    """A loss or gradient of an optimizer step is nan or infinite; raised on all ranks."""
+    """The loss or gradient of an optimizer step is nan or infinite; raised on all ranks."""
 
 
 @dataclass
 class StepResult:
-    """One optimizer step: what the objective reports (`total` is the loss), and the gradient norm."""
+    """One optimizer step: the objective's metrics (`total` is the loss) and the norm of the gradient."""
 
     losses: dict[str, float]
     grad_norm: float
@@ -51,11 +52,19 @@ class StepResult:
     fill_ratio: float
 
 
+class _RowLoss(NamedTuple):
+    """Contribution of one micro-step to the step's metrics."""
+
+    numbers: dict[str, float]  # of `Objective.loss`
+    is_finite: bool
+    sample_ids: list[str]
+
+
 class Learner:
     """A model, its adapters and its optimizer under DeepSpeed; knows nothing about rollouts.
 
     Attributes:
-        model: the transformers or PEFT model (what weight sync and checkpoints read).
+        model: the transformers or PEFT model, which weight sync and checkpoints read.
         engine: the DeepSpeed engine around `RowModel(model)`.
     """
 
@@ -65,184 +74,180 @@ class Learner:
         model = load_model(cfg.model.path, cfg.model.dtype, cfg.model.attn_implementation)
         if training.fused_kernels:
             fuse_kernels(model)
-        self.model: nn.Module = apply_tuner(model, **cfg.tuner.model_dump())
+        self.model: nn.Module = apply_tuner(model, cfg.tuner)
         if training.gradient_checkpointing:
             enable_gradient_checkpointing(self.model)
-        groups = param_groups(
-            self.model,
-            learning_rate=training.learning_rate,
-            vit_lr=training.vit_lr,
-            aligner_lr=training.aligner_lr,
-            embed_lr=training.embed_lr,
-            weight_decay=training.weight_decay,
-        )
+        groups = param_groups(self.model, training)
         config = engine_json(cfg, ranks.world_size)
-        optimizer = _optimizer_class(config, ranks)(
-            groups, betas=(training.adam_beta1, training.adam_beta2), eps=training.adam_epsilon
-        )
+        betas = (training.adam_beta1, training.adam_beta2)
+        optimizer = _optimizer_class(config, ranks)(groups, betas=betas, eps=training.adam_epsilon)
         self.engine, *_ = deepspeed.initialize(model=RowModel(self.model), optimizer=optimizer, config=config)
         torch.manual_seed(training.seed + ranks.rank)  # dropout differs between ranks
         self._base_lrs = {group["name"]: group["lr"] for group in groups}
-        self._cfg, self._ranks, self._num_steps = cfg, ranks, num_steps
+        self._cfg = cfg
+        self._ranks = ranks
+        self._num_steps = num_steps
         self._num_skipped = 0  # steps in a row
 
     def step(self, batches: Sequence[Batch], objective: Objective, step: int) -> StepResult:
-        """One optimizer step over this rank's batches, equally many on all ranks (PCK-5).
+        """Take one optimizer step over this rank's batches; all ranks have the same number of them (PCK-5).
 
-        Every loss part is divided by its total weight over all ranks and micro-steps, so how tokens are laid out in
-        rows does not change the gradient. DeepSpeed averages over ranks and micro-steps: that is multiplied out again.
+        Every loss part is divided by its total weight over all ranks and micro-steps, so the layout of tokens in rows
+        does not change the gradient.
 
         Raises:
-            NotFinite: a loss or gradient is not, and `training.on_nan_loss` does not say to skip the step. Either way
-                weights and optimizer stay as they were.
+            NotFinite: the loss or gradient is not finite, and `training.on_nan_loss` is `stop` or has skipped too many
+                steps in a row. Weights and optimizer are unchanged, as they are after a skipped step.
         """
-        totals, num_chunks = self._share_totals(objective.totals(batches), batches)
+        totals, num_chunks = self._sum_over_ranks(objective.totals(batches), batches)
         score = partial(objective.loss, totals=totals, num_chunks=num_chunks)
+        learning_rates = self._set_learning_rates(step)
+        rows = []
+        for index, batch in enumerate(batches, start=1):
+            self.engine.set_gradient_accumulation_boundary(index == len(batches))
+            rows.append(self._backward(batch, score))
+            if index < len(batches):
+                self.engine.step()  # updates nothing before the boundary
+        grad_norm = self._plain_norm()
+        if grad_norm is None or math.isfinite(grad_norm):
+            self.engine.step()
+            grad_norm = self.engine.get_global_grad_norm() if grad_norm is None else grad_norm
+        else:  # DeepSpeed's own optimizers skip such a step; torch's would write nan into all weights
+            self.engine.zero_grad()
+        rows = [row for part in self._ranks.gather(rows) for row in part]
+        self._check_finite(step, grad_norm is None or math.isfinite(grad_norm), rows)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        # A padded batch without a limit holds what it does, padding included.
+        room = sum(self._cfg.global_max_length or batch.input_ids.numel() for batch in batches)
+        return StepResult(
+            losses=objective.metrics([row.numbers for row in rows], totals),
+            grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
+            learning_rates=learning_rates,
+            num_tokens=num_tokens,
+            fill_ratio=num_tokens / room,
+        )
+
+    def _set_learning_rates(self, step: int) -> dict[str, float]:
         factor = lr_factor(step, self._num_steps, self._cfg.training)
         learning_rates = {name: base_lr * factor for name, base_lr in self._base_lrs.items()}
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rates[group["name"]]
-        # DeepSpeed divides by the configured number of micro-steps, however many there are.
+        return learning_rates
+
+    def _backward(self, batch: Batch, score: Callable[..., Any]) -> _RowLoss:
+        """Add one row's gradient; a loss that is not finite makes every gradient nan, so that the step is skipped."""
+        loss, numbers = self.engine(batch.to(self._ranks.device), score)
+        value = loss.detach()
+        # DeepSpeed averages over ranks and over the configured number of micro-steps, however many there are; this
+        # factor turns the mean back into the sum.
         scale = self._ranks.world_size * self.engine.gradient_accumulation_steps()
-        numbers: list[dict[str, float]] = []
-        has_finite_loss: list[bool] = []
-        for index, batch in enumerate(batches):
-            self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss, own = self.engine(batch.to(self._ranks.device), score)
-            value = loss.detach()
-            # x - x is nan for a loss that is not finite, else 0: then every gradient is nan and the step is skipped
-            self.engine.backward(loss * (scale + (value - value)))
-            plain_norm = self._plain_norm() if index == len(batches) - 1 else None
-            is_dropped = plain_norm is not None and not math.isfinite(plain_norm)
-            if is_dropped:  # DeepSpeed's own optimizers skip such a step; torch's would write nan into all weights
-                self.engine.zero_grad()
-            else:
-                self.engine.step()
-            numbers.append({name: float(value) for name, value in own.items()})
-            has_finite_loss.append(math.isfinite(value))
-        rows = list(zip(numbers, has_finite_loss, [batch.sample_ids for batch in batches], strict=True))
-        gathered = [row for part in self._ranks.gather(rows) for row in part]
-        grad_norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
-        is_finite = not is_dropped and (grad_norm is None or math.isfinite(grad_norm))
-        self._check_finite(step, is_finite, [(good, ids) for _, good, ids in gathered])
-        return StepResult(
-            losses=objective.report([own for own, _, _ in gathered], totals),
-            grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
-            learning_rates=learning_rates,
-            num_tokens=sum(batch.num_tokens for batch in batches),
-            fill_ratio=sum(batch.num_tokens for batch in batches) / sum(map(self._room, batches)),
-        )
+        self.engine.backward(loss * (scale + (value - value)))  # x - x is nan for x not finite, else 0
+        row_numbers = {name: float(number) for name, number in numbers.items()}
+        return _RowLoss(row_numbers, math.isfinite(value), batch.sample_ids)
 
     def _plain_norm(self) -> float | None:
-        """The gradient's norm, the same on all ranks, where DeepSpeed computes none: under torch's plain optimizer,
-        which float32 has with ZeRO-0."""
+        """Norm of the gradient where DeepSpeed computes none: with torch's own optimizer, under ZeRO-0 in float32."""
         if type(self.engine.optimizer) is not torch.optim.AdamW:
             return None
         gradients = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
 
-    def _check_finite(self, step: int, is_finite: bool, rows: Sequence[tuple[bool, list[str]]]) -> None:
-        """Stop, or say that the step was skipped, unless all losses and the gradient are finite.
+    def _check_finite(self, step: int, is_finite: bool, rows: Sequence[_RowLoss]) -> None:
+        """Raise `NotFinite`, or warn that the step was skipped, unless all losses and the gradient are finite.
 
         Args:
-            is_finite: the gradient. float16 overflows as a matter of course, which is its loss scale's business.
-            rows: of all ranks: whether the loss is finite, and the samples.
+            is_finite: whether the gradient is. In float16 it often is not, and DeepSpeed lowers its loss scale.
+            rows: of all ranks.
         """
-        bad = [ids for good, ids in rows if not good]
-        what = "the loss" if bad else "the gradient"
+        bad = [row for row in rows if not row.is_finite]
         if not bad and (is_finite or self._cfg.model.dtype == "float16"):
             self._num_skipped = 0
             return
         self._num_skipped += 1
-        names = ", ".join(name for ids in bad or [ids for _, ids in rows] for name in ids) or "none, an empty row"
-        words = f"{what} of optimizer step {step + 1} is not finite; samples: {names}"
+        names = ", ".join(name for row in bad or rows for name in row.sample_ids) or "none, an empty row"
+        message = f"the {'loss' if bad else 'gradient'} of optimizer step {step + 1} is not finite; samples: {names}"
         if self._cfg.training.on_nan_loss == "stop":
-            raise NotFinite(f"{words}. The weights are as before it; look at these samples, learning rate and dtype")
+            raise NotFinite(f"{message}. The weights are unchanged; check these samples, learning rate and dtype")
         if self._num_skipped == MAX_SKIPPED:
-            raise NotFinite(f"{words}. {MAX_SKIPPED} steps in a row were skipped: the weights themselves are broken")
-        logger.warning("%s; the step is skipped (training.on_nan_loss)", words)
+            raise NotFinite(f"{message}. {MAX_SKIPPED} steps in a row were skipped: the weights themselves are broken")
+        logger.warning("%s; the step is skipped (training.on_nan_loss)", message)
 
     def save_state(self, folder: Path) -> None:
-        """Trained parameters, optimizer and counters into `folder`, one shard per rank (collective).
+        """Write trained parameters, optimizer and counters into `folder`, one shard per rank (collective).
 
-        What is frozen is not written: it is what `model.path` holds.
+        Frozen parameters are not written: `model.path` holds them.
 
         Raises:
-            DistributedError: on all ranks, where any could not write.
+            DistributedError: on all ranks, if any could not write.
         """
         where = f"saving {folder}"
         self._ranks.raise_on_all_ranks(capture_error(partial(folder.mkdir, parents=True, exist_ok=True)), where)
-        with _errors_kept(self.engine) as errors:
+        with _captured_write_errors(self.engine) as errors:
             self.engine.save_checkpoint(
                 str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
             )
         self._ranks.raise_on_all_ranks(errors[0] if errors else None, where)
 
     def load_state(self, folder: Path) -> None:
-        """Go on from `save_state(folder)` (collective). Learning rates, decay and Adam's settings stay those of the
-        config.
+        """Load the state of `save_state(folder)`, except learning rates, decay and Adam's settings (collective).
 
         Raises:
             ValueError: the checkpoint lacks trained parameters of this model.
         """
-        settings = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.engine.optimizer.param_groups
-        ]
+        groups = self.engine.optimizer.param_groups
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         path, _ = self.engine.load_checkpoint(
             str(folder.parent), tag=folder.name, custom_load_fn=_load_trained, load_lr_scheduler_states=False
         )
         if path is None:
             raise ValueError(f"{folder}: DeepSpeed finds no checkpoint there")
-        for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        for group, configured in zip(self.engine.optimizer.param_groups, settings, strict=True):
+            group.update(configured)
 
     def last_logprobs(self, batch: Batch, num_tokens: int) -> np.ndarray:
-        """Log-probabilities, float64 `[num_tokens]`, of the last tokens of a batch of one segment; adapters in force.
+        """Log-probabilities, float64 `[num_tokens]`, of the last tokens of a batch of one segment, with adapters.
         All ranks must call it with the same batch (ZeRO-3)."""
-        self.engine.eval()
-        with torch.no_grad():
-            logprobs = self.engine(batch.to(self._ranks.device), partial(last_logprobs, num_tokens=num_tokens))
-        self.engine.train()
+        [logprobs] = self._score([batch], partial(last_logprobs, num_tokens=num_tokens))
         return logprobs.double().cpu().numpy()
 
     def logprobs(
         self, batches: Sequence[Batch], temperature: float, of_start_policy: bool = False
     ) -> list[torch.Tensor]:
-        """Log-probabilities of every text label, float32 `[Nt]` per batch, under the present weights or those that
-        training began with (LoRA only). All ranks must call it with equally many batches (ZeRO-3)."""
-        _, num_chunks = self._share_totals({}, batches)
+        """Log-probabilities of every text label, float32 `[Nt]` per batch on the CPU, under the current weights or
+        those that training started from (LoRA only). All ranks must call it with equally many batches (ZeRO-3)."""
+        _, num_chunks = self._sum_over_ranks({}, batches)
         score = partial(text_logprobs, num_chunks=num_chunks, temperature=temperature)
+        with start_policy(self.model) if of_start_policy else nullcontext():
+            return [logprobs.cpu() for logprobs, _ in self._score(batches, score)]
+
+    def _score(self, batches: Sequence[Batch], score: Callable[..., Any]) -> list[Any]:
+        """`score` of each batch, without gradients or dropout."""
         self.engine.eval()
-        with torch.no_grad(), start_policy(self.model) if of_start_policy else nullcontext():
-            scored = [self.engine(batch.to(self._ranks.device), score)[0].cpu() for batch in batches]
+        with torch.no_grad():
+            scores = [self.engine(batch.to(self._ranks.device), score) for batch in batches]
         self.engine.train()
-        return scored
+        return scores
 
-    def _share_totals(self, own: dict[str, float], batches: Sequence[Batch]) -> tuple[dict[str, float], int]:
-        """Sums of `own` over all ranks, and one number of logits chunks for all (one collective)."""
-        shared = self._ranks.gather((own, max(batch.num_labels for batch in batches)))
-        totals = {name: sum(local[name] for local, _ in shared) for name in own}
-        most_labels = max(labels for _, labels in shared)
-        return totals, num_chunks_for(most_labels, chunk_labels(self.engine.zero_optimization_stage()))
-
-    def _room(self, batch: Batch) -> int:
-        """Tokens that a row could hold; a padded batch without a limit holds what it does, padding included."""
-        return self._cfg.global_max_length or batch.input_ids.numel()
+    def _sum_over_ranks(self, totals: dict[str, float], batches: Sequence[Batch]) -> tuple[dict[str, float], int]:
+        """Sum `totals` over all ranks, and agree on one number of logits chunks (one collective)."""
+        gathered = self._ranks.gather((totals, max(batch.num_labels for batch in batches)))
+        summed = {name: sum(part[name] for part, _ in gathered) for name in totals}
+        max_labels = max(num_labels for _, num_labels in gathered)
+        return summed, num_chunks_for(max_labels, chunk_labels(self.engine.zero_optimization_stage()))
 
 
-def lr_factor(step: int, num_steps: int, training: Any) -> float:
-    """Learning-rate factor in [0, 1] of optimizer step `step` (0-based): linear warm-up, then the schedule's decay to
-    `min_lr_ratio`. A function of the step alone, so there is no scheduler state to save."""
+def lr_factor(step: int, num_steps: int, training: Training) -> float:
+    """Learning-rate factor in [0, 1] of optimizer step `step` (0-based): linear warm-up, then decay to `min_lr_ratio`.
+
+    It depends on the step alone, so there is no scheduler state to save.
+    """
     if step < training.warmup_steps:
         return (step + 1) / training.warmup_steps
-    progress = (step - training.warmup_steps) / max(1, num_steps - training.warmup_steps)
-    low = training.min_lr_ratio
     if training.lr_scheduler == "constant":
         return 1.0
-    if training.lr_scheduler == "linear":
-        return low + (1 - low) * (1 - progress)
-    return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    progress = min((step - training.warmup_steps) / max(1, num_steps - training.warmup_steps), 1.0)
+    remaining = 1 - progress if training.lr_scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return training.min_lr_ratio + (1 - training.min_lr_ratio) * remaining
 
 
 def _load_trained(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
@@ -254,10 +259,10 @@ def _load_trained(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
 
 
 @contextmanager
-def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
-    """Inside, writing a DeepSpeed checkpoint does not raise but leaves its errors in the list.
+def _captured_write_errors(engine: Any) -> Iterator[list[Exception]]:
+    """Collect errors of writing a DeepSpeed checkpoint in the list instead of raising them.
 
-    DeepSpeed 0.19 has a barrier behind its writes: a rank that left on a full disk would leave the others there.
+    DeepSpeed 0.19 has a barrier after its writes: a rank that left on a full disk would leave the others waiting.
     """
     errors: list[Exception] = []
     writer = engine.checkpoint_engine
@@ -268,7 +273,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
             errors.append(error)
 
     writer.save = save
-    engine._copy_recovery_script = lambda save_path: None  # scripts to merge shards; `merged/` lies beside them
+    engine._copy_recovery_script = lambda save_path: None  # scripts that merge shards; `merged/` replaces them
     try:
         yield errors
     finally:

@@ -1,7 +1,7 @@
-"""The trained model: loading, what of it is trained, and one forward pass from a `Batch` to hidden states.
+"""The trained model: loading, choosing what trains, and the forward pass from a `Batch` to hidden states.
 
-A Qwen3-VL has four parts with their own learning rates: `llm` (language model), `embeddings` (token embeddings and
-head, frozen together with the llm), `vit` (vision tower) and `aligner` (its mergers, deepstack ones too).
+A Qwen3-VL has four parts, each with its own learning rate: `llm` (language model), `embeddings` (token embeddings and
+head, frozen together with the llm), `vit` (vision tower) and `aligner` (its mergers, including the deepstack ones).
 """
 
 from __future__ import annotations
@@ -10,44 +10,26 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from utils.config.schema import Training, Tuner
 from utils.packing import Batch
+from utils.policy_loss import policy_segment
 from utils.targets import Segment
 
 PARTS = ("llm", "vit", "aligner", "embeddings")
 
 
-@dataclass(frozen=True)
-class TunerOptions:
-    """What is trained; the `tuner` section of the config."""
-
-    type: str = "full"  # full | lora
-    use_dora: bool = False
-    rank: int = 16
-    alpha: float = 32
-    dropout: float = 0.0
-    target_modules: str | Sequence[str] = "all-linear"  # or a regex over whole module names, or a list of name endings
-    modules_to_save: Sequence[str] = field(default_factory=list)  # trained whole beside the adapter
-    freeze_llm: bool = False
-    freeze_vit: bool = True
-    freeze_aligner: bool = True
-    adapter_path: str | None = None  # an adapter in PEFT form to start from
-
-
 def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementation: str = "sdpa") -> nn.Module:
     """A `Qwen3VLForConditionalGeneration` from a local checkpoint or hub name, all parameters in `dtype`.
 
-    `dtype` is what forward and backward see; float32 master weights are the optimizer's affair (DeepSpeed keeps them
-    when `bf16` or `fp16` is on).
+    `dtype` is that of forward and backward; DeepSpeed keeps float32 master weights when `bf16` or `fp16` is on.
 
     Raises:
-        ValueError: another architecture, or a checkpoint that lacks tensors.
+        ValueError: the architecture is not Qwen3-VL, or the checkpoint lacks tensors.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -67,9 +49,9 @@ def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementa
 
 
 def fuse_kernels(model: nn.Module) -> None:
-    """liger's norms, rotary embedding and MLP in place of transformers' own, for CUDA; call it before `apply_tuner`.
+    """Replace transformers' norms, rotary embedding and MLP by liger's (CUDA only); call it before `apply_tuner`.
 
-    Its cross-entropy stays out: it has no coordinate terms, and logits exist at labels only already (LRN-4).
+    liger's cross-entropy is not used: it has no coordinate terms, and logits already exist at labels only (LRN-4).
     """
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3_vl
 
@@ -83,69 +65,66 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def part_of(name: str) -> str:
-    """Which of `PARTS` a parameter or module name belongs to, with or without wrappers' prefixes."""
+    """The one of `PARTS` that a parameter or module name belongs to, with or without prefixes of wrappers."""
     names = name.split(".")
     if "visual" in names:
         return "aligner" if "merger" in names or "deepstack_merger_list" in names else "vit"
     return "embeddings" if "embed_tokens" in names or "lm_head" in names else "llm"
 
 
-def apply_tuner(model: nn.Module, **tuner: Any) -> nn.Module:
-    """Freeze and wrap the model; returns the model to train (a PEFT model for `lora`).
+def apply_tuner(model: nn.Module, tuner: Tuner) -> nn.Module:
+    """Freeze and wrap the model; return the model to train (a PEFT model for `lora`).
 
-    Args:
-        tuner: the fields of `TunerOptions`.
-
-    Adapters go only where the part is not frozen, never on the head. `modules_to_save` and an existing adapter's own
-    modules are explicit wishes: the former are trained in frozen parts too, the latter stay in force there but frozen.
+    Adapters go only where the part is not frozen, never on the head. `modules_to_save` are trained in frozen parts
+    too, because they are named explicitly. Adapters that an existing checkpoint has in a frozen part stay active but
+    are not trained.
 
     Raises:
-        ValueError: nothing would be trained, a name matches nothing, or `adapter_path` contradicts the options.
+        ValueError: nothing would be trained, a name matches nothing, or `adapter_path` contradicts the other settings.
     """
-    options = TunerOptions(**tuner)
-    frozen = _frozen_parts(options)
-    if options.type == "full":
-        if options.modules_to_save or options.adapter_path:
+    frozen = _frozen_parts(tuner)
+    if tuner.type == "full":
+        if tuner.modules_to_save or tuner.adapter_path:
             raise ValueError("tuner.modules_to_save and tuner.adapter_path need tuner.type: lora")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(part_of(name) not in frozen)
     else:
-        model = _load_adapter(model, options) if options.adapter_path else _new_adapter(model, options)
+        model = _load_adapter(model, tuner) if tuner.adapter_path else _new_adapter(model, tuner)
         for name, parameter in model.named_parameters():
             if ".lora_" in name and part_of(name) in frozen:
                 parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            "tuner: nothing is left to train; set one of tuner.freeze_llm, freeze_vit, freeze_aligner to false"
-        )
+        raise ValueError("nothing is left to train; set one of tuner.freeze_llm, freeze_vit, freeze_aligner to false")
     return model
 
 
-def _frozen_parts(options: TunerOptions) -> set[str]:
-    flags = {"llm": options.freeze_llm, "vit": options.freeze_vit, "aligner": options.freeze_aligner}
-    return {part for part, frozen in flags.items() if frozen} | ({"embeddings"} if options.freeze_llm else set())
+def _frozen_parts(tuner: Tuner) -> set[str]:
+    flags = (tuner.freeze_llm, tuner.freeze_vit, tuner.freeze_aligner, tuner.freeze_llm)
+    return {part for part, is_frozen in zip(PARTS, flags, strict=True) if is_frozen}
 
 
-def adapter_targets(model: nn.Module, options: TunerOptions) -> list[str]:
-    """Full names of the linear layers that get an adapter: those meant, minus frozen parts and the head.
+def adapter_targets(model: nn.Module, tuner: Tuner) -> list[str]:
+    """Full names of the linear layers that get an adapter: those `target_modules` selects, minus head and frozen parts.
 
     Raises:
-        ValueError: an entry of `target_modules` matches no linear layer, or what is meant is frozen.
+        ValueError: an entry of `target_modules` matches no linear layer, or all selected layers are frozen.
     """
-    head = model.get_output_embeddings()
+    head, wanted, frozen = model.get_output_embeddings(), tuner.target_modules, _frozen_parts(tuner)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    wanted, meant = options.target_modules, linear
-    if isinstance(wanted, str) and wanted != "all-linear":
-        meant = [name for name in linear if re.fullmatch(wanted, name)]
-    elif not isinstance(wanted, str):
-        unknown = [entry for entry in wanted if not any(_ends_with(name, entry) for name in linear)]
-        if unknown:
-            raise ValueError(f"tuner.target_modules: no linear layer (the head aside) ends in {unknown}")
-        meant = [name for name in linear if any(_ends_with(name, entry) for entry in wanted)]
-    chosen = [name for name in meant if part_of(name) not in _frozen_parts(options)]
+    if wanted == "all-linear":
+        selected = linear
+    elif isinstance(wanted, str):
+        selected = [name for name in linear if re.fullmatch(wanted, name)]
+    else:
+        if unknown := [entry for entry in wanted if not any(_ends_with(name, entry) for name in linear)]:
+            raise ValueError(
+                f"tuner.target_modules: no linear layer (except the head) has a name that ends in {unknown}"
+            )
+        selected = [name for name in linear if any(_ends_with(name, entry) for entry in wanted)]
+    chosen = [name for name in selected if part_of(name) not in frozen]
     if not chosen:
-        frozen = ", ".join(f"tuner.freeze_{part}" for part in PARTS[:3] if part in _frozen_parts(options))
-        why = f"all {len(meant)} layers meant are frozen ({frozen})" if meant else "it matches no linear layer"
+        keys = ", ".join(f"tuner.freeze_{part}" for part in PARTS if part in frozen - {"embeddings"})
+        why = f"all {len(selected)} selected layers are frozen ({keys})" if selected else "it matches no linear layer"
         raise ValueError(f"tuner.target_modules={wanted}: {why}, so nothing is left to train")
     return chosen
 
@@ -154,151 +133,128 @@ def _ends_with(name: str, ending: str) -> bool:
     return name == ending or name.endswith("." + ending)
 
 
-def _new_adapter(model: nn.Module, options: TunerOptions) -> nn.Module:
+def _new_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     names = [name for name, _ in model.named_modules()]
-    unknown = [entry for entry in options.modules_to_save if not any(_ends_with(name, entry) for name in names)]
-    if unknown:
+    if unknown := [entry for entry in tuner.modules_to_save if not any(_ends_with(name, entry) for name in names)]:
         raise ValueError(f"tuner.modules_to_save: no module's name ends in {unknown}")
-    saves_embeddings = any(part_of(entry) == "embeddings" for entry in options.modules_to_save)
+    saves_embeddings = any(part_of(entry) == "embeddings" for entry in tuner.modules_to_save)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        lora_dropout=options.dropout,
-        use_dora=options.use_dora,
-        target_modules=adapter_targets(model, options),
-        modules_to_save=list(options.modules_to_save) or None,
-        # PEFT would else train a copy of the embeddings beside an unchanged head (or the other way round).
+        r=tuner.rank,
+        lora_alpha=tuner.alpha,
+        lora_dropout=tuner.dropout,
+        use_dora=tuner.use_dora,
+        target_modules=adapter_targets(model, tuner),
+        modules_to_save=list(tuner.modules_to_save) or None,
+        # Otherwise PEFT trains a copy of the embeddings and leaves the head unchanged (or the other way round).
         ensure_weight_tying=saves_embeddings and tied,
     )
-    # The adapter in the model's own dtype: ZeRO wants one dtype, and its optimizer holds the float32 copy.
+    # The adapter has the model's dtype: ZeRO wants a single one, and its optimizer holds the float32 copy.
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def _load_adapter(model: nn.Module, options: TunerOptions) -> nn.Module:
+def _load_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     from peft import PeftConfig, PeftModel
 
-    saved = PeftConfig.from_pretrained(options.adapter_path)
+    saved = PeftConfig.from_pretrained(tuner.adapter_path)
     pairs = {
-        "rank": (saved.r, options.rank),
-        "alpha": (saved.lora_alpha, options.alpha),
-        "use_dora": (saved.use_dora, options.use_dora),
-        "modules_to_save": (_saved_whole(saved.modules_to_save), _saved_whole(options.modules_to_save)),
+        "rank": (saved.r, tuner.rank),
+        "alpha": (saved.lora_alpha, tuner.alpha),
+        "use_dora": (saved.use_dora, tuner.use_dora),
+        "modules_to_save": (_normalized(saved.modules_to_save), _normalized(tuner.modules_to_save)),
     }
     wrong = [f"tuner.{key}={ours} (the adapter has {its})" for key, (its, ours) in pairs.items() if its != ours]
     if wrong:
-        raise ValueError(f"tuner.adapter_path={options.adapter_path} does not fit: {'; '.join(wrong)}")
-    saved.lora_dropout = options.dropout
+        raise ValueError(f"tuner.adapter_path={tuner.adapter_path} does not fit: {'; '.join(wrong)}")
+    saved.lora_dropout = tuner.dropout
     return PeftModel.from_pretrained(
-        model, options.adapter_path, config=saved, is_trainable=True, autocast_adapter_dtype=False
+        model, tuner.adapter_path, config=saved, is_trainable=True, autocast_adapter_dtype=False
     )
 
 
-def _saved_whole(names: Sequence[str] | None) -> list[str]:
-    """For comparison: PEFT adds the other end of tied embeddings to the list it saves, under its full name."""
+def _normalized(names: Sequence[str] | None) -> list[str]:
+    """Names for comparison: PEFT adds the other end of tied embeddings to the list it saves, under its full name."""
     return sorted({"embeddings" if part_of(name) == "embeddings" else name for name in names or ()})
 
 
 @contextmanager
 def start_policy(model: nn.Module) -> Iterator[None]:
-    """Inside, a PEFT model with adapters of its own making computes what the model it began with did: they are off."""
+    """Disable the adapters of a PEFT model. Unless they were loaded from a checkpoint, it then behaves like the policy
+    that training started from."""
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
     try:
         with model.disable_adapter():
             yield
     finally:
-        for parameter in model.parameters():  # PEFT lets all adapters learn when it switches them on again
+        for parameter in model.parameters():  # PEFT makes all adapters trainable when it enables them again
             parameter.requires_grad_(parameter in trained)
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Recompute each layer in backward. Non-reentrant: works with frozen inputs, and gradients arrive once (ZeRO)."""
+    """Recompute layers in backward. Non-reentrant: it works with frozen inputs, and gradients arrive once (ZeRO)."""
     base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def param_groups(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    vit_lr: float | None = None,
-    aligner_lr: float | None = None,
-    embed_lr: float | None = None,
-    weight_decay: float = 0.0,
-) -> list[dict[str, Any]]:
+def param_groups(model: nn.Module, training: Training) -> list[dict[str, Any]]:
     """Optimizer groups of all trained parameters, `{"name", "params", "lr", "weight_decay"}`, at most two per part.
 
-    A part's learning rate of None means `learning_rate`. Norms, biases, everything else one-dimensional and DoRA's
-    magnitudes are not decayed; their groups are named `<part>_no_decay`.
+    Learning rates and decay are those of `training`; a part's rate of None means `learning_rate`. Everything
+    one-dimensional (norms, biases) and DoRA's magnitudes are not decayed; their groups are named `<part>_no_decay`.
     """
-    rates = {"llm": learning_rate, "vit": vit_lr, "aligner": aligner_lr, "embeddings": embed_lr}
+    rates = {"vit": training.vit_lr, "aligner": training.aligner_lr, "embeddings": training.embed_lr}
     groups: dict[str, list[nn.Parameter]] = {f"{part}{end}": [] for part in PARTS for end in ("", "_no_decay")}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             num_dims = len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 flattens its shards
             no_decay = num_dims < 2 or "lora_magnitude_vector" in name
             groups[part_of(name) + "_no_decay" * no_decay].append(parameter)
-    return [
-        {
-            "name": name,
-            "params": params,
-            "lr": learning_rate if (rate := rates[name.removesuffix("_no_decay")]) is None else rate,
-            "weight_decay": 0.0 if name.endswith("_no_decay") else weight_decay,
-        }
-        for name, params in groups.items()
-        if params
-    ]
+    found = []
+    for name, params in groups.items():
+        rate = rates.get(name.removesuffix("_no_decay"))
+        if params:
+            lr = training.learning_rate if rate is None else rate
+            decay = 0.0 if name.endswith("_no_decay") else training.weight_decay
+            found.append({"name": name, "params": params, "lr": lr, "weight_decay": decay})
+    return found
 
 
 def position_ids_for(model: nn.Module) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """A function `(input_ids [L], image_grid_thw [n, 3] or None) -> int64[4, L]`, for one segment.
+    """Return a function `(input_ids [L], image_grid_thw [n, 3] or None) -> int64[4, L]` for one segment.
 
-    Its rows: text positions 0..L-1, then the model's own multimodal positions (time, height, width). With the text row
-    in front, and only then, the model keeps packed segments apart.
+    The rows are text positions 0..L-1, then the model's own multimodal positions (time, height, width). The model
+    keeps packed segments apart only if the text row comes first.
     """
     inner = base_model(model).model
     image_token_id, merge = inner.config.image_token_id, inner.config.vision_config.spatial_merge_size
 
     def position_ids(input_ids: Tensor, image_grid_thw: Tensor | None) -> Tensor:
         is_image = (input_ids == image_token_id).int()
-        wanted = 0 if image_grid_thw is None else int(image_grid_thw.prod(dim=1).sum()) // merge**2
-        if int(is_image.sum()) != wanted:
-            raise ValueError(f"{int(is_image.sum())} image tokens in a segment whose images have {wanted}")
-        text = torch.arange(len(input_ids))
+        num_tokens = 0 if image_grid_thw is None else int(image_grid_thw.prod(dim=1).sum()) // merge**2
+        if int(is_image.sum()) != num_tokens:
+            raise ValueError(f"{int(is_image.sum())} image tokens in a segment whose images have {num_tokens}")
         multimodal, _ = inner.get_rope_index(input_ids[None], is_image[None], image_grid_thw=image_grid_thw)
-        return torch.cat([text[None], multimodal[:, 0]])
+        return torch.cat([torch.arange(len(input_ids))[None], multimodal[:, 0]])
 
     return position_ids
 
 
 def dummy_segment(model: nn.Module) -> Segment:
-    """The smallest image, without supervision: what a row without an image runs the vision tower on (PCK-8)."""
+    """The smallest image, without supervision; a row without an image runs the vision tower on it (PCK-8)."""
     config = base_model(model).config
     vision = config.vision_config
     merge, patch_dim = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    ids = np.array([config.vision_start_token_id, config.image_token_id, config.vision_end_token_id], dtype=np.int64)
-    nothing, no_index = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64)
-    return Segment(
-        sample_id="",
-        input_ids=ids,
-        answer_start=len(ids),
-        coord_index=no_index,
-        coord_target=nothing,
-        text_index=no_index,
-        text_label=no_index,
-        text_weight=nothing,
-        pixel_values=torch.zeros(merge**2, patch_dim),
-        image_grid_thw=torch.tensor([[1, merge, merge]]),
-    )
+    ids = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
+    return policy_segment("", ids, [], torch.zeros(merge**2, patch_dim), torch.tensor([[1, merge, merge]]))
 
 
 class RowModel(nn.Module):
-    """What DeepSpeed wraps: a batch's hidden states, and whatever is to be made of them and the head.
+    """The module that DeepSpeed wraps: hidden states of a batch, and a function of them and the head.
 
-    Every rank runs the same modules in the same order whatever its batch holds (PCK-8): the batch always has an image
-    (collation adds one of no weight), the vision tower is called once for all of them, and `score` must call the head
-    equally often.
+    Every rank runs the same modules in the same order whatever its batch holds (PCK-8). The batch always has an image
+    (collation adds one of no weight), the vision tower is called once for all images, and `score` must call the head
+    equally often on all ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -306,28 +262,21 @@ class RowModel(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch, score: Callable[[Tensor, nn.Module, Batch], Any]) -> Any:
-        """`score(hidden states [B * T, D], head, batch)`: an objective's loss, or log-probabilities.
+        """Return `score(hidden states [B * T, D], head, batch)`: an objective's loss, or log-probabilities.
 
-        It is called in here because under ZeRO-3 only an engine's forward gathers weights that one module reads from
-        another, as DoRA does.
-
-        Args:
-            batch: on the model's device.
+        `score` runs inside forward because under ZeRO-3 only the engine's forward gathers weights that one module
+        reads from another, as DoRA does. The batch is on the model's device.
         """
         return score(self.hidden_states(batch).flatten(0, 1), base_model(self.model).lm_head, batch)
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Final hidden states [B, T, D]."""
-        # use_cache must be False: with a cache transformers 5.19 does not look for packed segments.
-        return (
-            base_model(self.model)
-            .model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                attention_mask=batch.attention_mask,
-                pixel_values=batch.pixel_values,
-                image_grid_thw=batch.image_grid_thw,
-                use_cache=False,
-            )
-            .last_hidden_state
+        output = base_model(self.model).model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            pixel_values=batch.pixel_values,
+            image_grid_thw=batch.image_grid_thw,
+            use_cache=False,  # with a cache transformers 5.19 does not look for packed segments
         )
+        return output.last_hidden_state

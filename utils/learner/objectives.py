@@ -1,6 +1,6 @@
-"""What an optimizer step minimises: stage 2's losses on targets, GRPO's on sampled answers. The learner knows neither.
+"""Objectives of an optimizer step: stage 2's losses on targets, GRPO's on sampled answers. The learner knows neither.
 
-An objective is a few plain settings; what differs from row to row is in the batch.
+An objective holds a few settings; everything that differs from row to row is in the batch.
 """
 
 from __future__ import annotations
@@ -27,27 +27,22 @@ Numbers = dict[str, Tensor]
 
 
 class Objective(Protocol):
-    """The two below."""
-
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
         """This rank's part of the denominators of an optimizer step (PCK-5)."""
-        ...
 
     def loss(
         self, hidden: Tensor, head: Head, batch: Batch, totals: Mapping[str, float], num_chunks: int
     ) -> tuple[Tensor, Numbers]:
-        """A float32 scalar, which added up over ranks and micro-steps is the step's loss, and detached numbers.
+        """A row's part of the step's loss, a float32 scalar, and detached numbers for `metrics`.
 
         Args:
             hidden: [B * T, D] final hidden states.
             head: the model's head, called as a module exactly `num_chunks` times.
-            totals: `totals` of all ranks together.
+            totals: the sum of `totals` over all ranks.
         """
-        ...
 
-    def report(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
-        """Scalars for the log, `total` among them, from the numbers of all micro-steps of all ranks."""
-        ...
+    def metrics(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
+        """Scalars for the log from the numbers of all micro-steps of all ranks; `total` is the step's loss."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class MatchingObjective:
         sums = loss_sums(hidden, head, batch, self.weights.sigma, num_chunks)
         return total_loss(sums, totals, self.weights), {part: value.detach() for part, value in sums.items()}
 
-    def report(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
         summed = {part: sum(own[part] for own in numbers) for part in PARTS}
         means = {part: value / (totals.get(part) or totals["coord"] or 1.0) for part, value in summed.items()}
         return means | {"total": sum(getattr(self.weights, part) * value for part, value in means.items())}
@@ -76,8 +71,7 @@ class PolicyObjective:
     """GRPO: the clipped policy gradient (GRP-6).
 
     Attributes:
-        denominator: what this rank's answers of the optimizer step add to its denominator (`token_weights`).
-        temperature: that of the sampling.
+        denominator: contribution of this rank's answers to the optimizer step's denominator (`token_weights`).
     """
 
     options: PolicyOptions
@@ -95,7 +89,7 @@ class PolicyObjective:
         numbers = {"policy": sums.policy.detach(), "weighted_kl": sums.kl.detach(), **sums.sums, **sums.maxima}
         return policy_loss(sums, totals["answers"], self.options), numbers
 
-    def report(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
         maxima = {name: max(own[name] for own in numbers) for name in numbers[0] if name.endswith("_max")}
         summed = {name: sum(own[name] for own in numbers) for name in numbers[0] if name not in maxima}
         denominator = totals["answers"] or 1.0

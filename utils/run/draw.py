@@ -1,4 +1,4 @@
-"""Objects drawn onto images, sheets of such images, coloured text. For people to look at; nothing is trained on it."""
+"""Pictures for people to look at: objects drawn onto images, sheets of such images, highlighted text."""
 
 import functools
 from collections.abc import Sequence
@@ -10,11 +10,12 @@ from utils.geometry import Object, bins_to_pixels
 GROUND_TRUTH, PREDICTION = "#1a9850", "#d73027"
 MAX_DESC = 28  # characters of a label that are drawn
 FONTS = ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf")  # Pillow's own has little beyond ASCII
+GAP = 8  # pixels around images and texts
 
 
 @functools.cache
 def font_of(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """The installed font that knows the most scripts, else Pillow's own, where what it lacks is an empty box."""
+    """The installed font with the most scripts, else Pillow's own, which draws an empty box for what it lacks."""
     for name in FONTS:
         try:
             return ImageFont.truetype(name, size)
@@ -36,8 +37,7 @@ def draw_objects(
         colours: one for all objects, or one each.
         labels: one per object, by default its desc.
     """
-    scale = side / max(image.size)
-    size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
+    size = tuple(max(round(pixels * side / max(image.size)), 1) for pixels in image.size)
     canvas = image.convert("RGB").resize(size)
     draw = ImageDraw.Draw(canvas)
     font = font_of(max(10, side // 20))
@@ -60,70 +60,60 @@ def draw_objects(
 
 
 def printable(text: str) -> str:
-    """The text on one line: whatever is not to be seen, line breaks too, is escaped."""
+    """The text on one line: characters that cannot be seen, line breaks included, are escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def sheet(rows: Sequence[Sequence[Image.Image]], titles: Sequence[str], gap: int = 8) -> Image.Image:
+def sheet(rows: Sequence[Sequence[Image.Image]], titles: Sequence[str]) -> Image.Image:
     """Images in rows under column titles, on white."""
-    width = max(image.width for row in rows for image in row)
-    heights = [max(image.height for image in row) for row in rows]
-    header = 28
-    size = (gap + len(titles) * (width + gap), header + sum(heights) + gap * len(rows))
-    canvas = Image.new("RGB", size, "white")
+    column_width = max(image.width for row in rows for image in row) + GAP
+    heights = [max(image.height for image in row) + GAP for row in rows]
+    top = 28  # below the titles
+    canvas = Image.new("RGB", (GAP + len(titles) * column_width, top + sum(heights)), "white")
     draw = ImageDraw.Draw(canvas)
-    font = font_of(16)
     for column, title in enumerate(titles):
-        draw.text((gap + column * (width + gap), 5), title, fill="black", font=font)
-    top = header
+        draw.text((GAP + column * column_width, 5), title, fill="black", font=font_of(16))
     for row, height in zip(rows, heights, strict=True):
         for column, image in enumerate(row):
-            canvas.paste(image, (gap + column * (width + gap), top))
-        top += height + gap
+            canvas.paste(image, (GAP + column * column_width, top))
+        top += height
     return canvas
 
 
-def text_panel(
-    runs: Sequence[tuple[str, str | None]], width: int, max_lines: int = 40, size: int = 14, gap: int = 8
-) -> Image.Image:
-    """Text wrapped to `width` pixels, on white; the last line says so where more than `max_lines` would be needed.
+def text_panel(runs: Sequence[tuple[str, str | None]], width: int, max_lines: int = 40) -> Image.Image:
+    """Text wrapped to `width` pixels, on white; after `max_lines` lines it is cut, and the last line says so.
 
     Args:
         runs: `(text, background)` in reading order, background None for plain; control characters are shown escaped.
     """
-    font = font_of(size)
-    advance: dict[str, float] = {}
+    font, line_height = font_of(14), 19
+    advance_of = functools.cache(font.getlength)
     pieces: list[tuple[int, float, float, str, str | None]] = []  # line, left, right, text, background
-    line, x = 0, float(gap)
+    line, x = 0, float(GAP)
     for text, background in runs:
         start, piece = x, ""
         for char in printable(text):
-            if char not in advance:
-                advance[char] = font.getlength(char)
-            if x + advance[char] > width - gap and x > gap:
+            if x + advance_of(char) > width - GAP and x > GAP:
                 pieces.append((line, start, x, piece, background))
-                line, x, start, piece = line + 1, float(gap), float(gap), ""
-                if line == max_lines:
-                    break
-            piece, x = piece + char, x + advance[char]
-        if line == max_lines:
-            pieces.append((line, gap, gap, "… (cut here; all of it is in the JSON file)", None))
-            break
+                line, x, start, piece = line + 1, float(GAP), float(GAP), ""
+            piece, x = piece + char, x + advance_of(char)
         pieces.append((line, start, x, piece, background))
-    height = size + 5
-    canvas = Image.new("RGB", (width, gap + (line + 1) * height), "white")
+    if line >= max_lines:
+        line, pieces = max_lines, [piece for piece in pieces if piece[0] < max_lines]
+        pieces.append((line, GAP, GAP, "… (cut here; all of it is in the JSON file)", None))
+    canvas = Image.new("RGB", (width, GAP + (line + 1) * line_height), "white")
     draw = ImageDraw.Draw(canvas)
     for row, left, right, piece, background in pieces:
-        top = gap // 2 + row * height
+        top = GAP // 2 + row * line_height
         if background is not None:
-            draw.rectangle([left, top, right, top + height - 2], fill=background)
+            draw.rectangle([left, top, right, top + line_height - 2], fill=background)
         draw.text((left, top), piece, fill="black", font=font)
     return canvas
 
 
 def stack(images: Sequence[Image.Image]) -> Image.Image:
     """Images below each other, on white."""
-    canvas = Image.new("RGB", (max(i.width for i in images), sum(i.height for i in images)), "white")
+    canvas = Image.new("RGB", (max(image.width for image in images), sum(image.height for image in images)), "white")
     top = 0
     for image in images:
         canvas.paste(image, (0, top))

@@ -1,4 +1,4 @@
-"""A few samples of a step to look at: image, ground truth, prediction, matches and the target's supervision (LOG-4)."""
+"""Sheets of a few samples of a step: image, ground truth, prediction, matches and the target's supervision (LOG-4)."""
 
 import hashlib
 import json
@@ -25,28 +25,17 @@ from utils.targets import Target
 
 logger = logging.getLogger(__name__)
 
-
 UNMATCHED = "#d73027"
-
-
 PAIR_COLOURS = ("#1f78b4", "#33a02c", "#6a3d9a", "#b15928", "#008b8b", "#c51b7d", "#4d4d4d", "#7a7a00")
-
-
-MARKS = {"text": "#c7e9c0", "changed": "#fdd49e", "coord": "#c6dbef"}  # backgrounds of what is learnt
-
-
-CUT_OFF = "#dddddd"  # background of what the usable prefix does not hold
-
-
+MARKS = {"text": "#c7e9c0", "changed": "#fdd49e", "coord": "#c6dbef"}  # backgrounds of supervised tokens
+CUT_OFF = "#dddddd"  # background of the response after the usable prefix
 SIDE = 448  # pixels of the longer side of a drawn image
-
-
 _SHORT = 200  # characters of an image's path or data URI
 
 
 @dataclass(frozen=True)
 class Example:
-    """One sample of a step with all that became of it; `pairs` are (prediction, ground truth) as matched."""
+    """One sample of a step with its response and target; `pairs` are matched (prediction, ground truth) indices."""
 
     sample: Sample
     answer: RolloutResult
@@ -60,18 +49,21 @@ class SampleDump:
 
     Args:
         run_dir: the run directory.
-        table: of the tokenizer that the answers are written with.
+        table: token table of the tokenizer that writes the answers.
         every_steps: optimizer steps between dumps, 0 for none.
-        num_samples: per dump; the attribute of this name says how many to collect, 0 where none will be written.
+        num_samples: per dump. The attribute of this name is the number to collect, 0 where none will be written.
         enabled: True on rank 0.
     """
 
     def __init__(self, run_dir: Path, table: TokenTable, every_steps: int, num_samples: int, enabled: bool) -> None:
-        self.every_steps, self.num_samples = every_steps, num_samples if enabled and every_steps else 0
-        self._folder, self._table, self._has_warned = run_dir / "dumps", table, False
+        self.every_steps = every_steps
+        self.num_samples = num_samples if enabled and every_steps else 0
+        self._folder = run_dir / "dumps"
+        self._table = table
+        self._has_warned = False
 
     def write(self, step: int, examples: Sequence[Example], monitor: Monitor) -> None:
-        """Dump the first examples if it is their step's turn; warns (once per run) where that fails, never raises."""
+        """Dump the first examples if a dump is due at `step`; a failure is logged (once per run), never raised."""
         if not self.num_samples or step % self.every_steps:
             return
         folder = self._folder / f"step_{step:06d}"
@@ -88,28 +80,27 @@ class SampleDump:
                 (folder / f"{name}.json").write_text(text, encoding="utf-8")
                 monitor.image(step, f"dump/{index}", np.asarray(picture))
             except Exception as error:  # noqa: BLE001  (a picture must not end a run, whatever is wrong with it)
-                self._warn_once(f"sample {example.sample.id} could not be dumped below {folder}", error)
-
-    def _warn_once(self, what: str, error: Exception) -> None:
-        if not self._has_warned:
-            logger.warning("%s: %s: %s (said once per run)", what, type(error).__name__, error)
-        self._has_warned = True
+                if not self._has_warned:
+                    message = "sample %s could not be dumped to %s: %s: %s (logged once per run)"
+                    logger.warning(message, example.sample.id, folder, type(error).__name__, error)
+                self._has_warned = True
 
 
 def safe_name(sample_id: str) -> str:
-    """A file name for a sample id: itself where that is harmless, else its harmless part and a digest of all of it."""
+    """A file name for a sample id: the id itself if that is safe, else its safe part and a digest of the whole id."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", sample_id).strip("._-")[:80]
     digest = hashlib.sha256(sample_id.encode(errors="surrogatepass")).hexdigest()[:8]
     return name if name and name == sample_id else f"{name}-{digest}".lstrip("-")
 
 
 def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
-    """Everything about one sample as plain JSON values; coordinates are norm1000 (0..999), but for what stands in texts
-    and what tokens learn; indices count within their own list."""
+    """Everything about one sample as plain JSON values.
+
+    Coordinates are norm1000 (0..999), except inside texts and the targets of tokens. Indices count within their list.
+    """
     sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
     max_bin = table.format.max_bin
-    pred_objects = [pred.object for pred in parsed.objects]
-    iou = iou_matrix(pred_objects, sample.objects)
+    iou = iou_matrix(parsed.pred_objects, sample.objects)
     matched_pred, matched_gt = {p for p, _ in example.pairs}, {g for _, g in example.pairs}
     return {
         "id": sample.id,
@@ -119,9 +110,9 @@ def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
         "height": sample.height,
         "messages": sample.messages,
         "gt": [object_record(obj, max_bin) for obj in sample.objects],
-        "pred": [object_record(obj, max_bin) for obj in pred_objects],
+        "pred": [object_record(obj, max_bin) for obj in parsed.pred_objects],
         "pairs": [{"pred": p, "gt": g, "iou": float(iou[p, g])} for p, g in example.pairs],
-        "unmatched_pred": [p for p in range(len(pred_objects)) if p not in matched_pred],
+        "unmatched_pred": [p for p in range(len(parsed.pred_objects)) if p not in matched_pred],
         "unmatched_gt": [g for g in range(len(sample.objects)) if g not in matched_gt],
         "rollout": {
             "text": _text(answer.response_token_ids, table),
@@ -150,7 +141,7 @@ def token_records(target: Target, table: TokenTable) -> list[dict[str, Any]]:
     """Per answer token: `id`, `token` (its text, bytes that are no whole character as `\\xc3`) and `kind`.
 
     `kind` is `none`; `text`, with the token to learn as `target_id` and `target`; or `coord`, with the bin to learn as
-    `target`, fractional for polygons. Learnt tokens have a `weight` among those of their kind.
+    `target`, fractional for polygons. Supervised tokens have a `weight` within their kind.
     """
     records = [{"id": token, "token": _token(token, table), "kind": "none"} for token in target.answer_ids.tolist()]
     for index, label, weight in zip(target.text_index, target.text_label, target.text_weight, strict=True):
@@ -162,15 +153,15 @@ def token_records(target: Target, table: TokenTable) -> list[dict[str, Any]]:
 
 
 def marked_text(target: Target, table: TokenTable) -> str:
-    """The answer to learn with its supervision: `«learnt»`, `«written->to learn»`, `<120->118.5>`; the rest is context.
+    """The target with its supervision: `«learnt»`, `«written->to learn»`, `<120->118.5>`.
 
-    Coordinates read `<120>` where nothing is learnt.
+    Everything else is context, in which coordinates read `<120>`.
     """
     return "".join(text if kind in ("none", "coord") else f"«{text}»" for text, kind in _runs(target, table))
 
 
 def _runs(target: Target, table: TokenTable) -> list[tuple[str, str]]:
-    """(text, kind) of neighbouring tokens of one kind: `none`, `text`, `changed` (learns another token) or `coord`."""
+    """(text, kind) of adjacent tokens of one kind: `none`, `text`, `changed` (learns another token) or `coord`."""
     runs: list[tuple[bytes, str]] = []
     for record in token_records(target, table):
         kind, text = record["kind"], _shown(record["id"], table)
@@ -186,45 +177,40 @@ def _runs(target: Target, table: TokenTable) -> list[tuple[str, str]]:
 
 
 def example_sheet(example: Example, table: TokenTable) -> Image.Image:
-    """Ground truth beside prediction, then the rollout, then the target with what is learnt on coloured ground.
+    """Ground truth beside prediction, then the rollout, then the target with supervised tokens highlighted.
 
-    A pair has one colour and one number on both sides; what has no partner is red, with an x. Objects are
-    drawn in the first image only.
+    The objects of a pair share a colour and a number; unmatched ones are red, with an x. Objects are drawn in the first
+    image only.
     """
     sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
-    pred_objects = [pred.object for pred in parsed.objects]
-    number = {side: {pair[side]: k for k, pair in enumerate(example.pairs, start=1)} for side in (0, 1)}
-    rows = []
-    for index, source in enumerate(sample.images or [""]):
-        image = _open_or_blank(source)
-        sides = [(sample.objects, number[1]), (pred_objects, number[0])] if index == 0 else [([], {}), ([], {})]
-        rows.append([_drawn(image, objects, numbers, table.format.max_bin) for objects, numbers in sides])
-    pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(pred_objects)})"))
-    width = max(pictures.width, 2 * SIDE)
-    ids, kept = answer.response_token_ids, parsed.num_exact
+    gt_labels = {g: number for number, (_, g) in enumerate(example.pairs, start=1)}
+    pred_labels = {p: number for number, (p, _) in enumerate(example.pairs, start=1)}
+    sides = [(sample.objects, gt_labels), (parsed.pred_objects, pred_labels)]
+    first, *others = [_open_or_blank(source) for source in sample.images or [""]]
+    rows = [[_draw_side(first, objects, numbers, table.format.max_bin) for objects, numbers in sides]]
+    rows += [[draw_objects(image, [], UNMATCHED, SIDE)] * 2 for image in others]
+    pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(parsed.pred_objects)})"))
+    ids = answer.response_token_ids
+    prefix = b"".join(_shown(token, table) for token in ids[: parsed.num_exact]).decode(errors="replace")
+    rest = b"".join(_shown(token, table) for token in ids[parsed.num_exact :]).decode(errors="replace")
     facts = (
         f"{sample.id}   weights {answer.weight_version}   {len(example.pairs)} matched, {target.num_appended} appended"
         f", dropped {parsed.dropped or 0}, {answer.error or answer.finish_reason}"
     )
     legend = [("learnt", MARKS["text"]), (" ", None), ("written->to learn", MARKS["changed"])]
     legend += [(" ", None), ("<coordinate->to learn>", MARKS["coord"])]
-    written = [b"".join(_shown(token, table) for token in part) for part in (ids[:kept], ids[kept:])]
-    return stack(
-        [
-            text_panel([(facts, None)], width),
-            pictures,
-            text_panel([("ROLLOUT   ", None), ("behind the usable prefix", CUT_OFF)], width),
-            text_panel(
-                [(written[0].decode(errors="replace"), None), (written[1].decode(errors="replace"), CUT_OFF)], width
-            ),
-            text_panel([("TARGET   ", None), *legend], width),
-            text_panel([(text, MARKS.get(kind)) for text, kind in _runs(target, table)], width),
-        ]
+    texts = (
+        [("ROLLOUT   ", None), ("after the usable prefix", CUT_OFF)],
+        [(prefix, None), (rest, CUT_OFF)],
+        [("TARGET   ", None), *legend],
+        [(text, MARKS.get(kind)) for text, kind in _runs(target, table)],
     )
+    width = max(pictures.width, 2 * SIDE)
+    return stack([text_panel([(facts, None)], width), pictures, *(text_panel(text, width) for text in texts)])
 
 
-def _drawn(image: Image.Image, objects: Sequence[Object], numbers: Mapping[int, int], max_bin: int) -> Image.Image:
-    """The image with its objects; `numbers` holds the pair number of each matched one by its index."""
+def _draw_side(image: Image.Image, objects: Sequence[Object], numbers: Mapping[int, int], max_bin: int) -> Image.Image:
+    """The image with its objects; `numbers` maps the index of each matched one to its pair's number."""
     found = [numbers.get(index) for index in range(len(objects))]
     colours = [PAIR_COLOURS[(n - 1) % len(PAIR_COLOURS)] if n else UNMATCHED for n in found]
     labels = [f"{n or 'x'} {obj.desc}" for n, obj in zip(found, objects, strict=True)]
@@ -232,13 +218,11 @@ def _drawn(image: Image.Image, objects: Sequence[Object], numbers: Mapping[int, 
 
 
 def _open_or_blank(source: str) -> Image.Image:
-    """The image, or a grey one that says why there is none: the texts are worth a sheet without it."""
+    """The image, or a grey one that says why it is missing: the texts are useful without it."""
     try:
-        if source:
-            return open_image(source)
-        reason = "no image"
+        return open_image(source)
     except (OSError, ValueError) as error:
-        reason = str(error)
+        reason = str(error) if source else "no image"
     blank = Image.new("RGB", (SIDE, SIDE), "#eeeeee")
     blank.paste(text_panel([(reason[:_SHORT], None)], SIDE), (0, 0))
     return blank
@@ -249,13 +233,13 @@ def _token(token: int, table: TokenTable) -> str:
 
 
 def _text(token_ids: Sequence[int], table: TokenTable) -> str:
-    """The text of ids, special tokens included; ids that the tokenizer does not know have none."""
+    """The text of token ids, special tokens included; ids unknown to the tokenizer are skipped."""
     known = (table.bytes_of[token] for token in token_ids if 0 <= token < len(table.bytes_of))
     return b"".join(known).decode(errors="replace")
 
 
 def _shown(token: int, table: TokenTable) -> bytes:
-    """A token in a picture or marked text, where a coordinate is `<120>` for short."""
+    """A token as pictures and marked text show it: a coordinate is `<120>` for short."""
     if not 0 <= token < len(table.bytes_of):
         return b""
     return table.bytes_of[token] if table.coord_bin[token] < 0 else b"<%d>" % table.coord_bin[token]

@@ -24,11 +24,12 @@ from utils.learner.learner import Learner, StepResult
 from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.rollout.backend import RolloutResult, Sampling
-from utils.run.monitor import Monitor, ServerWatch, collapse_warnings, evaluation_file, write_evaluation
+from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation
 from utils.run.policy import Policy
 from utils.run.prefetch import Prefetcher, Stages
 from utils.run.records import Timer
 from utils.run.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
+from utils.run.server_watch import ServerWatch
 from utils.run.shutdown import Stopped, StopRequest
 from utils.targets import Segment
 

@@ -30,11 +30,12 @@ from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import Engine, ServerEngine
 from utils.rollout.client import RolloutClient
-from utils.run.monitor import Monitor, ServerWatch, evaluation_file, write_run_json
+from utils.run.monitor import Monitor, evaluation_file, write_run_json
 from utils.run.policy import Policy
 from utils.run.records import Timer
 from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_records_after, rank_file
 from utils.run.rollout_log import RolloutLog
+from utils.run.server_watch import ServerWatch
 from utils.run.session import Data, Session
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights

@@ -1,0 +1,64 @@
+"""Finished models on disk: what was written loads again as the same weights."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from utils.config.schema import Tuner
+from utils.dist import DistributedError, Ranks
+from utils.learner import checkpoint
+from utils.learner.checkpoint import save_adapter, save_merged
+from utils.learner.model import apply_tuner, load_model
+from utils.sync.merged_weights import MergedWeights
+
+DORA = {"type": "lora", "use_dora": True, "rank": 4, "modules_to_save": ["embed_tokens"]}
+
+
+@pytest.fixture
+def trained(start_model) -> nn.Module:
+    """A DoRA model whose adapter has an effect."""
+    model = apply_tuner(load_model(start_model, "float32"), Tuner(**DORA))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(MergedWeights(model).tensors())
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
+    ours, theirs = weights_of(found), weights_of(expected)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_merged_model_in_several_shards_loads_as_it_is_LRN_6(tmp_path, start_model, trained, ranks, monkeypatch):
+    """LRN-6: every tensor once, in the shard that the index names; side files are copied, old weights are not."""
+    monkeypatch.setattr(checkpoint, "_MAX_SHARD_BYTES", 1 << 20)
+    save_merged(trained, str(start_model), tmp_path / "merged", ranks)
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in (tmp_path / "merged").glob("*.safetensors"))
+    assert len(shards) > 3 and sorted(set(index["weight_map"].values())) == shards
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(trained).values())
+    assert (tmp_path / "merged" / "config.json").exists() and not (tmp_path / "merged.partial").exists()
+    assert_same_weights(load_model(tmp_path / "merged", "float32"), trained)
+
+
+def test_an_adapter_loads_as_it_is_and_full_tuning_has_none_LRN_6(tmp_path, start_model, trained, ranks):
+    """LRN-6: whole modules beside the adapter included."""
+    save_adapter(trained, tmp_path / "adapter", ranks)
+    again = apply_tuner(load_model(start_model, "float32"), Tuner(**DORA, adapter_path=str(tmp_path / "adapter")))
+    assert_same_weights(again, trained)
+    save_adapter(load_model(start_model, "float32"), tmp_path / "full", ranks)
+    assert not (tmp_path / "full").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_all_ranks_LRN_6(tmp_path, start_model, trained, ranks: Ranks):
+    """LRN-6."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DistributedError, match="saving .*merged failed on 1 of 1 ranks"):
+        save_merged(trained, str(start_model), tmp_path / "file" / "merged", ranks)
