@@ -26,8 +26,8 @@ from torch import nn
 from utils.answer_format import FORMATS
 from utils.config.load import ConfigError, Origin, exit_with, resolve_yaml
 from utils.config.schema import Data, DataFiles, Losses, PositiveFloat, PositiveInt, Section, Share
-from utils.data.bad_lines import BadLine, report_skipped
 from utils.data.encoding import encode_prompt, load_processor
+from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, Sample, load_samples
 from utils.data.stream import SampleStream
 from utils.learner.model import RowModel, dummy_segment, load_model, part_of, position_ids_for

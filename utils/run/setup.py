@@ -19,8 +19,8 @@ import torch
 from utils import targets
 from utils.config.load import Config, ConfigError, check_world_size, engine_json, exit_with
 from utils.config.plan import check_engines, check_kernels
-from utils.data.bad_lines import BadLine, report_skipped
 from utils.data.encoding import encode_prompt, load_processor, model_digest, prompt_chat
+from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
