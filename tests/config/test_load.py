@@ -17,19 +17,22 @@ from utils.answer_format import COORD_TOKENS, QWEN3VL
 from utils.config.load import (
     ConfigError,
     build_config,
-    check_world_size,
+    check_launch,
     dump_yaml,
     engine_json,
     exit_with,
     load_config,
     load_config_or_exit,
-    load_deepspeed_json,
     load_section,
     require_server,
     require_variant,
     resolve_yaml,
 )
-from utils.config.schema import RM, RS, Config, Decoding, iter_fields
+from utils.config.plan import format_plan, make_plan
+from utils.config.rollout import Decoding
+from utils.config.rules import read_deepspeed
+from utils.config.schema import RM, RS, Config
+from utils.config.section import iter_fields, section_of
 
 ROOT = Path(__file__).parents[2]
 STUDY = [ROOT / "studies/configs" / name for name in ("demo.yaml", "hard.yaml")]
@@ -123,9 +126,9 @@ def test_dump_yaml_keeps_words_that_old_yaml_reads_as_booleans(tmp_path: Path) -
 
 def test_CFG_17_every_key_is_described_and_the_docs_are_up_to_date() -> None:
     """CFG-17."""
-    from utils.config.schema import section_of
-
-    assert [path for path, field in iter_fields() if not field.description and not section_of(field.annotation)] == []
+    assert [
+        path for path, field in iter_fields(Config) if not field.description and not section_of(field.annotation)
+    ] == []
     assert TARGET.read_text() == render(), "run python -m tools.make_config_docs"
 
 
@@ -359,7 +362,7 @@ def test_CFG_3_wrong_types_and_ranges(changes: dict[str, Any], message: str) -> 
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(sorted({p.rsplit(".", 1)[-1] for p, _ in iter_fields()})), inner, max_size=4
+                st.sampled_from(sorted({p.rsplit(".", 1)[-1] for p, _ in iter_fields(Config)})), inner, max_size=4
             )
         ),
         max_leaves=20,
@@ -472,9 +475,9 @@ def test_CFG_4_grpo_is_the_other_program() -> None:
     [
         (
             {"beta": 0.1},
-            "rlhf.beta=0.1: the policy at the start is had by switching adapters off; set tuner.type: lora",
+            "rlhf.beta=0.1: the reference policy is the model with adapters disabled; set tuner.type: lora",
         ),
-        ({"beta": 0.1, "tuner": {"type": "lora", "adapter_path": "a"}}, "not the one at the start; merge that adapter"),
+        ({"beta": 0.1, "tuner": {"type": "lora", "adapter_path": "a"}}, "not the starting policy; merge that adapter"),
     ],
 )
 def test_GRP_6_a_penalty_needs_the_policy_at_the_start(changes: dict[str, Any], message: str) -> None:
@@ -490,7 +493,7 @@ def test_GRP_1_LRN_8_prefetch_is_set_as_for_stage_2() -> None:
     data["custom"]["extra"]["rollout_matching"] = {"async": {"enabled": True, "version_window": 1}}
     assert build_config(data).rm.async_.version_window == 1
     data["rlhf"]["importance_correction_cap"] = None
-    assert "answers of older weights" in grpo_problem(data)
+    assert "responses of older weights" in grpo_problem(data)
 
 
 @pytest.mark.parametrize(
@@ -510,7 +513,7 @@ def test_GRP_1_LRN_8_prefetch_is_set_as_for_stage_2() -> None:
         ({"vllm_server_group_port": 8080}, "is also the server's port, 8080"),
         ({"vllm_server_timeout": 0}, "must be greater than 0"),
         ({"sync": {"mode": "adapter"}}, 'rlhf.sync.mode="adapter": GRPO syncs merged weights'),
-        ({"decoding": {"temperature": 0}}, "must be above 0, so that a group's answers differ"),
+        ({"decoding": {"temperature": 0}}, "must be above 0, so that the responses of a group differ"),
     ],
 )
 def test_GRP_2_connection_mistakes(rlhf: dict[str, Any], message: str) -> None:
@@ -565,7 +568,7 @@ def test_GRP_2_connection_is_translated_into_the_form_of_stage_2(host: str) -> N
     assert (cfg.rm.decode_batch_size, cfg.rm.max_new_tokens) == (3, 77)
     assert (cfg.rm.decoding.temperature, cfg.rm.decoding.top_p) == (0.7, 0.9)
     assert (cfg.rm.vllm.sync.bucket_mib, cfg.rm.vllm.sync.verify) == (4, "always")
-    check_world_size(cfg, 2)
+    check_launch(cfg, 2)
     with pytest.raises(ConfigError, match="rlhf.vllm_server_port=.* no --server-index 1"):
         require_server(cfg, 1)
 
@@ -586,8 +589,6 @@ def test_GRP_2_defaults() -> None:
 @pytest.mark.parametrize("keep_launch_settings", [False, True])
 def test_GRP_2_back_to_colocate_in_two_edits(path: Path, keep_launch_settings: bool) -> None:
     """GRP-2: `vllm_mode: colocate`, and RS taken out; where it stays it is ignored, whatever it says."""
-    from utils.config.plan import check_engines
-
     data, _ = resolve_yaml(path)
     data["rlhf"]["vllm_mode"] = "colocate"
     settings = data["custom"]["extra"].pop("rollout_server")
@@ -596,7 +597,7 @@ def test_GRP_2_back_to_colocate_in_two_edits(path: Path, keep_launch_settings: b
         data["custom"]["extra"]["rollout_server"] = settings | {"vllm_engine_kwargs": {"quantization": "fp8"}}
     cfg = build_config(data)
     assert cfg.servers() == [] and cfg.connection is None and cfg.rm.vllm.mode == "colocate"
-    check_engines(cfg, 2)
+    check_launch(cfg, 2)
     data["rlhf"] |= {"vllm_server_host": ["10.0.0.1", "b"], "vllm_server_port": []}
     assert build_config(data).servers() == []
 
@@ -611,19 +612,17 @@ def test_GRP_2_without_vllm_nothing_of_the_server_counts() -> None:
 
 def test_GRP_2_an_engine_that_cannot_work_is_named_by_the_keys_of_the_file() -> None:
     """GRP-2, ROL-5."""
-    from utils.config.plan import check_engines
-
     data = grpo(vllm_mode="colocate", vllm_tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="rlhf.vllm_tensor_parallel_size=2: must divide the 3.*rlhf.use_vllm: false"):
-        check_engines(build_config(data), 3)
+        check_launch(build_config(data), 3)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"global_max_length": None}, "global_max_length=null: is required with training.packing"),
-        ({"rlhf__max_new_tokens": 4096}, "rlhf.max_new_tokens=4096: prompt and answer must fit in global_max_length"),
-        ({"training__packing_buffer": 7}, "must hold the 8 answers"),
+        ({"rlhf__max_new_tokens": 4096}, "rlhf.max_new_tokens=4096: prompt and response must fit in global_max_length"),
+        ({"training__packing_buffer": 7}, "must hold the 8 responses"),
     ],
 )
 def test_GRP_2_lengths_and_buffer_fit(changes: dict[str, Any], message: str) -> None:
@@ -698,7 +697,6 @@ def test_GRP_6_importance_correction_needs_what_tokens_are_drawn_from() -> None:
 @pytest.mark.parametrize("path", GRPO_RUNS, ids=lambda path: path.stem)
 def test_GRP_3_presets_are_what_the_contract_says(path: Path) -> None:
     """GRP-3: server mode, port 8080, TP 1 x DP 6, lengths 12000, memory share 0.6; two learners."""
-    from utils.config.plan import make_plan
     from utils.rewards import load_rewards
 
     cfg = load_config(path)
@@ -843,10 +841,10 @@ def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, 
     tuner = base.tuner.model_copy(update={"type": "lora", "use_dora": use_dora})
     cfg = base.model_copy(update={"custom": custom, "tuner": tuner})
     assert cfg.sync_mode() == expected
-    check_world_size(cfg, 1)
+    check_launch(cfg, 1)
     if expected == "adapter":  # CFG-10
         with pytest.raises(ConfigError, match="2 learners in server mode need full"):
-            check_world_size(cfg, 2)
+            check_launch(cfg, 2)
 
 
 def test_CFG_17_the_answer_format_brings_its_own_prompt() -> None:
@@ -864,7 +862,7 @@ def test_CFG_17_the_answer_format_brings_its_own_prompt() -> None:
 def test_CFG_17_numbers_have_no_coordinate_loss(key: str, value: float) -> None:
     """CFG-17: what would have no effect is refused; the default, and 0 for a weight, say nothing wrong."""
     data = edited(RM__answer_format="qwen3vl", RM__losses={key: value})
-    assert f"losses.{key}={value}: means coordinate tokens" in only_problem(data)
+    assert f"losses.{key}={value}: applies to coordinate tokens" in only_problem(data)
     build_config(edited(RM__losses={key: value}))
     build_config(edited(RM__answer_format="qwen3vl", RM__losses={"coord": 3.0, "w1": 1.0, "gate": 0.0, "sigma": 12.0}))
 
@@ -956,7 +954,7 @@ def test_DAT_3_data_files_in_all_three_forms() -> None:
     [
         ({"tuner": {"use_dora": True}}, "tuner.use_dora=true: needs tuner.type: lora"),
         ({"tuner": {"adapter_path": "x"}}, "tuner.adapter_path="),
-        ({"tuner": {"freeze_llm": True}}, "freezes the last part"),
+        ({"tuner": {"freeze_llm": True}}, "freezes the last part that could be trained"),
         ({"RM__async": {"version_window": 1}}, "needs custom.extra.rollout_matching.async.enabled: true"),
         ({"RM__async": {"enabled": True}, "RM__rollout_backend": "hf"}, "prefetch needs rollout servers"),
         ({"training__vit_lr": 1e-5}, "the vision tower is frozen"),
@@ -982,15 +980,13 @@ def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: st
 )
 def test_CFG_17_fused_kernels_that_cannot_work_name_the_way_out(has_liger, has_cuda, message) -> None:
     """CFG-17."""
-    from utils.config.plan import check_kernels
-
-    check_kernels(build_config(edited()), False, False)
+    check_launch(build_config(edited()), 1, has_liger=False, has_cuda=False)
     cfg = build_config(edited(training__fused_kernels=True))
     if message is None:
-        check_kernels(cfg, has_liger, has_cuda)
+        check_launch(cfg, 1, has_liger=has_liger, has_cuda=has_cuda)
         return
     with pytest.raises(ConfigError, match="training.fused_kernels=true.*set it to false") as caught:
-        check_kernels(cfg, has_liger, has_cuda)
+        check_launch(cfg, 1, has_liger=has_liger, has_cuda=has_cuda)
     assert message in caught.value.problems[0]
 
 
@@ -1007,18 +1003,14 @@ def test_ROL_5_an_engine_that_cannot_work_names_the_way_out(
     changes: dict[str, Any], world_size: int, has_vllm: bool, message: str
 ) -> None:
     """ROL-5, CFG-6."""
-    from utils.config.plan import check_engines
-
     with pytest.raises(ConfigError) as caught:
-        check_engines(build_config(edited(**changes)), world_size, has_vllm)
+        check_launch(build_config(edited(**changes)), world_size, has_vllm=has_vllm)
     assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
     assert "hf" in caught.value.problems[0]
 
 
 def test_ROL_5_engines_that_work_pass_and_are_planned_CFG_5() -> None:
     """ROL-5, CFG-5, CFG-16: hf needs no vLLM; a size that divides the learners will do."""
-    from utils.config.plan import format_plan, make_plan
-
     colocate = {"RM__vllm": {"tensor_parallel_size": 2}, "RM__decode_batch_size": 3}
     batch = {"training__per_device_train_batch_size": 8}
     plan = make_plan(build_config(edited(**colocate, **batch)), 4)
@@ -1041,7 +1033,9 @@ def test_ROL_5_a_colocated_engine_refuses_lora_slots() -> None:
 def test_LRN_2_shipped_deepspeed_files_hold_engine_knobs_only(path: Path) -> None:
     """LRN-2."""
     cfg = build_config(edited(deepspeed=path.stem, model__dtype="bfloat16"))
-    raw = load_deepspeed_json(cfg)
+    raw, found = read_deepspeed(cfg)
+    assert found == []
+    check_launch(cfg, 1)
     assert raw["zero_optimization"]["stage"] == int(re.search(r"\d", path.stem)[0])
     owned = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
     assert not owned & raw.keys() and not {"optimizer", "scheduler", "bf16", "fp16"} & raw.keys()
@@ -1094,8 +1088,20 @@ def test_deepspeed_json_may_repeat_the_yaml_or_say_auto(tmp_path: Path) -> None:
     path.write_text(json.dumps({**same, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": "auto"}}}))
     cfg = build_config(edited(deepspeed=str(path)))
     assert "optimizer" not in engine_json(cfg, world_size=2)
-    with pytest.raises(ConfigError, match="train_batch_size=2, the YAML makes 3 with 3 ranks"):
-        engine_json(cfg, world_size=3)
+    for check in (engine_json, check_launch):
+        with pytest.raises(ConfigError, match="train_batch_size=2, the YAML makes 3 with 3 ranks"):
+            check(cfg, 3)
+
+
+def test_all_problems_of_a_launch_are_reported_together(tmp_path: Path) -> None:
+    """CFG-3, CFG-17, ROL-5."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 2}))
+    changes = {"RM__vllm": {"tensor_parallel_size": 2}, "deepspeed": str(path), "training__fused_kernels": True}
+    with pytest.raises(ConfigError) as caught:
+        check_launch(build_config(edited(**changes)), 3, has_vllm=False, has_liger=False)
+    keys = (f"{RM}.rollout_backend", f"{RM}.vllm.tensor_parallel_size", "training.fused_kernels", "deepspeed")
+    assert [line.split(": ")[1].split("=")[0] for line in caught.value.problems] == list(keys)
 
 
 @pytest.mark.parametrize(("name", "message"), [("zero7", "zero2, zero3"), ("gone.json", "there is no gone.json")])

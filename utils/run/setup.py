@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from utils import targets
-from utils.config.load import Config, ConfigError, check_world_size, engine_json, exit_with
-from utils.config.plan import check_engines, check_kernels
+from utils.config.load import Config, ConfigError, check_launch, exit_with
 from utils.data.encoding import encode_prompt, load_processor, model_digest, prompt_chat
 from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples
@@ -62,10 +61,13 @@ def open_session(
     """
     ranks = Ranks(cfg.training.rank_timeout_s)
     try:
-        check_world_size(cfg, ranks.world_size)
-        check_engines(cfg, ranks.world_size, has_vllm=find_spec("vllm") is not None)
-        check_kernels(cfg, has_liger=find_spec("liger_kernel") is not None, has_cuda=ranks.device.type == "cuda")
-        engine_json(cfg, ranks.world_size)
+        check_launch(
+            cfg,
+            ranks.world_size,
+            has_vllm=find_spec("vllm") is not None,
+            has_liger=find_spec("liger_kernel") is not None,
+            has_cuda=ranks.device.type == "cuda",
+        )
         ranks.check_port()
     except ConfigError as error:
         exit_with(error, ranks.is_main)
