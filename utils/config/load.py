@@ -11,26 +11,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import ValidationError
 
 from utils.config.rollout import ServerAddress
-from utils.config.rules import (
-    RULES,
-    batch_geometry,
-    deepspeed_problems,
-    launch_problems,
-    read_deepspeed,
-    train_batch_size,
-)
+from utils.config.rules import RULES, deepspeed_problems, launch_problems, read_deepspeed
 from utils.config.schema import RM, RS, SCRIPTS, Config
-from utils.config.section import Section, brief, iter_fields, section_keys, section_of
+from utils.config.section import brief, iter_fields, section_keys, section_of
 
 Keys = tuple[str | int, ...]  # ("custom", "train_jsonl", 0, "path") is custom.train_jsonl[0].path
 _ABSENT = object()
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 class ConfigError(ValueError):
@@ -41,8 +33,7 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# YAML and extends
+# ---- YAML and extends -----------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
@@ -170,8 +161,7 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the report
+# ---- the report -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -218,13 +208,13 @@ def _get(data: Any, keys: Keys, default: Any) -> Any:
     return data
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# loading
+# ---- loading --------------------------------------------------------------------------------------------------------
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
     """Resolve and validate a file. Raises `ConfigError` with all problems of the file."""
-    return build_config(*_read(path))
+    data, files = resolve_yaml(path)
+    return build_config(data, Origin(_shown(Path(os.path.abspath(path))), data, files))
 
 
 def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
@@ -235,19 +225,6 @@ def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
         exit_with(error)
 
 
-def load_section(root: type[AnySection], path: str | os.PathLike[str]) -> AnySection:
-    """Load a file of another schema than `Config`, with the same `extends`, strictness and report."""
-    section, _, problems = _check_fields(root, *_read(path))
-    if problems:
-        raise ConfigError(problems)
-    return section
-
-
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
-    data, files = resolve_yaml(path)
-    return data, Origin(_shown(Path(os.path.abspath(path))), data, files)
-
-
 def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
     """Validate a resolved mapping.
 
@@ -255,7 +232,7 @@ def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
         ConfigError: with all problems, fields first, then rules between them.
     """
     origin = origin or Origin("config", data)
-    cfg, bad, problems = _check_fields(Config, data, origin)
+    cfg, bad, problems = _check_fields(data, origin)
     cfg._origin = origin
     for reads, rule in RULES:
         read_keys = [parse_path(path) for path in reads]
@@ -314,8 +291,7 @@ def require_server(cfg: Config, index: int) -> ServerAddress:
     return servers[index]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# single fields
+# ---- single fields --------------------------------------------------------------------------------------------------
 
 _RETIRED = {
     f"{RM}.temperature": f"was renamed; use {RM}.decoding.temperature",
@@ -335,48 +311,46 @@ _UNSUPPORTED = {
 }
 
 
-def _check_fields(
-    root: type[AnySection], data: dict[str, Any], origin: Origin
-) -> tuple[AnySection, list[Keys], list[str]]:
-    """Validate every field by itself. Returns a usable section, the paths of wrong fields, and the problems.
+def _check_fields(data: dict[str, Any], origin: Origin) -> tuple[Config, list[Keys], list[str]]:
+    """Validate every field by itself. Returns a usable config, the paths of wrong fields, and the problems.
 
     Wrong fields are set aside and take their defaults, so that rules about other fields can still run on the result.
     """
     data, bad, problems = _own_copy(data), [], []
     for path, migration in _RETIRED.items():
         keys = parse_path(path)
-        if root is Config and _get(data, keys, _ABSENT) is not _ABSENT:
+        if _get(data, keys, _ABSENT) is not _ABSENT:
             problems.append(origin.problem(keys, migration))
             _get(data, keys[:-1], {}).pop(keys[-1])
-    for key, found in section_keys(root).items():
+    for key, found in section_keys(Config).items():
         if found.is_required() and section_of(found.annotation):
             data.setdefault(key, {})  # so that the missing keys inside are named
     while True:
         try:
-            return root.model_validate(data), bad, problems
+            return Config.model_validate(data), bad, problems
         except ValidationError as error:
-            rules = _field_problems(root, error, data)
+            rules = _field_problems(error, data)
         for keys, rule in rules.items():
             if not any(keys[: len(above)] == above for above in bad):
                 problems.append(origin.problem(keys, rule))
         bad += rules
         for keys in rules:
-            _set_aside(root, data, keys)
+            _set_aside(data, keys)
 
 
-def _field_problems(root: type[Section], error: ValidationError, data: dict[str, Any]) -> dict[Keys, str]:
+def _field_problems(error: ValidationError, data: dict[str, Any]) -> dict[Keys, str]:
     """Path -> rule. The branches of a union (`str | list[str]`) report separately; they are joined by "or"."""
     rules: dict[Keys, list[str]] = {}
     for item in error.errors(include_url=False, include_context=False):
         keys = _real_path(item["loc"], data, missing=item["type"] == "missing")
         if item["type"] == "extra_forbidden":
-            rule = _unknown_key(root, keys)
+            rule = _unknown_key(keys)
         elif item["type"] in ("model_type", "model_attributes_type"):
             rule = "must be a mapping of keys"
         else:
             rule = item["msg"].replace("Input should be", "must be").replace("Field required", "is required")
         rules.setdefault(keys, []).append(rule)
-    return {keys: f"{' or '.join(dict.fromkeys(rule))}{_advice(root, keys)}" for keys, rule in rules.items()}
+    return {keys: f"{' or '.join(dict.fromkeys(rule))}{_advice(keys)}" for keys, rule in rules.items()}
 
 
 def _real_path(loc: Keys, data: Any, missing: bool) -> Keys:
@@ -388,9 +362,9 @@ def _real_path(loc: Keys, data: Any, missing: bool) -> Keys:
     return (*keys, loc[-1]) if missing else keys
 
 
-def _field_at(root: type[Section], keys: Keys) -> Any:
+def _field_at(keys: Keys) -> Any:
     """Return the schema's field at a path, or None."""
-    section, found = root, None
+    section, found = Config, None
     for key in keys:
         if not isinstance(key, int):
             found = section_keys(section).get(key) if section else None
@@ -398,29 +372,25 @@ def _field_at(root: type[Section], keys: Keys) -> Any:
     return found
 
 
-def _section_at(root: type[Section], keys: Keys) -> type[Section] | None:
-    found = _field_at(root, keys)
-    return root if not keys else section_of(found.annotation) if found else None
-
-
-def _advice(root: type[Section], keys: Keys) -> str:
+def _advice(keys: Keys) -> str:
     """Return the meaning of the key and its default, as the way out."""
-    found = _field_at(root, keys)
+    found = _field_at(keys)
     if found is None or not found.description:
         return ""
     default = "" if found.is_required() or found.default_factory else f", default {brief(found.default)}"
     return f"; meaning: {found.description}{default}"
 
 
-def _unknown_key(root: type[Section], keys: Keys) -> str:
+def _unknown_key(keys: Keys) -> str:
     """Name the technique that is not supported, or the nearest known key: a sibling, else one of another section."""
     name = str(keys[-1])
     for technique, pattern in _UNSUPPORTED.items():
         if re.fullmatch(pattern, name):
             return f"{technique} is not supported; delete the key"
-    section = _section_at(root, keys[:-1])
+    parent = _field_at(keys[:-1])
+    section = section_of(parent.annotation) if parent else Config
     siblings = list(section_keys(section)) if section else []
-    elsewhere = {path.rsplit(".", 1)[-1]: path for path, _ in reversed(list(iter_fields(root)))}
+    elsewhere = {path.rsplit(".", 1)[-1]: path for path, _ in reversed(list(iter_fields(Config)))}
     if name in elsewhere:
         return f"unknown key here; did you mean {elsewhere[name]}?"
     if near := difflib.get_close_matches(name, siblings, 1):
@@ -431,18 +401,17 @@ def _unknown_key(root: type[Section], keys: Keys) -> str:
     return f"unknown key; delete it (nearest known key: {', '.join(nearest)}; all of them: docs/config.md)"
 
 
-def _set_aside(root: type[Section], data: dict[str, Any], keys: Keys) -> None:
+def _set_aside(data: dict[str, Any], keys: Keys) -> None:
     """Remove a wrong value so that its default applies; a required field gets the schema's example."""
     first_index = next((n for n, key in enumerate(keys) if isinstance(key, int)), len(keys))
     keys = keys[:first_index]  # an entry cannot leave its list without renaming the others: the whole list goes
-    parent, found = _get(data, keys[:-1], {}), _field_at(root, keys)
+    parent, found = _get(data, keys[:-1], {}), _field_at(keys)
     parent.pop(keys[-1], None)
     if found is not None and found.is_required():
         parent[keys[-1]] = {} if not found.examples else found.examples[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# DeepSpeed
+# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
 def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
@@ -454,8 +423,15 @@ def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
     """
     if found := [problem(cfg, "deepspeed", rule) for rule in deepspeed_problems(cfg, world_size)]:
         raise ConfigError(found)
-    raw, _ = read_deepspeed(cfg)
+    raw, training = read_deepspeed(cfg)[0], cfg.training
     knobs = {key: value for key, value in raw.items() if key not in ("optimizer", "scheduler", "bf16", "fp16")}
     half = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}.get(cfg.model.dtype, {})
-    batch = {"train_batch_size": train_batch_size(cfg, world_size), **batch_geometry(cfg)}
-    return knobs | batch | half | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    ours = {
+        "train_batch_size": world_size * training.samples_per_rank,
+        "train_micro_batch_size_per_gpu": training.per_device_train_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "gradient_clipping": training.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    return knobs | half | ours

@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from utils.config.rules import is_colocate
 from utils.config.schema import Config, Tuner
 
 GIB = 1 << 30
@@ -107,13 +106,10 @@ def _is_adapted(name: str, shape: list[int], tuner: Tuner) -> bool:
     is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
     if tuner.type != "lora" or not is_linear or _is_saved_whole(name, tuner) or _is_frozen(name, tuner):
         return False
-    return _is_target(name.rsplit(".", 1)[0], tuner.target_modules)
-
-
-def _is_target(module: str, targets: str | list[str]) -> bool:
+    module, targets = name.rsplit(".", 1)[0], tuner.target_modules
     if isinstance(targets, str):
         return targets == "all-linear" or re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith("." + target) for target in targets)
+    return any(f".{module}".endswith(f".{target}") for target in targets)
 
 
 def chunk_labels(zero_stage: int) -> int:
@@ -214,7 +210,7 @@ def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
     """Return the longest prompt and response, the devices of one engine (None: the learner's model itself), and its
     fraction of their memory (0 on CPU)."""
     vllm = cfg.rm.vllm
-    if is_colocate(cfg):
+    if cfg.is_colocate:
         return cfg.global_max_length or 0, vllm.tensor_parallel_size, vllm.gpu_memory_utilization
     if cfg.rm.rollout_backend == "hf":
         return cfg.global_max_length or 0, None, 0.0

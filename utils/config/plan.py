@@ -22,7 +22,6 @@ from utils.config.memory import (
     rollout_memory,
 )
 from utils.config.rollout import ServerAddress, ServerSettings
-from utils.config.rules import is_colocate
 from utils.config.schema import RM, SCRIPTS, Config
 
 
@@ -129,7 +128,7 @@ def print_dry_run(cfg: Config, world_size: int) -> None:
 
 def _own_rollouts(cfg: Config, world_size: int) -> str | None:
     vllm = cfg.rm.vllm
-    if is_colocate(cfg):
+    if cfg.is_colocate:
         engines = f"{world_size // vllm.tensor_parallel_size} vLLM engine(s) of {vllm.tensor_parallel_size} device(s)"
         return f"{engines} on the learners' own, {vllm.gpu_memory_utilization:g} of the memory of each"
     return "transformers' generate on the training model" if cfg.rm.rollout_backend == "hf" else None
@@ -168,8 +167,7 @@ def _samples_per_epoch(cfg: Config) -> int | None:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# printing
+# ---- printing -------------------------------------------------------------------------------------------------------
 
 
 def format_plan(plan: Plan) -> str:
@@ -219,8 +217,7 @@ def _format_cache(cache: CacheSize) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# devices and commands
+# ---- devices and commands -------------------------------------------------------------------------------------------
 
 
 def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:
@@ -275,7 +272,7 @@ def _server_process(index: int, rank: int, server: ServerPlan) -> str:
 
 def _learner_process(cfg: Config, rank: int, has_servers: bool) -> str:
     tasks = ["trains"]
-    if is_colocate(cfg):
+    if cfg.is_colocate:
         tasks.append(f"generates (engine {rank // cfg.rm.vllm.tensor_parallel_size})")
     elif not has_servers:
         tasks.append("generates")

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_serializer
 
-from utils.config.section import Port, PositiveFloat, PositiveInt, Section
+from utils.config.section import NonNegative, Port, PositiveFloat, PositiveInt, Section, key
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,20 @@ class ServerAddress:
 class ServerEntry(Section):
     """One rollout server."""
 
-    base_url: str = Field(description="http(s) url of the server; a path prefix is allowed")
-    group_port: Port = Field(description="port on the learner's side for the weight communicator of this server")
+    base_url: str = key(..., "http(s) url of the server; a path prefix is allowed")
+    group_port: Port = key(..., "port on the learner's side for the weight communicator of this server")
 
 
 class Server(Section):
     """Where the rollout servers are: either `servers`, or `base_url` with `group_port`."""
 
-    servers: list[ServerEntry] | None = Field(None, description="one entry per server")
-    base_url: str | list[str] | None = Field(None, description="paired form: the url or urls of the servers")
-    group_port: Port | list[Port] | None = Field(
-        None, description="paired form: a list pairs by index; one port for several urls gives url i the port + i"
+    servers: list[ServerEntry] | None = key(None, "one entry per server")
+    base_url: str | list[str] | None = key(None, "paired form: the url or urls of the servers")
+    group_port: Port | list[Port] | None = key(None, "paired form: a list, or one port that counts up over the urls")
+    timeout_s: PositiveFloat = key(
+        240.0, "seconds to reach a server or open its communicator; an engine silent for half of it is reported dead"
     )
-    timeout_s: PositiveFloat = Field(
-        240.0,
-        description="limit for reachability checks and for opening the communicator, in seconds; "
-        "a server whose engine is silent for half of it reports itself dead",
-    )
-    infer_timeout_s: float | None = Field(
-        None, description="limit for one /infer/ request in seconds; null, zero or negative: no limit"
-    )
+    infer_timeout_s: float | None = key(None, "seconds for one /infer/ request; null, zero or negative: no limit")
 
     @field_validator("infer_timeout_s")
     @classmethod
@@ -86,61 +80,55 @@ class Server(Section):
 class Sync(Section):
     """How updated weights reach the engines."""
 
-    mode: Literal["full", "adapter", "auto"] = Field(
-        "full", description="merged weights; adapter tensors only; or auto: adapter with enable_lora, else full"
+    mode: Literal["full", "adapter", "auto"] = key(
+        "full", "merged weights; adapter tensors only; or auto: adapter with enable_lora, else full"
     )
-    fallback_to_full: bool = Field(True, description="if adapter sync fails, warn once and use full sync from then on")
-    bucket_mib: PositiveInt = Field(256, description="size of one bucket in MiB; rank 0 needs memory for two more")
-    timeout_s: PositiveFloat = Field(300.0, description="limit for one sync in seconds; beyond it every rank stops")
-    verify: Literal["off", "first", "always"] = Field(
-        "first", description="check after a sync that the engine holds the learner's weights (digests and a probe)"
+    fallback_to_full: bool = key(True, "if adapter sync fails, warn once and use full sync from then on")
+    bucket_mib: PositiveInt = key(256, "size of one bucket in MiB; rank 0 needs memory for two more")
+    timeout_s: PositiveFloat = key(300.0, "limit for one sync in seconds; beyond it every rank stops")
+    verify: Literal["off", "first", "always"] = key(
+        "first", "check after a sync that the engine holds the learner's weights (digests and a probe)"
     )
 
 
 class Vllm(Section):
     """The vLLM engine that generates."""
 
-    mode: Literal["colocate", "server"] = Field("colocate", description="inside the learner, or separate servers")
-    gpu_memory_utilization: float = Field(
-        0.45, gt=0, le=1, description="colocate: fraction of a device's memory for vLLM"
-    )
-    tensor_parallel_size: PositiveInt = Field(4, description="colocate: learner devices that one engine spans")
-    enable_lora: bool = Field(False, description="the engine has LoRA slots; adapter sync needs them")
-    server: Server | None = Field(None, description="connection settings of server mode")
+    mode: Literal["colocate", "server"] = key("colocate", "inside the learner, or separate servers")
+    gpu_memory_utilization: float = key(0.45, "colocate: fraction of a device's memory for vLLM", gt=0, le=1)
+    tensor_parallel_size: PositiveInt = key(4, "colocate: learner devices that one engine spans")
+    enable_lora: bool = key(False, "the engine has LoRA slots; adapter sync needs them")
+    server: Server | None = key(None, "connection settings of server mode")
     sync: Sync = Field(default_factory=Sync)
 
 
 class Decoding(Section):
     """How tokens are sampled."""
 
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1 is off")
-    top_k: int = Field(-1, ge=-1, description="sample from the k most likely tokens; -1 is off")
-    repetition_penalty: PositiveFloat = Field(1.0, description="1 is off")
+    temperature: NonNegative = key(0.0, "0 is greedy")
+    top_p: float = key(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
+    top_k: int = key(-1, "sample from the k most likely tokens; -1 is off", ge=-1)
+    repetition_penalty: PositiveFloat = key(1.0, "1 is off")
 
 
 class ServerSettings(Section):
     """How one rollout server is launched; host and port come from the connection settings."""
 
-    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
-    vllm_tensor_parallel_size: PositiveInt = Field(1, description="devices that one engine spans")
-    vllm_data_parallel_size: PositiveInt | Literal["auto"] = Field(
-        "auto", description="number of engines; auto: visible devices / tensor_parallel_size, 1 on CPU"
+    device: Literal["auto", "cuda", "cpu"] = key("auto", "auto: cuda if there is a GPU, else cpu")
+    vllm_tensor_parallel_size: PositiveInt = key(1, "devices that one engine spans")
+    vllm_data_parallel_size: PositiveInt | Literal["auto"] = key(
+        "auto", "number of engines; auto: visible devices / tensor_parallel_size, 1 on CPU"
     )
-    vllm_gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="fraction of a device's memory for vLLM")
-    vllm_max_model_len: PositiveInt = Field(examples=[32768], description="longest prompt + response in tokens")
-    vllm_max_num_seqs: PositiveInt | None = Field(None, description="sequences an engine runs at once; null: vLLM's")
-    vllm_enable_lora: bool = Field(False, description="LoRA slots; must equal rollout_matching.vllm.enable_lora")
-    vllm_enable_prefix_caching: bool = Field(True, description="reuse cached prefixes; cleared at every weight update")
-    vllm_engine_kwargs: dict[str, Any] = Field({}, description="further engine arguments of vLLM, passed through")
-    allow_remote: bool = Field(
-        False, description="listen beyond loopback; also needs a token in ROLLOUT_SERVER_TOKEN, sent with every request"
-    )
-    allowed_image_roots: list[str] | None = Field(
-        None, description="directories image files may be read from; null: those of all configured data files"
-    )
-    allow_image_urls: bool = Field(False, description="fetch images from http(s) urls")
-    cpu_kv_cache_gib: PositiveInt = Field(4, description="device cpu: memory for cached keys and values, in GiB")
+    vllm_gpu_memory_utilization: float = key(0.9, "fraction of a device's memory for vLLM", gt=0, le=1)
+    vllm_max_model_len: PositiveInt = key(..., "longest prompt + response in tokens", examples=[32768])
+    vllm_max_num_seqs: PositiveInt | None = key(None, "sequences an engine runs at once; null: vLLM's")
+    vllm_enable_lora: bool = key(False, "LoRA slots; must equal rollout_matching.vllm.enable_lora")
+    vllm_enable_prefix_caching: bool = key(True, "reuse cached prefixes; cleared at every weight update")
+    vllm_engine_kwargs: dict[str, Any] = key({}, "further engine arguments of vLLM, passed through")
+    allow_remote: bool = key(False, "listen beyond loopback; needs ROLLOUT_SERVER_TOKEN, sent with every request")
+    allowed_image_roots: list[str] | None = key(None, "directories of image files; null: those of all data files")
+    allow_image_urls: bool = key(False, "fetch images from http(s) urls")
+    cpu_kv_cache_gib: PositiveInt = key(4, "device cpu: memory for cached keys and values, in GiB")
 
     @property
     def world_size(self) -> int | None:
@@ -154,7 +142,7 @@ class ServerSettings(Section):
 class ServerOverride(ServerSettings):
     """Settings of one server that differ from the common ones; keys that are not given stay common."""
 
-    vllm_max_model_len: PositiveInt = Field(1, description="longest prompt + response in tokens")
+    vllm_max_model_len: PositiveInt = key(1, "longest prompt + response in tokens")
 
     @model_serializer(mode="wrap")
     def _given_keys(self, handler: Any) -> dict[str, Any]:
@@ -164,4 +152,4 @@ class ServerOverride(ServerSettings):
 class RolloutServer(ServerSettings):
     """How the rollout servers are launched; host and port come from the connection settings."""
 
-    servers: list[ServerOverride] = Field([], description="entry i overrides any of the keys above for server i")
+    servers: list[ServerOverride] = key([], "entry i overrides any of the keys above for server i")

@@ -29,17 +29,10 @@ def _rule(*reads: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _is_stage2(cfg: Config) -> bool:
-    return cfg.custom.trainer_variant == "rollout_matching_sft"
-
-
 @_rule("training.packing", "training.packing_drop_last")
 def _packing_drops_last(cfg: Config) -> Found:
     if cfg.training.packing and not cfg.training.packing_drop_last:
-        yield (
-            "training.packing_drop_last",
-            "must be true with training.packing, which has no flush steps; set it to true",
-        )
+        yield "training.packing_drop_last", "training.packing has no flush steps, so it must be true; set it to true"
 
 
 @_rule("training.packing", "training.packing_buffer", "training.per_device_train_batch_size", "rlhf")
@@ -54,9 +47,9 @@ def _buffer_holds_a_batch(cfg: Config) -> Found:
 @_rule("custom.trainer_variant", "global_max_length", f"{RM}.max_new_tokens", RS, "rlhf", "training.packing")
 def _lengths_fit(cfg: Config) -> Found:
     new_tokens, row, key = cfg.rm.max_new_tokens, cfg.global_max_length, cfg.rollout_path("max_new_tokens")
-    if row is None and _is_stage2(cfg):
+    if row is None and not cfg.is_grpo:
         yield "global_max_length", "is required for stage 2; set it to the number of tokens one row may hold"
-    elif row is None and (cfg.training.packing or is_colocate(cfg)):
+    elif row is None and (cfg.training.packing or cfg.is_colocate):
         why = "training.packing" if cfg.training.packing else "rlhf.vllm_mode: colocate"
         yield "global_max_length", f"is required with {why}; set it to the number of tokens one row may hold"
     elif row is not None and new_tokens >= row:
@@ -73,16 +66,15 @@ def _lengths_fit(cfg: Config) -> Found:
 def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
     """Yield (path, settings) of the common launch settings and of each server with overrides; none where GRPO uses no
     server (GRP-2)."""
-    if cfg.rs is not None and (_is_stage2(cfg) or cfg.connection):
+    if cfg.rs is not None and (not cfg.is_grpo or cfg.connection):
         yield RS, cfg.rs
         yield from ((f"{RS}.servers[{i}]", cfg.server_settings(i)) for i in range(len(cfg.rs.servers)))
 
 
 @_rule(f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.server", "custom.trainer_variant")
 def _server_mode_has_servers(cfg: Config) -> Found:
-    if not _is_stage2(cfg) or cfg.rm.rollout_backend != "vllm" or cfg.rm.vllm.mode != "server":
-        return
-    if cfg.rm.vllm.server is None:
+    uses_server = not cfg.is_grpo and cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "server"
+    if uses_server and cfg.rm.vllm.server is None:
         yield f"{RM}.vllm.server", "is required by mode: server; list the servers with base_url and group_port"
 
 
@@ -140,7 +132,7 @@ def _host_and_port(url: str) -> tuple[str, int] | None:
         return None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
         return None
-    loopback = parts.hostname == "localhost" or parts.hostname == "::1" or parts.hostname.startswith("127.")
+    loopback = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
     default_port = 443 if parts.scheme == "https" else 80
     return "loopback" if loopback else parts.hostname, default_port if port is None else port
 
@@ -148,25 +140,20 @@ def _host_and_port(url: str) -> tuple[str, int] | None:
 @_rule(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", RS)
 def _adapter_sync_needs_lora(cfg: Config) -> Found:
     enabled = cfg.rm.vllm.enable_lora
-    if _is_stage2(cfg) and cfg.rm.vllm.sync.mode == "adapter" and not enabled:
+    if cfg.is_grpo:
+        return
+    if cfg.rm.vllm.sync.mode == "adapter" and not enabled:
         yield f"{RM}.vllm.sync.mode", f"adapter needs {RM}.vllm.enable_lora: true; set it, or use full"
-    for path, settings in _server_settings(cfg) if _is_stage2(cfg) else ():
+    for path, settings in _server_settings(cfg):
         if settings.vllm_enable_lora != enabled:
             yield f"{path}.vllm_enable_lora", f"must agree with {RM}.vllm.enable_lora={brief(enabled)}; change one"
 
 
-def is_colocate(cfg: Config) -> bool:
-    return cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "colocate"
-
-
 @_rule("custom.trainer_variant", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.enable_lora")
 def _colocate_needs_no_lora(cfg: Config) -> Found:
-    if is_colocate(cfg) and cfg.rm.vllm.enable_lora:
-        yield (
-            f"{RM}.vllm.enable_lora",
-            f"a colocated engine takes merged weights only; set it to false with {RM}.vllm.sync.mode: full, "
-            f"or use {RM}.rollout_backend: hf",
-        )
+    if cfg.is_colocate and cfg.rm.vllm.enable_lora:
+        way_out = f"set it to false with {RM}.vllm.sync.mode: full, or use {RM}.rollout_backend: hf"
+        yield f"{RM}.vllm.enable_lora", f"a colocated engine takes merged weights only; {way_out}"
 
 
 @_rule(RS, f"{RM}.vllm.server", "rlhf")
@@ -175,8 +162,7 @@ def _overrides_have_servers(cfg: Config) -> Found:
         return
     given, known = len(cfg.rs.servers), len(cfg.servers())
     if given > known:
-        rule = f"overrides {given} servers, but {known} are connected; remove entries or add servers"
-        yield f"{RS}.servers", rule
+        yield f"{RS}.servers", f"overrides {given} servers, but {known} are connected; remove entries or add servers"
 
 
 # Engine arguments of vLLM that have a key of their own here, so that nothing is set in two places.
@@ -222,10 +208,7 @@ def _tuner_is_consistent(cfg: Config) -> Found:
     if tuner.adapter_path is not None and tuner.type != "lora":
         yield "tuner.adapter_path", "needs tuner.type: lora; set it, or adapter_path: null"
     if tuner.freeze_llm and tuner.freeze_vit and tuner.freeze_aligner and not tuner.modules_to_save:
-        yield (
-            "tuner.freeze_llm",
-            "freezes the last part that could be trained; unfreeze the llm, the vit or the aligner",
-        )
+        yield "tuner.freeze_llm", "leaves nothing to train; unfreeze the llm, the vit or the aligner"
     if tuner.freeze_vit and cfg.training.vit_lr is not None:
         yield "training.vit_lr", "the vision tower is frozen; set tuner.freeze_vit: false, or vit_lr: null"
     if tuner.freeze_aligner and cfg.training.aligner_lr is not None:
@@ -265,7 +248,7 @@ def _evaluation_has_data(cfg: Config) -> Found:
 
 @_rule("custom.trainer_variant", "rlhf")
 def _rlhf_belongs_to_grpo(cfg: Config) -> Found:
-    if _is_stage2(cfg) and cfg.rlhf is not None:
+    if not cfg.is_grpo and cfg.rlhf is not None:
         yield "rlhf", "belongs to trainer_variant: grpo; delete it"
     if cfg.is_grpo and cfg.rlhf is None:
         yield "rlhf", "is required for trainer_variant: grpo; add it"
@@ -326,8 +309,7 @@ def _penalty_has_a_reference(cfg: Config) -> Found:
     if cfg.rlhf is None or not cfg.rlhf.beta:
         return
     if cfg.tuner.type != "lora":
-        rule = "the reference policy is the model with adapters disabled; set tuner.type: lora, or beta: 0"
-        yield "rlhf.beta", rule
+        yield "rlhf.beta", "the reference is the model with adapters disabled; set tuner.type: lora, or beta: 0"
     elif cfg.tuner.adapter_path is not None:
         why = "with adapters disabled the model is the policy before tuner.adapter_path, not the starting policy"
         yield "rlhf.beta", f"{why}; merge that adapter into model.path and start a new one, or set beta: 0"
@@ -357,8 +339,7 @@ def _rewards_have_weights(cfg: Config) -> Found:
         yield "rlhf.reward_funcs", f"names {', '.join(repeated)} more than once; raise its weight instead"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# DeepSpeed
+# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
 @_rule("deepspeed")
@@ -382,20 +363,6 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
     except (OSError, ValueError) as error:
         return {}, [f"{path} cannot be read as JSON: {error}; correct it"]
     return (raw, []) if isinstance(raw, dict) else ({}, [f"{path} must hold a JSON object; correct it"])
-
-
-def batch_geometry(cfg: Config) -> dict[str, Any]:
-    """The DeepSpeed keys whose values come from the YAML alone."""
-    return {
-        "train_micro_batch_size_per_gpu": cfg.training.per_device_train_batch_size,
-        "gradient_accumulation_steps": cfg.training.gradient_accumulation_steps,
-        "gradient_clipping": cfg.training.max_grad_norm,
-    }
-
-
-def train_batch_size(cfg: Config, world_size: int) -> int:
-    """Samples per optimizer step of all ranks."""
-    return world_size * cfg.training.per_device_train_batch_size * cfg.training.gradient_accumulation_steps
 
 
 def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
@@ -430,8 +397,7 @@ def _at(raw: Any, path: str) -> Any:
     return raw
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the launch
+# ---- the launch -----------------------------------------------------------------------------------------------------
 
 
 def launch_problems(cfg: Config, world_size: int, has_vllm: bool, has_liger: bool, has_cuda: bool) -> Found:
@@ -443,7 +409,7 @@ def launch_problems(cfg: Config, world_size: int, has_vllm: bool, has_liger: boo
     hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
     if cfg.rm.rollout_backend == "vllm" and not has_vllm:
         yield backend, f"vLLM is not installed here; install it (see README), or set {hf}"
-    if is_colocate(cfg) and world_size % cfg.rm.vllm.tensor_parallel_size:
+    if cfg.is_colocate and world_size % cfg.rm.vllm.tensor_parallel_size:
         mode = cfg.rollout_path("vllm.mode")
         way_out = f"set it to 1 (with {mode}: colocate) or to another divisor of {world_size}, or set {hf}"
         yield cfg.rollout_path("vllm.tensor_parallel_size"), f"must divide the {world_size} learner(s); {way_out}"
@@ -458,7 +424,7 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Iterator[str]:
     raw, problems = read_deepspeed(cfg)
     yield from problems
     yield from _contradictions(cfg, raw)
-    theirs, ours = raw.get("train_batch_size"), train_batch_size(cfg, world_size)
+    theirs, ours = raw.get("train_batch_size"), world_size * cfg.training.samples_per_rank
     if theirs not in (None, "auto", ours):
         rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
         yield f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 Ratio = Annotated[float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -21,6 +22,11 @@ class Section(BaseModel):
     )
 
 
+def key(default: Any, meaning: str, **bounds: Any) -> Any:
+    """Declare a key with its default (`...`: required) and its meaning, which docs and messages show."""
+    return Field(default, description=meaning, **bounds)
+
+
 def section_of(annotation: Any) -> type[Section] | None:
     """Return the section class inside an annotation such as `list[DataFile] | None`; None for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -29,7 +35,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def section_keys(section: type[Section]) -> dict[str, FieldInfo]:
-    """Key as written in YAML -> field."""
+    """Map each key, as written in YAML, to its field."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
