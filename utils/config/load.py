@@ -19,9 +19,8 @@ from pydantic import ValidationError
 from utils.config.rollout import ServerAddress
 from utils.config.rules import RULES, deepspeed_problems, launch_problems, read_deepspeed
 from utils.config.schema import RM, RS, SCRIPTS, Config
-from utils.config.section import brief, iter_fields, section_keys, section_of
+from utils.config.section import Keys, brief, dotted, iter_fields, parse_path, section_keys, section_of, value_at
 
-Keys = tuple[str | int, ...]  # ("custom", "train_jsonl", 0, "path") is custom.train_jsonl[0].path
 _ABSENT = object()
 
 
@@ -179,33 +178,14 @@ class Origin:
     def problem(self, path: str | Keys, rule: str, value: Any = _ABSENT) -> str:
         """Return `FILE: field.path=value: the rule; what to do`, with the value in the file if it has one."""
         keys = parse_path(path) if isinstance(path, str) else path
-        value = _get(self.data, keys, value)
+        value = value_at(self.data, keys, value)
         shown = dotted(keys) if value is _ABSENT else f"{dotted(keys)}={brief(value)}"
         return f"{self.file_of(keys)}: {shown}: {rule}"
 
 
 def problem(cfg: Config, path: str, rule: str) -> str:
     """Return the line that reports `path` of a loaded config, for checks after loading."""
-    return cfg._origin.problem(path, rule, _get(cfg.model_dump(), parse_path(path), _ABSENT))
-
-
-def dotted(keys: Keys) -> str:
-    """`("a", 0, "b")` -> `a[0].b`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
-
-
-def parse_path(path: str) -> Keys:
-    """`a[0].b` -> `("a", 0, "b")`."""
-    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", path))
-
-
-def _get(data: Any, keys: Keys, default: Any) -> Any:
-    for key in keys:
-        known = key in data if isinstance(data, dict) else isinstance(data, list) and key in range(len(data))
-        if not known:
-            return default
-        data = data[key]
-    return data
+    return cfg._origin.problem(path, rule, value_at(cfg.model_dump(), parse_path(path), _ABSENT))
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
@@ -264,20 +244,14 @@ def require_variant(cfg: Config, variant: str, script: str) -> None:
         exit_with(problem(cfg, "custom.trainer_variant", rule))
 
 
-def check_launch(
-    cfg: Config, world_size: int, *, has_vllm: bool = True, has_liger: bool = True, has_cuda: bool = True
-) -> None:
-    """Check that `world_size` learners can run `cfg` on this machine (CFG-10, CFG-17, ROL-5).
-
-    Args:
-        has_vllm, has_liger, has_cuda: whether the packages and a CUDA device are here; by default they are assumed.
+def check_launch(cfg: Config, world_size: int, **machine: bool) -> None:
+    """Check that `world_size` learners can run `cfg`, on the `machine` that `launch_problems` describes.
 
     Raises:
         ConfigError: with all problems, those of the DeepSpeed JSON included.
     """
-    found = launch_problems(cfg, world_size, has_vllm, has_liger, has_cuda)
-    if lines := [problem(cfg, path, rule) for path, rule in found]:
-        raise ConfigError(lines)
+    if found := [problem(cfg, path, rule) for path, rule in launch_problems(cfg, world_size, **machine)]:
+        raise ConfigError(found)
 
 
 def require_server(cfg: Config, index: int) -> ServerAddress:
@@ -319,9 +293,9 @@ def _check_fields(data: dict[str, Any], origin: Origin) -> tuple[Config, list[Ke
     data, bad, problems = _own_copy(data), [], []
     for path, migration in _RETIRED.items():
         keys = parse_path(path)
-        if _get(data, keys, _ABSENT) is not _ABSENT:
+        if value_at(data, keys, _ABSENT) is not _ABSENT:
             problems.append(origin.problem(keys, migration))
-            _get(data, keys[:-1], {}).pop(keys[-1])
+            value_at(data, keys[:-1], {}).pop(keys[-1])
     for key, found in section_keys(Config).items():
         if found.is_required() and section_of(found.annotation):
             data.setdefault(key, {})  # so that the missing keys inside are named
@@ -357,7 +331,7 @@ def _real_path(loc: Keys, data: Any, missing: bool) -> Keys:
     """Reduce pydantic's location to keys in the file, without union branches and entries of a normalised list."""
     keys: Keys = ()
     for step in loc:
-        if _get(data, (*keys, step), _ABSENT) is not _ABSENT:
+        if value_at(data, (*keys, step), _ABSENT) is not _ABSENT:
             keys = (*keys, step)
     return (*keys, loc[-1]) if missing else keys
 
@@ -405,7 +379,7 @@ def _set_aside(data: dict[str, Any], keys: Keys) -> None:
     """Remove a wrong value so that its default applies; a required field gets the schema's example."""
     first_index = next((n for n, key in enumerate(keys) if isinstance(key, int)), len(keys))
     keys = keys[:first_index]  # an entry cannot leave its list without renaming the others: the whole list goes
-    parent, found = _get(data, keys[:-1], {}), _field_at(keys)
+    parent, found = value_at(data, keys[:-1], {}), _field_at(keys)
     parent.pop(keys[-1], None)
     if found is not None and found.is_required():
         parent[keys[-1]] = {} if not found.examples else found.examples[0]

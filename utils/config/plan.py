@@ -4,7 +4,6 @@ Numbers that depend on files (samples, weights) are known once the files exist.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -21,7 +20,7 @@ from utils.config.memory import (
     model_size,
     rollout_memory,
 )
-from utils.config.rollout import ServerAddress, ServerSettings
+from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, SCRIPTS, Config
 
 
@@ -233,30 +232,23 @@ def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:
     if any(server.world_size is None for server in servers):
         return None
     for index, server in enumerate(servers):
-        host = "" if _is_here(server.address) else f"{server.address.host}: "
+        host = "" if is_loopback(server.address.host) else f"{server.address.host}: "
         gpus = _gpus(0 if host else used, server.world_size, server.settings.device)
         used += 0 if host else len(gpus)
-        places += _places(gpus, [_server_process(index, rank, server) for rank in range(server.world_size)], host)
+        processes = [_server_process(index, rank, server) for rank in range(server.world_size)]
+        places += zip([f"{host}GPU {gpu}" for gpu in gpus] or [f"{host}CPU"] * len(processes), processes, strict=True)
         arguments = f' ARGS="--server-index {index}"' if len(servers) > 1 else ""
         commands.append(f"{host}make server{_option(gpus)} CONFIG={file}{arguments}")
     on_cpu = bool(servers) and all(server.settings.device == "cpu" for server in servers)
     gpus = _gpus(used, world_size, "cpu" if on_cpu else "cuda")
-    places += _places(gpus, [_learner_process(cfg, rank, bool(servers)) for rank in range(world_size)])
+    processes = [_learner_process(cfg, rank, bool(servers)) for rank in range(world_size)]
+    places += zip([f"GPU {gpu}" for gpu in gpus] or ["CPU"] * world_size, processes, strict=True)
     commands.append(f"make {'grpo' if cfg.is_grpo else 'train'}{_option(gpus) or f' RANKS={world_size}'} CONFIG={file}")
     return Layout(places, commands)
 
 
-def _is_here(address: ServerAddress) -> bool:
-    return address.host in ("localhost", "::1") or address.host.startswith("127.")
-
-
 def _gpus(first: int, count: int, device: str) -> list[int]:
     return [] if device == "cpu" else list(range(first, first + count))
-
-
-def _places(gpus: list[int], processes: list[str], host: str = "") -> Iterator[tuple[str, str]]:
-    for index, process in enumerate(processes):
-        yield host + (f"GPU {gpus[index]}" if gpus else "CPU"), process
 
 
 def _option(gpus: list[int]) -> str:

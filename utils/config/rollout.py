@@ -25,10 +25,9 @@ class ServerAddress:
         url = urlsplit(self.base_url)
         return url.port or (443 if url.scheme == "https" else 80)
 
-    @property
-    def path_prefix(self) -> str:
-        """Path in front of every endpoint, without a trailing slash; empty for most servers."""
-        return urlsplit(self.base_url).path.rstrip("/")
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class ServerEntry(Section):

@@ -10,9 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from utils.config.rlhf import Sampling
-from utils.config.rollout import ServerAddress, ServerSettings
+from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, RS, Config, Losses, RolloutMatching
-from utils.config.section import brief
+from utils.config.section import brief, parse_path, value_at
 
 Found = Iterator[tuple[str, str]]
 Rule = Callable[[Config], Found]
@@ -132,9 +132,8 @@ def _host_and_port(url: str) -> tuple[str, int] | None:
         return None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
         return None
-    loopback = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
     default_port = 443 if parts.scheme == "https" else 80
-    return "loopback" if loopback else parts.hostname, default_port if port is None else port
+    return "loopback" if is_loopback(parts.hostname) else parts.hostname, default_port if port is None else port
 
 
 @_rule(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", RS)
@@ -377,13 +376,13 @@ def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
         ("optimizer.params.eps", "training.adam_epsilon", t.adam_epsilon),
         ("optimizer.params.weight_decay", "training.weight_decay", t.weight_decay),
     ]
-    if str(_at(raw, "optimizer.type")).lower() not in ("adam", "adamw"):
+    if str(value_at(raw, ("optimizer", "type"))).lower() not in ("adam", "adamw"):
         owned.append(("optimizer.type", "the optimizer", "AdamW"))
     for switch, name in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if _at(raw, f"{switch}.enabled") != (dtype == name):
+        if value_at(raw, (switch, "enabled")) != (dtype == name):
             owned.append((f"{switch}.enabled", "model.dtype", dtype))
     for key, name, ours in owned:
-        if (theirs := _at(raw, key)) not in (None, "auto", ours):
+        if (theirs := value_at(raw, parse_path(key))) not in (None, "auto", ours):
             yield f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
     if raw.get("scheduler"):
         yield f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON"
@@ -391,17 +390,14 @@ def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
         yield f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
 
 
-def _at(raw: Any, path: str) -> Any:
-    for key in path.split("."):
-        raw = raw.get(key) if isinstance(raw, dict) else None
-    return raw
-
-
 # ---- the launch -----------------------------------------------------------------------------------------------------
 
 
-def launch_problems(cfg: Config, world_size: int, has_vllm: bool, has_liger: bool, has_cuda: bool) -> Found:
-    """Find why `world_size` learners cannot run the config on this machine (CFG-10, CFG-17, ROL-5)."""
+def launch_problems(
+    cfg: Config, world_size: int, has_vllm: bool = True, has_liger: bool = True, has_cuda: bool = True
+) -> Found:
+    """Find why `world_size` learners cannot run the config on a machine with these packages and devices (CFG-10,
+    CFG-17, ROL-5)."""
     if world_size > 1 and cfg.servers() and cfg.sync_mode() != "full":
         rule = f"{world_size} learners in server mode need full; set it, or launch one learner"
         yield cfg.rollout_path("vllm.sync.mode"), rule
