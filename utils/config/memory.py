@@ -23,24 +23,21 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters: all, and the trainable ones (with adapters). `dora_values`: numbers in DoRA's largest
-    temporaries; `can_change`: parameters of the tensors that training changes, adapters merged; `source`: where the
-    shapes come from if not from the weights' own files."""
+    """Numbers of parameters."""
 
     total: int
-    trainable: int
-    dora_values: int = 0
-    can_change: int = 0
-    source: str = ""
+    trainable: int  # with adapters
+    dora_values: int = 0  # numbers in DoRA's largest temporaries
+    can_change: int = 0  # in tensors that training changes, adapters merged
+    source: str = ""  # of the shapes, if not the files of the weights
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Memory left for keys and values if each device of an engine has `DEVICE_GIB`: bytes per device, and the tokens
-    that the engine can hold."""
+    """Memory left for keys and values if each device of an engine has `DEVICE_GIB`."""
 
-    num_bytes: int
-    num_tokens: int
+    num_bytes: int  # per device
+    num_tokens: int  # that the engine can hold
     max_model_len: int
 
 
@@ -53,7 +50,7 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
             config, source = _architecture(path)
             shapes = parameter_shapes(config) if config.get("model_type") == "qwen3_vl" else {}
     except (OSError, ValueError, struct.error):
-        return None
+        shapes = {}
     if not shapes:
         return None
     trainable = {name: _trainable(name, shape, tuner) for name, shape in shapes.items()}
@@ -74,8 +71,7 @@ def _architecture(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield (name, shape). A safetensors file starts with the length of a JSON header (8 bytes, little-endian) and the
-    header itself."""
+    """Yield (name, shape). A safetensors file starts with the length of its JSON header: 8 bytes, little-endian."""
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as stream:
             header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
@@ -186,16 +182,16 @@ def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
     if (engine := _rollout_engine(cfg)) is None:
         return None
     max_model_len, num_devices, _ = engine
+    weights = size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices if num_devices else 0
+    # An engine over t devices holds t times the responses (CFG-11), so the cache per device does not depend on t.
     return {
-        "weights": size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices if num_devices else 0,
-        # an engine over t devices holds t times the responses (CFG-11), so the cache per device does not depend on t
+        "weights": weights,
         "keys and values": _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size,
     }
 
 
 def cache_size(cfg: Config, size: ModelSize) -> CacheSize | None:
-    """Memory left for the cache beside the weights; vLLM's own buffers are not counted. None on CPU, where
-    `cpu_kv_cache_gib` sets it."""
+    """Memory left beside the weights, vLLM's own buffers not counted. None on CPU: `cpu_kv_cache_gib` sets it."""
     max_model_len, num_devices, fraction = _rollout_engine(cfg) or (0, None, 0.0)
     per_token = _cache_bytes_per_token(cfg)
     if not (num_devices and fraction and per_token):
@@ -207,8 +203,7 @@ def cache_size(cfg: Config, size: ModelSize) -> CacheSize | None:
 
 
 def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
-    """Return the longest prompt and response, the devices of one engine (None: the learner's model itself), and its
-    fraction of their memory (0 on CPU)."""
+    """Longest prompt + response, devices of an engine (None: the learner's), its fraction of their memory (CPU: 0)."""
     vllm = cfg.rm.vllm
     if cfg.is_colocate:
         return cfg.global_max_length or 0, vllm.tensor_parallel_size, vllm.gpu_memory_utilization

@@ -79,8 +79,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     """Derive the plan for `world_size` learners.
 
     Raises:
-        ConfigError: the learners and the rollout devices do not fit together (CFG-10, DIS-2, ROL-5), or the DeepSpeed
-            JSON contradicts the YAML at this world size.
+        ConfigError: as `check_launch`, or too many learners for the rollout devices (DIS-2).
     """
     check_launch(cfg, world_size)
     engine, servers, training = engine_json(cfg, world_size), _servers(cfg), cfg.training
@@ -210,20 +209,17 @@ def _format_cache(cache: CacheSize) -> str:
     if cache.num_bytes <= 0:
         return f"none: a device of {DEVICE_GIB} GiB cannot even hold the weights; use more devices per engine"
     responses = f"{cache.num_tokens // cache.max_model_len} of {cache.max_model_len}" if cache.max_model_len else "any"
-    return (
-        f"at most {cache.num_bytes / GIB:.2f} GiB are left on one of {DEVICE_GIB} GiB; "
-        f"an engine holds {cache.num_tokens:,} tokens ({responses})"
-    )
+    left = f"at most {cache.num_bytes / GIB:.2f} GiB are left on one of {DEVICE_GIB} GiB"
+    return f"{left}; an engine holds {cache.num_tokens:,} tokens ({responses})"
 
 
 # ---- devices and commands -------------------------------------------------------------------------------------------
 
 
 def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:
-    """Number the devices: servers of this machine first, then the learners; other machines count from 0 on their own.
+    """Number the GPUs as for `GPUS=`: servers of this machine, then learners; other machines count from 0.
 
-    GPU numbers are those that `GPUS=` takes; learners have GPUs unless all servers are on CPU. None if a server takes
-    whatever devices it finds.
+    Learners have GPUs unless all servers are on CPU. None if a server takes whatever devices it finds.
     """
     places: list[tuple[str, str]] = []
     commands: list[str] = []

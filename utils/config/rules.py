@@ -64,8 +64,7 @@ def _lengths_fit(cfg: Config) -> Found:
 
 
 def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
-    """Yield (path, settings) of the common launch settings and of each server with overrides; none where GRPO uses no
-    server (GRP-2)."""
+    """Yield (path, settings), common and for each override; nothing where GRPO uses no server (GRP-2)."""
     if cfg.rs is not None and (not cfg.is_grpo or cfg.connection):
         yield RS, cfg.rs
         yield from ((f"{RS}.servers[{i}]", cfg.server_settings(i)) for i in range(len(cfg.rs.servers)))
@@ -105,22 +104,22 @@ def _address_problems(addresses: list[ServerAddress], path: str, paired: bool) -
     """Find malformed urls, and servers that share a url, a host and port, or a group port."""
     taken: dict[tuple[str, int], int] = {}
     group_ports: dict[int, int] = {}
-    for index, address in enumerate(addresses):
-        url_path = f"{path}.base_url" if paired else f"{path}.servers[{index}].base_url"
-        port_path = f"{path}.group_port" if paired else f"{path}.servers[{index}].group_port"
-        place = _host_and_port(address.base_url)
+    entries = [path if paired else f"{path}.servers[{index}]" for index in range(len(addresses))]
+    for index, (entry, address) in enumerate(zip(entries, addresses, strict=True)):
+        place, port = _host_and_port(address.base_url), address.group_port
         if place is None:
-            yield url_path, f"{address.base_url!r} must be http(s)://HOST[:PORT][/PREFIX]; correct it"
+            yield f"{entry}.base_url", f"{address.base_url!r} must be http(s)://HOST[:PORT][/PREFIX]; correct it"
         elif (other := taken.setdefault(place, index)) != index:
-            yield url_path, f"servers {other} and {index} are both at {place[0]}:{place[1]}; give each its own port"
-        if address.group_port > 65535:
-            yield port_path, f"server {index} would get port {address.group_port}, above 65535; start lower"
-        if (other := group_ports.setdefault(address.group_port, index)) != index:
-            yield port_path, f"servers {other} and {index} share group port {address.group_port}; give each its own"
-    for group_port in group_ports:
-        if (other := taken.get(("loopback", group_port))) is not None:
-            rule = f"group port {group_port} is also where server {other} listens on this machine; choose another"
-            yield f"{path}.group_port" if paired else f"{path}.servers[{group_ports[group_port]}].group_port", rule
+            rule = f"servers {other} and {index} are both at {place[0]}:{place[1]}; give each its own port"
+            yield f"{entry}.base_url", rule
+        if port > 65535:
+            yield f"{entry}.group_port", f"server {index} would get port {port}, above 65535; start lower"
+        if (other := group_ports.setdefault(port, index)) != index:
+            yield f"{entry}.group_port", f"servers {other} and {index} share group port {port}; give each its own"
+    for port, index in group_ports.items():
+        if (other := taken.get(("loopback", port))) is not None:
+            rule = f"group port {port} is also where server {other} listens on this machine; choose another"
+            yield f"{entries[index]}.group_port", rule
 
 
 def _host_and_port(url: str) -> tuple[str, int] | None:
@@ -165,17 +164,8 @@ def _overrides_have_servers(cfg: Config) -> Found:
 
 
 # Engine arguments of vLLM that have a key of their own here, so that nothing is set in two places.
-_ENGINE_KEYS = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "seed": "training.seed",
-    "tensor_parallel_size": f"{RS}.vllm_tensor_parallel_size",
-    "data_parallel_size": f"{RS}.vllm_data_parallel_size",
-    "gpu_memory_utilization": f"{RS}.vllm_gpu_memory_utilization",
-    "max_model_len": f"{RS}.vllm_max_model_len",
-    "max_num_seqs": f"{RS}.vllm_max_num_seqs",
-    "enable_lora": f"{RS}.vllm_enable_lora",
-    "enable_prefix_caching": f"{RS}.vllm_enable_prefix_caching",
+_ENGINE_KEYS = {"model": "model.path", "dtype": "model.dtype", "seed": "training.seed"} | {
+    name.removeprefix("vllm_"): f"{RS}.{name}" for name in ServerSettings.model_fields if name.startswith("vllm_")
 }
 
 
@@ -328,10 +318,7 @@ def _rewards_have_weights(cfg: Config) -> Found:
         return
     names, weights = cfg.rlhf.reward_funcs, cfg.rlhf.reward_weights
     if weights is not None and len(weights) != len(names):
-        yield (
-            "rlhf.reward_weights",
-            f"must have one weight for each of the {len(names)} reward_funcs; add or remove some",
-        )
+        yield "rlhf.reward_weights", f"must have one weight for each of the {len(names)} reward_funcs; correct it"
     elif weights is not None and not any(weights):
         yield "rlhf.reward_weights", "are all 0, so that no response is better than another; make one positive"
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -396,8 +383,7 @@ def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
 def launch_problems(
     cfg: Config, world_size: int, has_vllm: bool = True, has_liger: bool = True, has_cuda: bool = True
 ) -> Found:
-    """Find why `world_size` learners cannot run the config on a machine with these packages and devices (CFG-10,
-    CFG-17, ROL-5)."""
+    """Find why `world_size` learners cannot run the config on such a machine (CFG-10, CFG-17, ROL-5)."""
     if world_size > 1 and cfg.servers() and cfg.sync_mode() != "full":
         rule = f"{world_size} learners in server mode need full; set it, or launch one learner"
         yield cfg.rollout_path("vllm.sync.mode"), rule
