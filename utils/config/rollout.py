@@ -83,7 +83,7 @@ class Sync(Section):
         "full", "merged weights; adapter tensors only; or auto: adapter with enable_lora, else full"
     )
     fallback_to_full: bool = key(True, "if adapter sync fails, warn once and use full sync from then on")
-    bucket_mib: PositiveInt = key(256, "size of one bucket in MiB; rank 0 needs memory for two more")
+    bucket_mib: PositiveInt = key(256, "size of one bucket in MiB; rank 0 needs memory for two")
     timeout_s: PositiveFloat = key(300.0, "limit for one sync in seconds; beyond it every rank stops")
     verify: Literal["off", "first", "always"] = key(
         "first", "check after a sync that the engine holds the learner's weights (digests and a probe)"
@@ -124,8 +124,10 @@ class ServerSettings(Section):
     vllm_enable_lora: bool = key(False, "LoRA slots; must equal rollout_matching.vllm.enable_lora")
     vllm_enable_prefix_caching: bool = key(True, "reuse cached prefixes; cleared at every weight update")
     vllm_engine_kwargs: dict[str, Any] = key({}, "further engine arguments of vLLM, passed through")
-    allow_remote: bool = key(False, "listen beyond loopback; needs ROLLOUT_SERVER_TOKEN, sent with every request")
-    allowed_image_roots: list[str] | None = key(None, "directories of image files; null: those of all data files")
+    allow_remote: bool = key(False, "listen beyond loopback; needs the token ROLLOUT_SERVER_TOKEN in every request")
+    allowed_image_roots: list[str] | None = key(
+        None, "directories that image files may be read from; null: those of all configured data files"
+    )
     allow_image_urls: bool = key(False, "fetch images from http(s) urls")
     cpu_kv_cache_gib: PositiveInt = key(4, "device cpu: memory for cached keys and values, in GiB")
 

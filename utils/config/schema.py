@@ -60,7 +60,7 @@ class Data(Section):
     )
     object_order: Literal["file", "sorted"] = key("file", "file order, or sorted top to bottom, then left to right")
     on_bad_sample: Literal["stop", "skip"] = key(
-        "stop", "an unusable sample stops the run before training, or is skipped and listed in its `skipped.jsonl`"
+        "stop", "an unusable sample stops the run before training, or is skipped, counted and listed in skipped.jsonl"
     )
 
 
@@ -147,7 +147,7 @@ class RolloutMatching(Section):
     max_failed_fraction: Ratio = key(0.05, "fraction of unreadable samples tolerated among the last 200")
     teacher_forced_ratio: Ratio = key(0.0, "fraction of samples trained on the plain ground truth")
     answer_format: Literal["coord_tokens", "qwen3vl"] = key(
-        "coord_tokens", "one token per coordinate, or Qwen3-VL's own (0..1000, label, boxes only; no added tokens)"
+        "coord_tokens", "one token per coordinate, or Qwen3-VL's own format (0..1000, label, boxes; no added tokens)"
     )
     matching: Matching = Field(default_factory=Matching)
     targets: Targets = Field(default_factory=Targets)
@@ -225,7 +225,7 @@ class Training(Section):
     adam_epsilon: PositiveFloat = key(1e-8, "AdamW's epsilon")
     max_grad_norm: NonNegative = key(1.0, "gradients are clipped to this norm; 0 is off")
     on_nan_loss: Literal["stop", "skip"] = key(
-        "stop", "a loss or gradient that is not finite stops the run, or skips the step (ten in a row stop the run)"
+        "stop", "a non-finite loss or gradient stops the run, or skips the step (ten in a row stop it) and is logged"
     )
     rank_timeout_s: PositiveFloat = key(
         1800.0, "a rank that stalls the others this long ends the run; set it above one rollout, sync or save"
