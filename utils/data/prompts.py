@@ -6,6 +6,7 @@ Both must write the same prompt for the same messages, or the learner would trai
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,13 +72,8 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _split_markers(text: str) -> list[dict[str, Any]]:
     """Split text at `<image>`: "a<image>b" becomes text a, image, text b."""
-    parts: list[dict[str, Any]] = []
-    for i, piece in enumerate(text.split(IMAGE_MARKER)):
-        if i > 0:
-            parts.append({"type": "image"})
-        if piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
+    pieces = filter(None, re.split(f"({IMAGE_MARKER})", text))
+    return [{"type": "image"} if piece == IMAGE_MARKER else {"type": "text", "text": piece} for piece in pieces]
 
 
 def _text_or_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -269,9 +269,7 @@ def _read_messages(row: dict[str, Any], prompt: str | None) -> tuple[list[dict[s
     if given is None:
         text = own_prompt if own_prompt is not None else prompt
         if not text:
-            raise _Mistake(
-                "prompt", "no prompt: neither the line (messages, prompt) nor the config (data.prompt) has one"
-            )
+            raise _Mistake("prompt", "no prompt: neither the line (messages, prompt) nor data.prompt in the config")
         return [{"role": "user", "content": text}], []
     if own_prompt is not None:
         raise _Mistake("prompt", "prompt: a line has either messages or prompt, not both")
@@ -287,22 +285,18 @@ def _read_messages(row: dict[str, Any], prompt: str | None) -> tuple[list[dict[s
 
 
 def _flat_content(message: dict[str, Any], images: list[Any]) -> str:
-    content = message.get("content")
-    if message.get("role") not in ("system", "user", "assistant", "tool"):
-        raise _Mistake(
-            "messages", f"messages: role {message.get('role')!r} is not one of system, user, assistant, tool"
-        )
-    if isinstance(content, str):
-        text = content
-    elif isinstance(content, list):
-        text = "".join(_flat_part(part, images) for part in content)
-    else:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise _Mistake("messages", f"messages: role {role!r} is not one of system, user, assistant, tool")
+    if isinstance(content, list):
+        content = "".join(_flat_part(part, images) for part in content)
+    if not isinstance(content, str):
         raise _Mistake("messages", f"messages: content must be a string or a list of parts, not {_json_type(content)}")
     for marker in ("<ref-object>", "<bbox>", "<video>", "<audio>"):
-        if marker in text and message["role"] != "assistant":
+        if marker in content and role != "assistant":
             reason = f"messages: the marker {marker} is not supported in a prompt; write out what it stands for"
             raise _Mistake("messages", reason)
-    return text
+    return content
 
 
 def _flat_part(part: Any, images: list[Any]) -> str:
@@ -418,18 +412,15 @@ def _swift_objects(
     if len(refs) == 1:
         refs = refs * len(boxes)
     if len(refs) != len(boxes):
-        raise _Mistake(
-            "objects", f"objects: {len(refs)} ref entries for {len(boxes)} bbox entries; each box needs its own"
-        )
+        raise _Mistake("objects", f"objects: {len(refs)} ref entries for {len(boxes)} bbox entries; pair them")
     kind = given.get("bbox_type") or "real"
     if kind not in ("real", "norm1"):
         raise _Mistake("objects", f"objects.bbox_type: {kind!r} is not 'real' (pixels) or 'norm1' (fractions)")
     image_ids = given.get("image_id") or []
     if not isinstance(image_ids, list):
         raise _Mistake("objects", f"objects.image_id: must be a list, not {_json_type(image_ids)}")
-    image_ids = image_ids + [0] * (len(boxes) - len(image_ids))
     objects = []
-    for ref, box, image_id in zip(refs, boxes, image_ids, strict=False):
+    for ref, box, image_id in zip(refs, boxes, chain(image_ids, repeat(0)), strict=False):
         item = {"desc": ref, "poly" if isinstance(box, list) and len(box) >= 6 else "bbox_2d": box}
         extent = size
         if kind == "norm1":
