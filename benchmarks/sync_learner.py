@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 
 from benchmarks.bench_sync import load, open_sync
 from benchmarks.harness import take_turns, wall
-from utils.config.schema import ServerAddress
+from utils.config.rollout import ServerAddress
 from utils.dist import Ranks
 
 

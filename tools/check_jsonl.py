@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from utils.config.schema import Data
-from utils.data.bad_lines import ProblemCounts
+from utils.data.mistakes import ProblemCounts
 from utils.data.samples import Sample, read_samples
 
 

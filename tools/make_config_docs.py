@@ -8,18 +8,20 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from utils.config.schema import Config, Section, ServerOverride, brief, section_keys, section_of
+from utils.config.rollout import ServerOverride
+from utils.config.schema import Config
+from utils.config.section import Section, brief, section_keys, section_of
 
 TARGET = Path(__file__).parents[1] / "docs" / "config.md"
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _INTRO = """# Configuration
 
-Every key of a config file, generated from `utils/config/schema.py` by `python -m tools.make_config_docs`.
+Every key of a config file, generated from the schema in `utils/config` by `python -m tools.make_config_docs`.
 
 A file may `extends` others (a path, or a list of paths, relative to itself): mappings merge key by key, lists and
 scalars are replaced, later entries win, the file itself wins over all. Paths inside a config are relative to the
-working directory. Unknown keys are errors, and all problems of a file are reported together. See what a file comes to
-with `python train_stage2.py --config FILE --dry-run --world-size N`.
+working directory. Unknown keys are errors, and all problems of a file are reported together. See the resolved file and
+the plan of a run with `python train_stage2.py --config FILE --dry-run --world-size N`.
 """
 
 
@@ -39,7 +41,7 @@ def _section(section: type[Section], path: str) -> list[str]:
             is_list = "list[" in str(field.annotation)
             inner += _section(nested, f"{path}.{key}".removeprefix(".") + ("[]" if is_list else ""))
     if section is ServerOverride:
-        plain = []  # the keys of the common settings, which stand right above
+        plain = []  # the keys of the common settings, listed just above
     table = ["| key | type | default | meaning |", "|---|---|---|---|", *plain, ""] if plain else []
     title = ["## Top level", ""] if section is Config else [f"## `{path}`", "", section.__doc__ or "", ""]
     return [*title, *table, *inner]

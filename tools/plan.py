@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.predict import Constants, StepTime, constants_of_run, load_constants, predict, work_of
-from utils.config.load import ConfigError, build_config, check_world_size, engine_json, load_config_or_exit
+from utils.config.load import ConfigError, build_config, check_launch, engine_json, load_config_or_exit
 from utils.config.memory import DEVICE_GIB, GIB, learner_memory, model_size
 from utils.config.schema import Config
 
@@ -102,8 +102,8 @@ def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.N
         if not rollout_devices or cfg.rm.decode_batch_size * rollout_devices < learners:  # DIS-2
             continue
         try:
-            check_world_size(cfg, learners)
-        except ConfigError:  # the DeepSpeed JSON fixes a batch size that this number of learners contradicts
+            check_launch(cfg, learners)
+        except ConfigError:  # such as a DeepSpeed JSON with a batch size that this number of learners contradicts
             continue
         work = work_of(cfg, size, learners, args.new_tokens, args.segment_tokens)
         time = predict(work, constants, learners, rollout_devices, cfg.rm.async_.enabled)

@@ -25,9 +25,10 @@ from torch import nn
 
 from utils.answer_format import FORMATS
 from utils.config.load import ConfigError, Origin, exit_with, resolve_yaml
-from utils.config.schema import Data, DataFiles, Losses, PositiveFloat, PositiveInt, Section, Share
-from utils.data.bad_lines import BadLine, report_skipped
+from utils.config.schema import Data, DataFiles, Losses
+from utils.config.section import PositiveFloat, PositiveInt, Ratio, Section
 from utils.data.encoding import encode_prompt, load_processor
+from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, Sample, load_samples
 from utils.data.stream import SampleStream
 from utils.learner.model import RowModel, dummy_segment, load_model, part_of, position_ids_for
@@ -54,8 +55,8 @@ class WarmupConfig(Section):
     matrix_lr: PositiveFloat = Field(0.01, description="learning rate of Muon, for the matrices")
     other_lr: PositiveFloat = Field(2e-3, description="learning rate of AdamW, for embeddings, norms and biases")
     weight_decay: float = Field(0.01, ge=0)
-    warmup_share: Share = Field(0.05, description="share of the steps in which the learning rate rises")
-    min_lr_ratio: Share = Field(0.02, description="where the cosine ends, relative to the learning rate")
+    warmup_share: Ratio = Field(0.05, description="share of the steps in which the learning rate rises")
+    min_lr_ratio: Ratio = Field(0.02, description="where the cosine ends, relative to the learning rate")
     max_grad_norm: PositiveFloat = 1.0
     autocast: Literal["bfloat16", "off"] = "bfloat16"
     logging_steps: PositiveInt = 25

@@ -1,4 +1,4 @@
-"""SRV-5: which images the server opens, and that it sees the same pixels as the learner."""
+"""`utils.data.images`: which images the server opens, and that it sees the same pixels as the learner (SRV-5)."""
 
 import base64
 import http.server
@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from utils.data.images import ImageRefused, ImageStore, to_rgb
+from tests.data.test_samples import load_one
+from tests.data.test_samples import png as write_png
+from utils.data.images import EXIF_ORIENTATION, ImageRefused, ImageStore, open_image, to_rgb
 
 
 def png(colour=(10, 20, 30), size=(8, 6)) -> bytes:
@@ -184,13 +186,11 @@ def test_urls_are_fetched_when_allowed():
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L", "1", "I;16", "turned"])
 def test_server_and_learner_see_the_same_pixels(root, mode):
     """ROL-3, SRV-5"""
-    from utils.data.images import open_image
-
     image = Image.effect_noise((7, 5), 60).convert("RGB")
     path = root / "x.png"
     if mode == "turned":
         exif = Image.Exif()
-        exif[0x0112] = 6
+        exif[EXIF_ORIENTATION] = 6
         path = root / "x.jpg"
         image.save(path, exif=exif)
     elif mode == "I;16":
@@ -202,3 +202,39 @@ def test_server_and_learner_see_the_same_pixels(root, mode):
     ours, theirs = ImageStore([root]).open(str(path)), open_image(path)
     assert ours.size == theirs.size and ours.tobytes() == theirs.tobytes()
     assert to_rgb(Image.open(path)).mode == "RGB"
+
+
+def test_open_image_turns_by_exif_and_puts_transparency_on_white(tmp_path):
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = 6
+    Image.new("RGB", (40, 20), "blue").save(tmp_path / "turned.jpg", exif=exif)
+    assert open_image(tmp_path / "turned.jpg").size == (20, 40)
+    sample = load_one(tmp_path, images=["turned.jpg"], width=..., height=..., objects=[])
+    assert (sample.width, sample.height) == (20, 40)
+    Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert open_image(tmp_path / "clear.png").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_open_image_reads_a_data_uri():
+    buffer = io.BytesIO()
+    Image.new("RGB", (7, 5), "blue").save(buffer, "PNG")
+    uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    assert open_image(uri).size == (7, 5)
+    with pytest.raises(OSError, match="bad base64"):
+        open_image("data:image/png;base64,@@@")
+
+
+def test_dat_3_truncated_image_is_named_when_opened(tmp_path):
+    """DAT-3."""
+    whole = write_png(tmp_path / "t.png", 300, 300).read_bytes()
+    (tmp_path / "t.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(OSError, match="t.png"):
+        open_image(tmp_path / "t.png")
+
+
+@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
+def test_messages_do_not_repeat_a_whole_payload(prefix):
+    text = prefix + base64.b64encode(png() + bytes(1 << 20)).decode() + "!"
+    with pytest.raises(ValueError, match="broken base64") as error:
+        ImageStore([]).open(text)
+    assert len(str(error.value)) < 300

@@ -1,32 +1,21 @@
-"""Data files, the stream of samples, encoded prompts: DAT-1, DAT-2, DAT-3, LRN-1, ROL-3."""
+"""`utils.data.samples`: data files, and every mistake in them (DAT-1, DAT-2, DAT-3)."""
 
 from __future__ import annotations
 
 import base64
-import io
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tools.make_demo import build_start_model
 from utils.answer_format import QWEN3VL
-from utils.data import encoding, images
-from utils.data.encoding import encode_prompt
 from utils.data.images import open_image
-from utils.data.samples import DataError, Sample, load_samples
-from utils.data.stream import SampleStream, epoch_size
+from utils.data.mistakes import KINDS, BadLine
+from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples, map_ahead, read_samples
 from utils.geometry import Object
-
-
-@pytest.fixture(scope="module")
-def processor(tmp_path_factory):
-    return encoding.load_processor(build_start_model(tmp_path_factory.mktemp("model")))
 
 
 def png(path: Path, width: int = 100, height: int = 50) -> Path:
@@ -45,6 +34,13 @@ def write(folder: Path, *rows, name: str = "d.jsonl") -> Path:
     path = folder / name
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
+
+
+def mixed(folder: Path) -> Path:
+    """Nine lines: 2, 5 and 7 bad, 7 in two classes, a blank one in between."""
+    far = {"desc": "cat", "bbox_2d": [0, 0, 500, 20]}
+    rows = [line(), "{", line(), "", line(objects=[far]), line(), line(images=["no.png"], objects=[far, far]), line()]
+    return write(folder, *rows)
 
 
 def load_one(folder: Path, *, prompt="List.", object_order="file", **changes) -> Sample:
@@ -202,7 +198,7 @@ def test_dat_2_grid_of_the_answer_format(tmp_path, caplog):
     dog, cat = Object("dog", "bbox_2d", (100, 100, 1000, 1000)), Object("cat", "bbox_2d", (0, 0, 500, 500))
     assert [sample.objects for sample in first + second] == [[dog, cat], [cat], [dog]]
     (record,) = caplog.records
-    assert record.getMessage().startswith("2 of 4 objects are polygons, which answer_format: qwen3vl cannot say")
+    assert record.getMessage().startswith("2 of 4 objects are polygons, which answer_format: qwen3vl cannot express")
     assert load_samples(files, "List.")[1][0].objects == [Object("dog", "poly", (100, 100, 999, 100, 500, 999))]
     assert len(caplog.records) == 1
 
@@ -297,6 +293,33 @@ def test_dat_3_bad_line_is_reported_with_file_line_and_reason(tmp_path, name):
     assert reason.replace("{dir}", str(tmp_path)) in problems[0]
 
 
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_dat_3_every_mistake_has_a_class_and_loading_finds_the_same(tmp_path, name):
+    """DAT-3: what `read_samples` yields is what `load_samples` refuses, message for message."""
+    path = write(tmp_path, line(), BAD_LINES[name][0])
+    bad = [item for item in read_samples(path, "x") if isinstance(item, BadLine)]
+    assert len(bad) == 1 and {kind for kind, _ in bad[0].problems} <= set(KINDS)
+    with pytest.raises(DataError) as caught:
+        load_samples([path], "x")
+    assert caught.value.problems == bad[0].messages()
+
+
+def test_dat_3_classes_tell_missing_from_broken_images(tmp_path):
+    """DAT-3."""
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    rows = [line(images=["none.png"]), line(images=["broken.png"]), line(width=0), line(objects=[{"desc": " "}])]
+    items = list(read_samples(write(tmp_path, *rows), "x"))
+    assert [item.problems[0][0] for item in items] == ["image_missing", "image_unreadable", "size", "desc"]
+
+
+def test_dat_3_skipping_needs_something_left(tmp_path):
+    """DAT-3: a file of bad lines only, an empty and an absent one stop the run even where bad samples are skipped."""
+    all_bad, empty = write(tmp_path, "{", "[1]", name="bad.jsonl"), write(tmp_path, name="empty.jsonl")
+    for path, words in [(all_bad, "bad.jsonl:2"), (empty, "empty"), (tmp_path / "absent.jsonl", "cannot be read")]:
+        with pytest.raises(DataError, match=words):
+            load_samples([write(tmp_path, line()), path], "x", skipped=[])
+
+
 def test_dat_3_all_problems_of_all_files_together(tmp_path):
     """DAT-3."""
     first = write(tmp_path, line(images=["no.png"], objects=[{"desc": "", "bbox_2d": [0, 0, 1, 1]}]), "{")
@@ -322,14 +345,6 @@ def test_dat_3_bytes_that_are_not_utf_8(tmp_path):
     path = write(tmp_path, line())
     path.write_bytes(path.read_bytes() + b'{"id": "\xff"}\n')
     assert problems_of(path) == [f"{path}:2: not UTF-8 at byte 8"]
-
-
-def test_dat_3_truncated_image_is_named_when_opened(tmp_path):
-    """DAT-3."""
-    whole = png(tmp_path / "t.png", 300, 300).read_bytes()
-    (tmp_path / "t.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(OSError, match="t.png"):
-        open_image(tmp_path / "t.png")
 
 
 @settings(deadline=None, max_examples=200)
@@ -360,171 +375,22 @@ def test_dat_3_wild_json_never_escapes_as_another_error(tmp_path_factory, value)
         assert all(problem.startswith(f"{path}:1: ") for problem in error.problems)
 
 
-# ---- images --------------------------------------------------------------------------------------------------------
+def test_ranks_that_skipped_different_lines_do_not_train(tmp_path):
+    datasets = load_samples([mixed(tmp_path)], "x", skipped=[])
+    same, other = fingerprint(datasets), fingerprint([datasets[0][1:]])
+    check_same_samples([same, same])
+    with pytest.raises(DataError, match=r"ranks \[1\] can use other samples than rank 0"):
+        check_same_samples([same, other])
 
 
-def test_open_image_turns_by_exif_and_puts_transparency_on_white(tmp_path):
-    exif = Image.Exif()
-    exif[images.EXIF_ORIENTATION] = 6
-    Image.new("RGB", (40, 20), "blue").save(tmp_path / "turned.jpg", exif=exif)
-    assert open_image(tmp_path / "turned.jpg").size == (20, 40)
-    sample = load_one(tmp_path, images=["turned.jpg"], width=..., height=..., objects=[])
-    assert (sample.width, sample.height) == (20, 40)
-    Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(tmp_path / "clear.png")
-    assert open_image(tmp_path / "clear.png").getpixel((0, 0)) == (255, 255, 255)
+def test_map_ahead_is_ordered_and_takes_no_more_than_it_may():
+    taken: list[int] = []
+    mapped = map_ahead(lambda x: x * x, (taken.append(i) or i for i in range(100)), num_threads=4, max_ahead=10)
+    assert next(mapped) == 0 and len(taken) == 10
+    assert list(mapped) == [i * i for i in range(1, 100)]
 
 
-def test_open_image_reads_a_data_uri():
-    buffer = io.BytesIO()
-    Image.new("RGB", (7, 5), "blue").save(buffer, "PNG")
-    uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    assert open_image(uri).size == (7, 5)
-    with pytest.raises(OSError, match="bad base64"):
-        open_image("data:image/png;base64,@@@")
-
-
-# ---- DAT-3 and LRN-1: the stream -----------------------------------------------------------------------------------
-
-
-def files(*sizes: int) -> list[list[Sample]]:
-    return [[Sample(f"{f}-{i}", [], [], 1, 1, [], [], "") for i in range(n)] for f, n in enumerate(sizes)]
-
-
-def ids(samples) -> list[str]:
-    return [sample.id for sample in samples]
-
-
-def global_ids(datasets, count: int, world_size: int, **kwargs) -> list[str]:
-    """Ids at global positions 0 .. count-1, gathered from all ranks."""
-    ranks = [SampleStream(datasets, rank=r, world_size=world_size, **kwargs) for r in range(world_size)]
-    return [ids(ranks[position % world_size].next(1))[0] for position in range(count)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_lrn_1_every_sample_once_per_epoch_across_ranks(world_size):
-    """LRN-1."""
-    datasets = files(7, 4)
-    order = global_ids(datasets, 33, world_size, seed=3)
-    for epoch in range(3):
-        assert sorted(order[epoch * 11 : epoch * 11 + 11]) == sorted(ids(datasets[0] + datasets[1]))
-    assert order[:11] != order[11:22]
-    assert order == global_ids(datasets, 33, 1, seed=3)  # the order does not depend on the number of ranks
-
-
-def test_lrn_1_batches_cross_epoch_borders():
-    """LRN-1."""
-    stream = SampleStream(files(5), seed=1)
-    drawn = ids(stream.next(3) + stream.next(4))
-    assert len(set(drawn[:5])) == 5 and stream.epoch == 1
-
-
-def test_lrn_1_the_seed_decides_the_order():
-    """LRN-1."""
-    assert global_ids(files(50), 50, 1, seed=1) == global_ids(files(50), 50, 1, seed=1)
-    assert global_ids(files(50), 50, 1, seed=1) != global_ids(files(50), 50, 1, seed=2)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 30), st.integers(1, 4), st.integers(1, 4))
-def test_lrn_1_resumed_stream_goes_on_also_with_other_ranks(sizes, draws, before, after):
-    """LRN-1."""
-    datasets = files(*sizes)
-    whole = global_ids(datasets, draws * before + 20, 1, seed=5)
-    old = [SampleStream(datasets, seed=5, rank=r, world_size=before) for r in range(before)]
-    for stream in old:
-        stream.next(draws)
-    assert all(stream.state_dict() == old[0].state_dict() for stream in old)
-    state = json.loads(json.dumps(old[0].state_dict()))
-    new = [SampleStream(datasets, seed=5, rank=r, world_size=after) for r in range(after)]
-    for stream in new:
-        stream.load_state_dict(state)
-    rest = [ids(new[i % after].next(1))[0] for i in range(20)]
-    assert rest == whole[draws * before :]
-
-
-def test_lrn_1_state_of_other_data_is_refused():
-    """LRN-1."""
-    state = SampleStream(files(5), seed=1).state_dict()
-    with pytest.raises(ValueError, match="sizes was"):
-        SampleStream(files(6), seed=1).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed was"):
-        SampleStream(files(5), seed=2).load_state_dict(state)
-
-
-def test_dat_3_weights_mix_files():
-    """DAT-3."""
-    datasets, weights = files(4, 6), [2, 0.5]
-    assert [epoch_size([4, 6], weights, e) for e in range(2)] == [11, 11]
-    order = global_ids(datasets, 22, 2, weights=weights)
-    for epoch in range(2):
-        counts = Counter(order[epoch * 11 : epoch * 11 + 11])
-        assert all(counts[f"0-{i}"] == 2 for i in range(4))
-    assert all(Counter(order)[f"1-{i}"] == 1 for i in range(6))  # half of the second file in each epoch
-
-
-def test_dat_3_fractional_shares_add_up():
-    # 5 samples at weight 0.5: 2, 3, 2, 3 per epoch, each sample once in two epochs.
-    """DAT-3."""
-    assert [epoch_size([5], [0.5], e) for e in range(4)] == [2, 3, 2, 3]
-    assert sorted(global_ids(files(5), 5, 1, weights=[0.5])) == sorted(ids(files(5)[0]))
-
-
-# ---- ROL-3: prompts ------------------------------------------------------------------------------------------------
-
-
-def test_rol_3_encoded_prompt_equals_the_processors_own(tmp_path, processor):
-    """ROL-3."""
-    png(tmp_path / "b.png", 64, 200)
-    messages = [
-        {"role": "system", "content": "Be brief. 日本 é"},
-        {"role": "user", "content": "<image> and\n<image>: list ]}]}"},
-    ]
-    sample = load_one(tmp_path, images=["a.png", "b.png"], messages=messages, objects=[])
-    encoded = encode_prompt(sample, processor)
-    text = processor.apply_chat_template(encoding.prompt_chat(sample), tokenize=False, add_generation_prompt=True)
-    images = [open_image(image) for image in sample.images]
-    own = processor(text=[text], images=images, return_tensors="pt")
-    assert encoded.prompt_token_ids == own["input_ids"][0].tolist()
-    assert torch.equal(encoded.pixel_values, own["pixel_values"])
-    assert torch.equal(encoded.image_grid_thw, own["image_grid_thw"])
-    assert encoding.num_prompt_tokens(sample, processor) == len(encoded.prompt_token_ids)
-
-
-def test_encode_prompt_without_an_image(tmp_path, processor):
-    encoded = encode_prompt(load_one(tmp_path, images=[], objects=[]), processor)
-    assert encoded.pixel_values is None and processor.image_token_id not in encoded.prompt_token_ids
-
-
-def test_rol_3_placeholder_spelled_in_the_text_is_refused(tmp_path, processor):
-    """ROL-3."""
-    sample = load_one(tmp_path, prompt="what is <|image_pad|>?")
-    with pytest.raises(ValueError, match="d.jsonl:1: the prompt has 2 image placeholders for 1 images"):
-        encode_prompt(sample, processor)
-
-
-def test_load_processor_with_another_pixel_budget(tmp_path, processor):
-    path = build_start_model(tmp_path / "model")
-    small = encoding.load_processor(path, min_pixels=32 * 32, max_pixels=64 * 64)
-    sample = load_one(tmp_path)
-    assert len(encode_prompt(sample, small).prompt_token_ids) < len(encode_prompt(sample, processor).prompt_token_ids)
-    assert encoding.num_prompt_tokens(sample, small) == len(encode_prompt(sample, small).prompt_token_ids)
-
-
-def test_the_digest_of_a_model_is_that_of_its_shape_and_vocabulary(start_model, tmp_path):
-    """CON-4: saved again in another dtype it is the same model; with other layers or another token it is not."""
-    own = encoding.model_digest(start_model)
-    assert own is not None and encoding.model_digest(tmp_path) is None
-    config = json.loads((start_model / "config.json").read_text())
-    tokenizer = json.loads((start_model / "tokenizer.json").read_text())
-
-    def digest_of(config: dict, tokenizer: dict) -> str | None:
-        (tmp_path / "config.json").write_text(json.dumps(config, indent=1))
-        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-        return encoding.model_digest(tmp_path)
-
-    text = config["text_config"]
-    assert (
-        digest_of(config | {"text_config": text | {"dtype": "bfloat16"}, "transformers_version": "9"}, tokenizer) == own
-    )
-    assert digest_of(config | {"text_config": text | {"num_hidden_layers": 99}}, tokenizer) != own
-    assert digest_of(config, tokenizer | {"added_tokens": tokenizer["added_tokens"][1:]}) != own
+def test_only_the_lines_asked_for_are_read(tmp_path):
+    items = list(read_samples(mixed(tmp_path), "x", only={1, 5}))
+    assert isinstance(items[0], Sample) and items[1].line == 5 and len(items) == 2
+    assert list(read_samples(mixed(tmp_path), "x", only=set())) == []

@@ -12,7 +12,7 @@ from tests.e2e import processes
 from tests.e2e.processes import Server
 from tests.e2e.test_partial_sync import merged_by_peft, own_logprobs, train_a_little
 from tests.e2e.test_server import asked, assert_serves, folder, save_variant  # noqa: F401
-from utils.config.schema import ServerAddress
+from utils.config.rollout import ServerAddress
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
 from utils.sync.adapter_sync import AdapterSync, make_sync

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.e2e.processes import Server
 from tests.e2e.test_server import asked, assert_serves, folder, save_variant  # noqa: F401
-from utils.config.schema import ServerAddress
+from utils.config.rollout import ServerAddress
 from utils.data.encoding import load_processor
 from utils.data.images import open_image
 from utils.data.prompts import to_chat_messages

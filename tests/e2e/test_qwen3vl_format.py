@@ -99,7 +99,7 @@ def test_a_run_trains_on_numbers_TGT_7(run):
 
 def test_records_are_norm1000_and_polygons_boxes_DAT_2(run, folder):
     """DAT-2, LOG-4: what is written down is in bins 0..999; one warning tells of the polygons."""
-    assert "polygons, which answer_format: qwen3vl cannot say" in (run / "output.txt").read_text()
+    assert "polygons, which answer_format: qwen3vl cannot express" in (run / "output.txt").read_text()
     lines = [json.loads(line) for line in (run / "eval" / "step_000000.jsonl").open()]
     samples = {sample.id: sample for sample in load_samples([folder / "data" / "train.jsonl"], "p", form=QWEN3VL)[0]}
     assert len(lines) == len(samples) == 6

@@ -1,8 +1,7 @@
-"""From a YAML file to a validated `Config`: `extends`, strict validation, every problem in one report.
+"""Load a YAML file into a validated `Config`: `extends`, strict validation, every problem in one report.
 
-`utils.config.schema` holds the keys, `utils.config.rules` what must hold between them. All programs and the Make
-targets resolve files through `resolve_yaml`. Nothing here touches a model, a device or the network, and importing it is
-quick.
+`utils.config.schema` holds the keys, `utils.config.rules` the rules between them. All programs and Make targets resolve
+files through `resolve_yaml`. Nothing here touches a model, a device or the network, and the import is fast.
 """
 
 import difflib
@@ -12,44 +11,32 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import ValidationError
 
-from utils.config.rules import RULES, batch_geometry, contradictions, read_deepspeed
-from utils.config.schema import (
-    RM,
-    RS,
-    SCRIPTS,
-    Config,
-    Section,
-    ServerAddress,
-    brief,
-    iter_fields,
-    section_keys,
-    section_of,
-)
+from utils.config.rollout import ServerAddress
+from utils.config.rules import RULES, deepspeed_problems, launch_problems, read_deepspeed
+from utils.config.schema import RM, RS, SCRIPTS, Config
+from utils.config.section import Keys, brief, dotted, iter_fields, parse_path, section_keys, section_of, value_at
 
-Keys = tuple[str | int, ...]  # ("custom", "train_jsonl", 0, "path") is custom.train_jsonl[0].path
 _ABSENT = object()
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; `problems` holds one line for each thing that is wrong with it."""
+    """A config that cannot be used; `problems` holds one line per problem."""
 
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
         self.problems = problems
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# YAML and extends
+# ---- YAML and extends -----------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars (`1e-5` is a number, `off` and `no` are strings); a key given twice is an error."""
+    """Read YAML 1.2 scalars (`1e-5` is a number, `off` and `no` are strings); a key given twice is an error."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -65,7 +52,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back."""
+    """Write what `_Loader` reads back."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
@@ -89,7 +76,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def resolve_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Keys, str]]:
-    """Read a YAML file and all it extends. Returns the merged mapping and, per key, the file that set it last.
+    """Read a YAML file and all files it extends. Returns the merged mapping and, per key, the file that set it last.
 
     Mappings merge key by key; lists and scalars are replaced. Later entries of `extends` win over earlier ones, the
     file itself over all of them.
@@ -142,7 +129,7 @@ def _read_mapping(path: Path, trail: str, problems: list[str]) -> dict[str, Any]
 
 
 def _own_copy(value: Any) -> Any:
-    """A deep copy that shares nothing; `copy.deepcopy` keeps one object for an anchor and all its aliases."""
+    """Return a deep copy that shares nothing; `copy.deepcopy` keeps one object for an anchor and all its aliases."""
     if isinstance(value, dict):
         return {key: _own_copy(inner) for key, inner in value.items()}
     return [_own_copy(inner) for inner in value] if isinstance(value, list) else value
@@ -169,65 +156,45 @@ def _all_keys(data: dict, at: Keys = ()) -> Iterator[Keys]:
 
 
 def _shown(path: Path) -> str:
-    """Relative where the file lies below the working directory."""
+    """Path for messages, relative if the file lies below the working directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the report
+# ---- the report -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Origin:
-    """Where a config came from; turns a path and a rule into a line for the user."""
+    """The files a config came from; turns a path and a rule into a line for the user."""
 
     file: str
     data: dict[str, Any]
     files: dict[Keys, str] = field(default_factory=dict)
 
     def file_of(self, keys: Keys) -> str:
-        """The file that set `keys`, or the nearest section around it."""
+        """Return the file that set `keys`, or the nearest section around it."""
         return next((self.files[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.files), self.file)
 
     def problem(self, path: str | Keys, rule: str, value: Any = _ABSENT) -> str:
-        """`FILE: field.path=value: the rule; what to do`. The value is the file's own where it has one."""
+        """Return `FILE: field.path=value: the rule; what to do`, with the value in the file if it has one."""
         keys = parse_path(path) if isinstance(path, str) else path
-        value = _get(self.data, keys, value)
+        value = value_at(self.data, keys, value)
         shown = dotted(keys) if value is _ABSENT else f"{dotted(keys)}={brief(value)}"
         return f"{self.file_of(keys)}: {shown}: {rule}"
 
 
 def problem(cfg: Config, path: str, rule: str) -> str:
-    """The line that reports `path` of a loaded config, for checks that come later than loading."""
-    return cfg._origin.problem(path, rule, _get(cfg.model_dump(), parse_path(path), _ABSENT))
+    """Return the line that reports `path` of a loaded config, for checks after loading."""
+    return cfg._origin.problem(path, rule, value_at(cfg.model_dump(), parse_path(path), _ABSENT))
 
 
-def dotted(keys: Keys) -> str:
-    """`("a", 0, "b")` -> `a[0].b`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
-
-
-def parse_path(path: str) -> Keys:
-    """`a[0].b` -> `("a", 0, "b")`."""
-    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", path))
-
-
-def _get(data: Any, keys: Keys, default: Any) -> Any:
-    for key in keys:
-        known = key in data if isinstance(data, dict) else isinstance(data, list) and key in range(len(data))
-        if not known:
-            return default
-        data = data[key]
-    return data
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# loading
+# ---- loading --------------------------------------------------------------------------------------------------------
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
     """Resolve and validate a file. Raises `ConfigError` with all problems of the file."""
-    return build_config(*_read(path))
+    data, files = resolve_yaml(path)
+    return build_config(data, Origin(_shown(Path(os.path.abspath(path))), data, files))
 
 
 def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
@@ -238,19 +205,6 @@ def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
         exit_with(error)
 
 
-def load_section(root: type[AnySection], path: str | os.PathLike[str]) -> AnySection:
-    """A file that holds another schema than `Config`, for small tools; the same `extends`, strictness and report."""
-    section, _, problems = _check_fields(root, *_read(path))
-    if problems:
-        raise ConfigError(problems)
-    return section
-
-
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
-    data, files = resolve_yaml(path)
-    return data, Origin(_shown(Path(os.path.abspath(path))), data, files)
-
-
 def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
     """Validate a resolved mapping.
 
@@ -258,7 +212,7 @@ def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
         ConfigError: with all problems, fields first, then rules between them.
     """
     origin = origin or Origin("config", data)
-    cfg, bad, problems = _check_fields(Config, data, origin)
+    cfg, bad, problems = _check_fields(data, origin)
     cfg._origin = origin
     for reads, rule in RULES:
         read_keys = [parse_path(path) for path in reads]
@@ -270,7 +224,7 @@ def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
 
 
 def exit_with(error: ConfigError | str, is_main: bool = True) -> NoReturn:
-    """Leave with exit status 2, having said on the main rank what is wrong."""
+    """Exit with status 2, after printing the problems on the main rank."""
     if is_main:
         lines = error.problems if isinstance(error, ConfigError) else [error]
         print(*lines, sep="\n", file=sys.stderr)
@@ -278,27 +232,30 @@ def exit_with(error: ConfigError | str, is_main: bool = True) -> NoReturn:
 
 
 def dump_yaml(cfg: Config) -> str:
-    """The resolved config with every default written out; loading it again gives an equal config."""
+    """Return the resolved config with every default written out; loading it gives an equal config."""
     return yaml.dump(cfg.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def require_variant(cfg: Config, variant: str, script: str) -> None:
-    """Exit with status 2 when `cfg` is meant for another program than `script` (CFG-4)."""
+    """Exit with status 2 if `cfg` is meant for another program than `script` (CFG-4)."""
     actual = cfg.custom.trainer_variant
     if actual != variant:
         rule = f"{script} trains {variant}; start this file with {SCRIPTS[actual]}"
         exit_with(problem(cfg, "custom.trainer_variant", rule))
 
 
-def check_world_size(cfg: Config, world_size: int) -> None:
-    """Raises `ConfigError` when `world_size` learners cannot use the sync mode in force (CFG-10)."""
-    if world_size > 1 and cfg.servers() and cfg.sync_mode() != "full":
-        rule = f"{world_size} learners in server mode need full; set it, or launch one learner"
-        raise ConfigError([problem(cfg, cfg.rollout_path("vllm.sync.mode"), rule)])
+def check_launch(cfg: Config, world_size: int, **machine: bool) -> None:
+    """Check that `world_size` learners can run `cfg`, on the `machine` that `launch_problems` describes.
+
+    Raises:
+        ConfigError: with all problems, those of the DeepSpeed JSON included.
+    """
+    if found := [problem(cfg, path, rule) for path, rule in launch_problems(cfg, world_size, **machine)]:
+        raise ConfigError(found)
 
 
 def require_server(cfg: Config, index: int) -> ServerAddress:
-    """The address server `index` has to listen on. Raises `ConfigError` when the file does not describe that server."""
+    """Return the address of server `index`. Raises `ConfigError` if the file does not describe that server."""
     servers = cfg.servers()
     if cfg.rs is None:
         raise ConfigError([problem(cfg, RS, "is required to launch a server; add it with vllm_max_model_len")])
@@ -308,8 +265,7 @@ def require_server(cfg: Config, index: int) -> ServerAddress:
     return servers[index]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# single fields
+# ---- single fields --------------------------------------------------------------------------------------------------
 
 _RETIRED = {
     f"{RM}.temperature": f"was renamed; use {RM}.decoding.temperature",
@@ -321,7 +277,7 @@ _RETIRED = {
     f"{RM}.post_rollout_pack_scope": "was removed; packing is always per micro-step; delete the key",
 }
 
-# Names under which other frameworks offer what is not supported here, wherever in the file they stand.
+# Keys of other frameworks for techniques that are not supported here, anywhere in the file.
 _UNSUPPORTED = {
     "QLoRA": r"(qlora|load_in_[48]bit|bnb_.*|quant_(bits|method)|quantization(_config|_bit)?)",
     "FP8 rollouts": r"(.*fp8.*|vllm_quantization|kv_cache_dtype)",
@@ -329,62 +285,60 @@ _UNSUPPORTED = {
 }
 
 
-def _check_fields(
-    root: type[AnySection], data: dict[str, Any], origin: Origin
-) -> tuple[AnySection, list[Keys], list[str]]:
-    """Validate every field by itself. Returns a usable section, the paths of wrong fields, and the problems.
+def _check_fields(data: dict[str, Any], origin: Origin) -> tuple[Config, list[Keys], list[str]]:
+    """Validate every field by itself. Returns a usable config, the paths of wrong fields, and the problems.
 
-    Wrong fields are set aside and take their defaults, so that rules over the others can still run on the result.
+    Wrong fields are set aside and take their defaults, so that rules about other fields can still run on the result.
     """
     data, bad, problems = _own_copy(data), [], []
     for path, migration in _RETIRED.items():
         keys = parse_path(path)
-        if root is Config and _get(data, keys, _ABSENT) is not _ABSENT:
+        if value_at(data, keys, _ABSENT) is not _ABSENT:
             problems.append(origin.problem(keys, migration))
-            _get(data, keys[:-1], {}).pop(keys[-1])
-    for key, found in section_keys(root).items():
+            value_at(data, keys[:-1], {}).pop(keys[-1])
+    for key, found in section_keys(Config).items():
         if found.is_required() and section_of(found.annotation):
-            data.setdefault(key, {})  # so that what is missing inside is named
+            data.setdefault(key, {})  # so that the missing keys inside are named
     while True:
         try:
-            return root.model_validate(data), bad, problems
+            return Config.model_validate(data), bad, problems
         except ValidationError as error:
-            rules = _field_problems(root, error, data)
+            rules = _field_problems(error, data)
         for keys, rule in rules.items():
             if not any(keys[: len(above)] == above for above in bad):
                 problems.append(origin.problem(keys, rule))
         bad += rules
         for keys in rules:
-            _set_aside(root, data, keys)
+            _set_aside(data, keys)
 
 
-def _field_problems(root: type[Section], error: ValidationError, data: dict[str, Any]) -> dict[Keys, str]:
-    """Path -> rule. The branches of a union (`str | list[str]`) report one by one; they are joined by "or"."""
+def _field_problems(error: ValidationError, data: dict[str, Any]) -> dict[Keys, str]:
+    """Path -> rule. The branches of a union (`str | list[str]`) report separately; they are joined by "or"."""
     rules: dict[Keys, list[str]] = {}
     for item in error.errors(include_url=False, include_context=False):
         keys = _real_path(item["loc"], data, missing=item["type"] == "missing")
         if item["type"] == "extra_forbidden":
-            rule = _unknown_key(root, keys)
+            rule = _unknown_key(keys)
         elif item["type"] in ("model_type", "model_attributes_type"):
             rule = "must be a mapping of keys"
         else:
             rule = item["msg"].replace("Input should be", "must be").replace("Field required", "is required")
         rules.setdefault(keys, []).append(rule)
-    return {keys: f"{' or '.join(dict.fromkeys(rule))}{_advice(root, keys)}" for keys, rule in rules.items()}
+    return {keys: f"{' or '.join(dict.fromkeys(rule))}{_advice(keys)}" for keys, rule in rules.items()}
 
 
 def _real_path(loc: Keys, data: Any, missing: bool) -> Keys:
-    """pydantic's location without what is not in the file: names of union branches, entries of a normalised list."""
+    """Reduce pydantic's location to keys in the file, without union branches and entries of a normalised list."""
     keys: Keys = ()
     for step in loc:
-        if _get(data, (*keys, step), _ABSENT) is not _ABSENT:
+        if value_at(data, (*keys, step), _ABSENT) is not _ABSENT:
             keys = (*keys, step)
     return (*keys, loc[-1]) if missing else keys
 
 
-def _field_at(root: type[Section], keys: Keys) -> Any:
-    """The schema's field at a path, or None."""
-    section, found = root, None
+def _field_at(keys: Keys) -> Any:
+    """Return the schema's field at a path, or None."""
+    section, found = Config, None
     for key in keys:
         if not isinstance(key, int):
             found = section_keys(section).get(key) if section else None
@@ -392,29 +346,25 @@ def _field_at(root: type[Section], keys: Keys) -> Any:
     return found
 
 
-def _section_at(root: type[Section], keys: Keys) -> type[Section] | None:
-    found = _field_at(root, keys)
-    return root if not keys else section_of(found.annotation) if found else None
-
-
-def _advice(root: type[Section], keys: Keys) -> str:
-    """What the key means and its default, as the way out."""
-    found = _field_at(root, keys)
+def _advice(keys: Keys) -> str:
+    """Return the meaning of the key and its default, as the way out."""
+    found = _field_at(keys)
     if found is None or not found.description:
         return ""
     default = "" if found.is_required() or found.default_factory else f", default {brief(found.default)}"
     return f"; meaning: {found.description}{default}"
 
 
-def _unknown_key(root: type[Section], keys: Keys) -> str:
-    """Names the technique that is not supported, or the nearest known key: a sibling, else one from another section."""
+def _unknown_key(keys: Keys) -> str:
+    """Name the technique that is not supported, or the nearest known key: a sibling, else one of another section."""
     name = str(keys[-1])
     for technique, pattern in _UNSUPPORTED.items():
         if re.fullmatch(pattern, name):
             return f"{technique} is not supported; delete the key"
-    section = _section_at(root, keys[:-1])
+    parent = _field_at(keys[:-1])
+    section = section_of(parent.annotation) if parent else Config
     siblings = list(section_keys(section)) if section else []
-    elsewhere = {path.rsplit(".", 1)[-1]: path for path, _ in reversed(list(iter_fields(root)))}
+    elsewhere = {path.rsplit(".", 1)[-1]: path for path, _ in reversed(list(iter_fields(Config)))}
     if name in elsewhere:
         return f"unknown key here; did you mean {elsewhere[name]}?"
     if near := difflib.get_close_matches(name, siblings, 1):
@@ -425,42 +375,37 @@ def _unknown_key(root: type[Section], keys: Keys) -> str:
     return f"unknown key; delete it (nearest known key: {', '.join(nearest)}; all of them: docs/config.md)"
 
 
-def _set_aside(root: type[Section], data: dict[str, Any], keys: Keys) -> None:
-    """Remove a wrong value so that its default applies; a required field gets the example from the schema."""
+def _set_aside(data: dict[str, Any], keys: Keys) -> None:
+    """Remove a wrong value so that its default applies; a required field gets the schema's example."""
     first_index = next((n for n, key in enumerate(keys) if isinstance(key, int)), len(keys))
     keys = keys[:first_index]  # an entry cannot leave its list without renaming the others: the whole list goes
-    parent, found = _get(data, keys[:-1], {}), _field_at(root, keys)
+    parent, found = value_at(data, keys[:-1], {}), _field_at(keys)
     parent.pop(keys[-1], None)
     if found is not None and found.is_required():
         parent[keys[-1]] = {} if not found.examples else found.examples[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# DeepSpeed
-
-
-def load_deepspeed_json(cfg: Config) -> dict[str, Any]:
-    """Engine knobs from the DeepSpeed JSON. Raises `ConfigError` where it is unreadable or contradicts the YAML."""
-    raw, problems = read_deepspeed(cfg)
-    problems += contradictions(cfg, raw)
-    if problems:
-        raise ConfigError([problem(cfg, "deepspeed", rule) for rule in problems])
-    return raw
+# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
 def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
-    """What `deepspeed.initialize(config=...)` gets: the JSON's engine knobs, and from the YAML batch geometry, clipping
-    and dtype. The optimizer is the trainer's own, handed to `initialize` beside this; DeepSpeed is told to take it.
+    """Return the argument of `deepspeed.initialize(config=...)`: the JSON's engine knobs, and batch geometry, clipping
+    and dtype from the YAML. The trainer hands its own optimizer to `initialize`, which DeepSpeed is told to accept.
 
     Raises:
         ConfigError: the JSON is unreadable or contradicts the YAML, `train_batch_size` for `world_size` included.
     """
-    raw, geometry = load_deepspeed_json(cfg), batch_geometry(cfg)
-    total = world_size * geometry["train_micro_batch_size_per_gpu"] * geometry["gradient_accumulation_steps"]
-    if raw.get("train_batch_size", total) not in (total, "auto"):
-        rule = f"{cfg.deepspeed_path()} says train_batch_size={raw['train_batch_size']}, the YAML makes {total} with "
-        raise ConfigError([problem(cfg, "deepspeed", f"{rule}{world_size} ranks; delete it from the JSON")])
+    if found := [problem(cfg, "deepspeed", rule) for rule in deepspeed_problems(cfg, world_size)]:
+        raise ConfigError(found)
+    raw, training = read_deepspeed(cfg)[0], cfg.training
     knobs = {key: value for key, value in raw.items() if key not in ("optimizer", "scheduler", "bf16", "fp16")}
     half = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}.get(cfg.model.dtype, {})
-    ours = {"train_batch_size": total, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return knobs | geometry | half | ours
+    ours = {
+        "train_batch_size": world_size * training.samples_per_rank,
+        "train_micro_batch_size_per_gpu": training.per_device_train_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "gradient_clipping": training.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    return knobs | half | ours

@@ -1,8 +1,8 @@
 """Estimated memory of learners and engines, from tensor shapes and the ZeRO stage (CFG-16).
 
-It leaves out the vision tower's activations, CUDA's own share and fragmentation. Where no checkpoint is at hand, the
-released Qwen3-VL models are known by their numbers: `config.json` of Qwen/Qwen3-VL-{2B,4B,8B,32B}-Instruct; they come
-to 2.13, 4.44, 8.77 and 33.36 billion parameters, as their cards say. Nothing here is used in training.
+The estimate leaves out the vision tower's activations, CUDA's own memory and fragmentation. Where there is no
+checkpoint, released Qwen3-VL models are recognized by name, with the numbers in `config.json` of
+Qwen/Qwen3-VL-{2B,4B,8B,32B}-Instruct: 2.13, 4.44, 8.77 and 33.36 billion parameters, as on their cards.
 """
 
 import json
@@ -14,63 +14,55 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from utils.config.rules import is_colocate
 from utils.config.schema import Config, Tuner
 
 GIB = 1 << 30
-
-
 DEVICE_GIB = 80  # memory of the GPU that cache estimates assume
-
-
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters: all, and those that learn (with adapters). `dora_values`: how many numbers DoRA's largest
-    temporaries hold; `can_change`: of the tensors that training changes, adapters merged; `source`: where the shapes
-    come from if not from the weights' own files."""
+    """Numbers of parameters."""
 
     total: int
-    trainable: int
-    dora_values: int = 0
-    can_change: int = 0
-    source: str = ""
+    trainable: int  # with adapters
+    dora_values: int = 0  # numbers in DoRA's largest temporaries
+    can_change: int = 0  # in tensors that training changes, adapters merged
+    source: str = ""  # of the shapes, if not the files of the weights
 
 
 @dataclass(frozen=True)
-class CachePlan:
-    """What an engine's devices have left for keys and values if each has `DEVICE_GIB`: bytes per device, and how many
-    tokens the engine can hold with that."""
+class CacheSize:
+    """Memory left for keys and values if each device of an engine has `DEVICE_GIB`."""
 
-    num_bytes: int
-    num_tokens: int
+    num_bytes: int  # per device
+    num_tokens: int  # that the engine can hold
     max_model_len: int
 
 
 def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
-    """Count parameters from the headers of the checkpoint's safetensors files; where there are none, from its
-    `config.json`, or from the name of a released model. None where neither says anything."""
+    """Count parameters from the headers of the checkpoint's safetensors files; without those, from its `config.json`
+    or the name of a released model. None if neither tells."""
     try:
         shapes, source = dict(_tensor_shapes(path)), ""
         if not shapes:
             config, source = _architecture(path)
             shapes = parameter_shapes(config) if config.get("model_type") == "qwen3_vl" else {}
     except (OSError, ValueError, struct.error):
-        return None
+        shapes = {}
     if not shapes:
         return None
-    learning = {name: _trainable(name, shape, tuner) for name, shape in shapes.items()}
-    can_change = sum(prod(shapes[name]) for name, number in learning.items() if number)
+    trainable = {name: _trainable(name, shape, tuner) for name, shape in shapes.items()}
+    can_change = sum(prod(shapes[name]) for name, number in trainable.items() if number)
     adapted = [shape for name, shape in shapes.items() if tuner.use_dora and _is_adapted(name, shape, tuner)]
     # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
     dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
-    return ModelSize(sum(map(prod, shapes.values())), sum(learning.values()), dora_values, can_change, source)
+    return ModelSize(sum(map(prod, shapes.values())), sum(trainable.values()), dora_values, can_change, source)
 
 
 def _architecture(path: Path) -> tuple[dict[str, Any], str]:
-    """`config.json`, or that of the released model the path names; and in words where it is from. Empty for neither."""
+    """Return `config.json`, or that of the released model the path names, and its source; empty without either."""
     try:
         return json.loads((path / "config.json").read_text(encoding="utf-8")), "config.json"
     except (OSError, ValueError):
@@ -79,7 +71,7 @@ def _architecture(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
-    """A safetensors file opens with the length of a JSON header (8 bytes, little-endian) and that header."""
+    """Yield (name, shape). A safetensors file starts with the length of its JSON header: 8 bytes, little-endian."""
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as stream:
             header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
@@ -87,7 +79,7 @@ def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def _trainable(name: str, shape: list[int], tuner: Tuner) -> int:
-    """Parameters that learn for this tensor: itself, its adapter (A, B and DoRA's magnitudes), or none."""
+    """Number of trainable parameters for a tensor: itself, its adapter (A, B and DoRA's magnitudes), or none."""
     if _is_saved_whole(name, tuner):
         return prod(shape)
     if tuner.type == "full":
@@ -110,29 +102,26 @@ def _is_adapted(name: str, shape: list[int], tuner: Tuner) -> bool:
     is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
     if tuner.type != "lora" or not is_linear or _is_saved_whole(name, tuner) or _is_frozen(name, tuner):
         return False
-    return _is_target(name.rsplit(".", 1)[0], tuner.target_modules)
-
-
-def _is_target(module: str, targets: str | list[str]) -> bool:
+    module, targets = name.rsplit(".", 1)[0], tuner.target_modules
     if isinstance(targets, str):
         return targets == "all-linear" or re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith("." + target) for target in targets)
+    return any(f".{module}".endswith(f".{target}") for target in targets)
 
 
 def chunk_labels(zero_stage: int) -> int:
-    """Labels whose logits exist at once: 256 rows of 151,936 in float32 are 148 MiB, of which three copies live at the
-    peak. Under ZeRO-3 every chunk gathers the head twice, which four times as many chunks would make slow."""
+    """Labels whose logits exist at once: 256 rows of 151,936 in float32 are 148 MiB, of which three copies exist at the
+    peak. Under ZeRO-3 every chunk gathers the head twice, so chunks are four times as large."""
     return 1024 if zero_stage == 3 else 256
 
 
 def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_size: int) -> dict[str, int]:
     """Bytes per learner device by part. ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3.
 
-    Weights are those of the model and of its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
-    what learns (ZeRO 0 in float32 needs none).
-    Reduce buckets: DeepSpeed holds one from stage 1 on, and a second one with `overlap_comm` below stage 3. Gathered:
-    what ZeRO-3 may hold of other ranks' weights. Logits exist for `chunk_labels` labels at once (LRN-4): in the model's
-    dtype and in float32, each with its gradient. DoRA's norms are thrown away after each layer.
+    Weights are those of the model and its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
+    the trainable weights (not with ZeRO 0 in float32). Reduce buckets: DeepSpeed holds one from stage 1 on, and another
+    with `overlap_comm` below stage 3. Gathered: weights of other ranks that ZeRO-3 may hold. Logits exist for
+    `chunk_labels` labels at once (LRN-4), in the model's dtype and in float32, each with its gradient. DoRA's norms are
+    freed after each layer.
     """
     bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine.get("zero_optimization", {})
     stage, text = zero.get("stage", 0), _text_config(cfg)
@@ -162,9 +151,9 @@ def _row_tokens(cfg: Config) -> int:
 
 
 def _activations(cfg: Config, bytes_each: int) -> int:
-    """Language model only: 17 values per token, layer and hidden unit; checkpointed, one, and one layer in full.
+    """Language model only: 17 values per token, layer and hidden unit; with checkpointing one, and one layer in full.
 
-    DoRA keeps two more outputs of each linear layer: what its magnitude multiplies.
+    DoRA keeps two more outputs of each linear layer, which its magnitude multiplies.
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2 without attention scores: 34 bytes at 2 per value.
     """
     text = _text_config(cfg)
@@ -183,39 +172,48 @@ def _linear_outputs(text: dict[str, Any]) -> int:
 def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
     """Attention heads, key-value heads, and the size of one."""
     heads = text.get("num_attention_heads", 0)
-    return (
-        heads,
-        text.get("num_key_value_heads") or heads,
-        text.get("head_dim") or text.get("hidden_size", 0) // max(heads, 1),
-    )
+    head_dim = text.get("head_dim") or text.get("hidden_size", 0) // max(heads, 1)
+    return heads, text.get("num_key_value_heads") or heads, head_dim
 
 
-def _rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
-    """Bytes per rollout device (of the first server, or a learner's own): its share of an engine's weights, and the
-    cache of `decode_batch_size` answers. With hf the weights are the learner's."""
+def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
+    """Bytes per rollout device (of the first server, or a learner's own): weights, and the cache of `decode_batch_size`
+    responses. With hf the weights are the learner's."""
     if (engine := _rollout_engine(cfg)) is None:
         return None
-    max_model_len, parts, _ = engine
+    max_model_len, num_devices, _ = engine
+    weights = size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices if num_devices else 0
+    # An engine over t devices holds t times the responses (CFG-11), so the cache per device does not depend on t.
     return {
-        "weights": size.total * _DTYPE_BYTES[cfg.model.dtype] // parts if parts else 0,
-        # an engine over t devices holds t times the answers (CFG-11), so the share per device does not depend on t
+        "weights": weights,
         "keys and values": _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size,
     }
 
 
+def cache_size(cfg: Config, size: ModelSize) -> CacheSize | None:
+    """Memory left beside the weights, vLLM's own buffers not counted. None on CPU: `cpu_kv_cache_gib` sets it."""
+    max_model_len, num_devices, fraction = _rollout_engine(cfg) or (0, None, 0.0)
+    per_token = _cache_bytes_per_token(cfg)
+    if not (num_devices and fraction and per_token):
+        return None
+    left = int(fraction * DEVICE_GIB * GIB) - size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices
+    # With more devices than key-value heads each head is held more than once.
+    copies = max(1, num_devices // max(_heads(_text_config(cfg))[1], 1))
+    return CacheSize(left, max(0, left) * num_devices // (per_token * copies), max_model_len)
+
+
 def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
-    """Longest prompt and answer, devices of one engine (None: the learner's model itself), its share of their memory
-    (0 on CPU)."""
+    """Longest prompt + response, devices of an engine (None: the learner's), its fraction of their memory (CPU: 0)."""
     vllm = cfg.rm.vllm
-    if is_colocate(cfg):
+    if cfg.is_colocate:
         return cfg.global_max_length or 0, vllm.tensor_parallel_size, vllm.gpu_memory_utilization
     if cfg.rm.rollout_backend == "hf":
         return cfg.global_max_length or 0, None, 0.0
     if cfg.rs is None:
         return None
     own = cfg.server_settings()
-    share = 0.0 if own.device == "cpu" else own.vllm_gpu_memory_utilization
-    return own.vllm_max_model_len, own.vllm_tensor_parallel_size, share
+    fraction = 0.0 if own.device == "cpu" else own.vllm_gpu_memory_utilization
+    return own.vllm_max_model_len, own.vllm_tensor_parallel_size, fraction
 
 
 def _cache_bytes_per_token(cfg: Config) -> int:
@@ -223,19 +221,6 @@ def _cache_bytes_per_token(cfg: Config) -> int:
     text = _text_config(cfg)
     _, kv_heads, head_dim = _heads(text)
     return 2 * text.get("num_hidden_layers", 0) * kv_heads * head_dim * _DTYPE_BYTES[cfg.model.dtype]
-
-
-def _cache_plan(cfg: Config, size: ModelSize) -> CachePlan | None:
-    """What is left for the cache beside the weights; vLLM's own buffers are not counted. None on CPU, where
-    `cpu_kv_cache_gib` says it."""
-    max_model_len, parts, share = _rollout_engine(cfg) or (0, None, 0.0)
-    per_token = _cache_bytes_per_token(cfg)
-    if not (parts and share and per_token):
-        return None
-    left = int(share * DEVICE_GIB * GIB) - size.total * _DTYPE_BYTES[cfg.model.dtype] // parts
-    # With more devices than key-value heads each head is held more than once.
-    copies = max(1, parts // max(_heads(_text_config(cfg))[1], 1))
-    return CachePlan(left, max(0, left) * parts // (per_token * copies), max_model_len)
 
 
 def _text_config(cfg: Config) -> dict[str, Any]:
@@ -250,8 +235,6 @@ _MODELS = {
     "8B": (4096, 36, 32, 12288, False, "large"),
     "32B": (5120, 64, 64, 25600, False, "large"),
 }
-
-
 _VISION = {
     "small": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]},
     "large": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]},
@@ -259,14 +242,14 @@ _VISION = {
 
 
 def known_model(path: str) -> str | None:
-    """`8B` for a path whose last part names that model, such as `models/qwen3vl_8b_coord`; None for any other."""
+    """Return `8B` for a path whose last part names that model, such as `models/qwen3vl_8b_coord`; else None."""
     found = re.search(r"qwen3[-_]?vl[-_](\d+b)(?![a-z0-9])", path.rstrip("/").rsplit("/", 1)[-1].lower())
     size = found and found[1].upper()
     return size if size in _MODELS else None
 
 
 def known_config(size: str) -> dict[str, Any]:
-    """The part of `config.json` that decides about shapes."""
+    """Return the part of `config.json` that determines shapes."""
     hidden, layers, heads, mlp, tied, vision = _MODELS[size]
     text = {
         "hidden_size": hidden,
@@ -283,7 +266,7 @@ def known_config(size: str) -> dict[str, Any]:
 
 
 def parameter_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """Name -> shape of every parameter of a Qwen3-VL, from transformers' own classes, without any memory for them."""
+    """Name -> shape of every parameter of a Qwen3-VL, from transformers' own classes, without allocating them."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 

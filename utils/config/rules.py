@@ -1,7 +1,6 @@
-"""What must hold between the keys of a config.
+"""Rules between the keys of a config, and between a config and the machine that runs it.
 
-A rule yields `(path, "the rule; what to do")` for everything it finds; `utils.config.load` runs them all and prints
-them.
+A rule yields `(path, "the rule; what to do")` for every problem; `utils.config.load` runs them all and reports them.
 """
 
 import json
@@ -10,87 +9,78 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from utils.config.schema import RM, RS, Config, Losses, RolloutMatching, Sampling, ServerAddress, ServerSettings, brief
+from utils.config.rlhf import Sampling
+from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
+from utils.config.schema import RM, RS, Config, Losses, RolloutMatching
+from utils.config.section import brief, parse_path, value_at
 
 Found = Iterator[tuple[str, str]]
-RULES: list[tuple[tuple[str, ...], Callable[[Config], Found]]] = []
+Rule = Callable[[Config], Found]
+RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
-def _rule(*reads: str) -> Callable[[Callable[[Config], Found]], Callable[[Config], Found]]:
-    """Register a rule and the paths it reads; it is skipped where one of them is already reported."""
+def _rule(*reads: str) -> Callable[[Rule], Rule]:
+    """Register a rule and the paths it reads; it is skipped if one of them is already reported."""
 
-    def register(check: Callable[[Config], Found]) -> Callable[[Config], Found]:
+    def register(check: Rule) -> Rule:
         RULES.append((reads, check))
         return check
 
     return register
 
 
-def _is_stage2(cfg: Config) -> bool:
-    return cfg.custom.trainer_variant == "rollout_matching_sft"
-
-
 @_rule("training.packing", "training.packing_drop_last")
 def _packing_drops_last(cfg: Config) -> Found:
     if cfg.training.packing and not cfg.training.packing_drop_last:
-        yield (
-            "training.packing_drop_last",
-            "training.packing needs it to be true, there are no flush steps after the last step; set it to true",
-        )
+        yield "training.packing_drop_last", "training.packing has no flush steps, so it must be true; set it to true"
 
 
 @_rule("training.packing", "training.packing_buffer", "training.per_device_train_batch_size", "rlhf")
 def _buffer_holds_a_batch(cfg: Config) -> Found:
     batch = cfg.training.per_device_train_batch_size * cfg.answers_per_sample
     if cfg.training.packing and cfg.training.packing_buffer < batch:
-        what = f"{batch} samples" if cfg.answers_per_sample == 1 else f"{batch} answers (rlhf.num_generations each)"
-        yield (
-            "training.packing_buffer",
-            f"must hold the {what} of a micro-step; raise it or lower training.per_device_train_batch_size",
-        )
+        what = f"{batch} samples" if cfg.answers_per_sample == 1 else f"{batch} responses (rlhf.num_generations each)"
+        way_out = "raise it or lower training.per_device_train_batch_size"
+        yield "training.packing_buffer", f"must hold the {what} of a micro-step; {way_out}"
 
 
 @_rule("custom.trainer_variant", "global_max_length", f"{RM}.max_new_tokens", RS, "rlhf", "training.packing")
 def _lengths_fit(cfg: Config) -> Found:
     new_tokens, row, key = cfg.rm.max_new_tokens, cfg.global_max_length, cfg.rollout_path("max_new_tokens")
-    if row is None and _is_stage2(cfg):
-        yield "global_max_length", "is required for stage 2; set it to the tokens one row may hold"
-    elif row is None and (cfg.training.packing or is_colocate(cfg)):
+    if row is None and not cfg.is_grpo:
+        yield "global_max_length", "is required for stage 2; set it to the number of tokens one row may hold"
+    elif row is None and (cfg.training.packing or cfg.is_colocate):
         why = "training.packing" if cfg.training.packing else "rlhf.vllm_mode: colocate"
-        yield "global_max_length", f"is required with {why}; set it to the tokens one row may hold"
+        yield "global_max_length", f"is required with {why}; set it to the number of tokens one row may hold"
     elif row is not None and new_tokens >= row:
-        yield key, f"prompt and answer must fit in global_max_length={row}; lower it or raise global_max_length"
+        yield key, f"prompt and response must fit in global_max_length={row}; lower it or raise global_max_length"
     for path, settings in _server_settings(cfg):
         length = settings.vllm_max_model_len
         if new_tokens >= length:
-            yield (
-                f"{path}.vllm_max_model_len",
-                f"prompt and answer must fit, and {key}={new_tokens} fills it; raise it or lower that",
-            )
+            rule = f"prompt and response must fit, and {key}={new_tokens} fills it; raise it or lower that"
+            yield f"{path}.vllm_max_model_len", rule
         elif cfg.is_grpo and row is not None and length < row:
             yield f"{path}.vllm_max_model_len", f"must be at least global_max_length={row}; raise it or lower that"
 
 
 def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
-    """(path, settings) of the common launch settings and of each server that overrides some; none where GRPO does
-    without a server (GRP-2)."""
-    if cfg.rs is not None and (_is_stage2(cfg) or cfg.connection):
+    """Yield (path, settings), common and for each override; nothing where GRPO uses no server (GRP-2)."""
+    if cfg.rs is not None and (not cfg.is_grpo or cfg.connection):
         yield RS, cfg.rs
         yield from ((f"{RS}.servers[{i}]", cfg.server_settings(i)) for i in range(len(cfg.rs.servers)))
 
 
 @_rule(f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.server", "custom.trainer_variant")
 def _server_mode_has_servers(cfg: Config) -> Found:
-    if not _is_stage2(cfg) or cfg.rm.rollout_backend != "vllm" or cfg.rm.vllm.mode != "server":
-        return
-    if cfg.rm.vllm.server is None:
+    uses_server = not cfg.is_grpo and cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "server"
+    if uses_server and cfg.rm.vllm.server is None:
         yield f"{RM}.vllm.server", "is required by mode: server; list the servers with base_url and group_port"
 
 
 @_rule(f"{RM}.vllm.server")
 def _server_form(cfg: Config) -> Found:
     path, server = f"{RM}.vllm.server", cfg.rm.vllm.server
-    if server is None or cfg.is_grpo:  # GRPO's is made of rlhf, see _grpo_connection
+    if server is None or cfg.is_grpo:  # GRPO's comes from rlhf, see _grpo_connection
         return
     paired = server.base_url is not None or server.group_port is not None
     if paired == (server.servers is not None):
@@ -111,29 +101,29 @@ def _server_form(cfg: Config) -> Found:
 
 
 def _address_problems(addresses: list[ServerAddress], path: str, paired: bool) -> Found:
-    """Malformed urls; two servers on one url, on one host and port, or with one group port."""
+    """Find malformed urls, and servers that share a url, a host and port, or a group port."""
     taken: dict[tuple[str, int], int] = {}
     group_ports: dict[int, int] = {}
-    for index, address in enumerate(addresses):
-        url_path = f"{path}.base_url" if paired else f"{path}.servers[{index}].base_url"
-        port_path = f"{path}.group_port" if paired else f"{path}.servers[{index}].group_port"
-        place = _host_and_port(address.base_url)
+    entries = [path if paired else f"{path}.servers[{index}]" for index in range(len(addresses))]
+    for index, (entry, address) in enumerate(zip(entries, addresses, strict=True)):
+        place, port = _host_and_port(address.base_url), address.group_port
         if place is None:
-            yield url_path, f"{address.base_url!r} must be http(s)://HOST[:PORT][/PREFIX]; correct it"
+            yield f"{entry}.base_url", f"{address.base_url!r} must be http(s)://HOST[:PORT][/PREFIX]; correct it"
         elif (other := taken.setdefault(place, index)) != index:
-            yield url_path, f"servers {other} and {index} are both at {place[0]}:{place[1]}; give each its own port"
-        if address.group_port > 65535:
-            yield port_path, f"server {index} would get port {address.group_port}, above 65535; start lower"
-        if (other := group_ports.setdefault(address.group_port, index)) != index:
-            yield port_path, f"servers {other} and {index} share group port {address.group_port}; give each its own"
-    for group_port in group_ports:
-        if (other := taken.get(("loopback", group_port))) is not None:
-            rule = f"group port {group_port} is also where server {other} listens on this machine; choose another"
-            yield f"{path}.group_port" if paired else f"{path}.servers[{group_ports[group_port]}].group_port", rule
+            rule = f"servers {other} and {index} are both at {place[0]}:{place[1]}; give each its own port"
+            yield f"{entry}.base_url", rule
+        if port > 65535:
+            yield f"{entry}.group_port", f"server {index} would get port {port}, above 65535; start lower"
+        if (other := group_ports.setdefault(port, index)) != index:
+            yield f"{entry}.group_port", f"servers {other} and {index} share group port {port}; give each its own"
+    for port, index in group_ports.items():
+        if (other := taken.get(("loopback", port))) is not None:
+            rule = f"group port {port} is also where server {other} listens on this machine; choose another"
+            yield f"{entries[index]}.group_port", rule
 
 
 def _host_and_port(url: str) -> tuple[str, int] | None:
-    """Where a url leads, all names of the own machine being one; None when it is not a usable url."""
+    """Return the host and port of a url, with one name for this machine; None if the url is not usable."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -141,61 +131,27 @@ def _host_and_port(url: str) -> tuple[str, int] | None:
         return None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
         return None
-    loopback = parts.hostname == "localhost" or parts.hostname == "::1" or parts.hostname.startswith("127.")
     default_port = 443 if parts.scheme == "https" else 80
-    return "loopback" if loopback else parts.hostname, default_port if port is None else port
+    return "loopback" if is_loopback(parts.hostname) else parts.hostname, default_port if port is None else port
 
 
 @_rule(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", RS)
 def _adapter_sync_needs_lora(cfg: Config) -> Found:
     enabled = cfg.rm.vllm.enable_lora
-    if _is_stage2(cfg) and cfg.rm.vllm.sync.mode == "adapter" and not enabled:
-        yield (
-            f"{RM}.vllm.sync.mode",
-            f"adapter needs {RM}.vllm.enable_lora: true; set it, or use full",
-        )
-    for path, settings in _server_settings(cfg) if _is_stage2(cfg) else ():
+    if cfg.is_grpo:
+        return
+    if cfg.rm.vllm.sync.mode == "adapter" and not enabled:
+        yield f"{RM}.vllm.sync.mode", f"adapter needs {RM}.vllm.enable_lora: true; set it, or use full"
+    for path, settings in _server_settings(cfg):
         if settings.vllm_enable_lora != enabled:
-            yield (
-                f"{path}.vllm_enable_lora",
-                f"must agree with {RM}.vllm.enable_lora={brief(enabled)}; change one",
-            )
-
-
-def is_colocate(cfg: Config) -> bool:
-    return cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "colocate"
+            yield f"{path}.vllm_enable_lora", f"must agree with {RM}.vllm.enable_lora={brief(enabled)}; change one"
 
 
 @_rule("custom.trainer_variant", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.enable_lora")
 def _colocate_needs_no_lora(cfg: Config) -> Found:
-    if is_colocate(cfg) and cfg.rm.vllm.enable_lora:
-        yield (
-            f"{RM}.vllm.enable_lora",
-            f"a colocated engine takes merged weights only; set it to false with {RM}.vllm.sync.mode: full, "
-            f"or use {RM}.rollout_backend: hf",
-        )
-
-
-def engine_problems(cfg: Config, world_size: int, has_vllm: bool = True) -> Found:
-    """Why `world_size` learners cannot generate as the config says, with the ways out (ROL-5)."""
-    backend = cfg.rollout_path("rollout_backend")
-    hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
-    if cfg.rm.rollout_backend == "vllm" and not has_vllm:
-        yield backend, f"vLLM is not installed here; install it (see README), or set {hf}"
-    size = cfg.rm.vllm.tensor_parallel_size
-    if is_colocate(cfg) and world_size % size:
-        yield (
-            cfg.rollout_path("vllm.tensor_parallel_size"),
-            f"must divide the {world_size} learner(s); set it to 1 (with {cfg.rollout_path('vllm.mode')}: colocate) or "
-            f"to another divisor of {world_size}, or set {hf}",
-        )
-
-
-def kernel_problems(cfg: Config, has_liger: bool, has_cuda: bool) -> Found:
-    """Why this learner cannot use fused kernels as the config says, with the way out."""
-    if cfg.training.fused_kernels and not (has_liger and has_cuda):
-        missing = "CUDA devices" if has_liger else "the package liger-kernel (requirements-gpu.txt)"
-        yield "training.fused_kernels", f"needs {missing}, which this machine does not have; set it to false"
+    if cfg.is_colocate and cfg.rm.vllm.enable_lora:
+        way_out = f"set it to false with {RM}.vllm.sync.mode: full, or use {RM}.rollout_backend: hf"
+        yield f"{RM}.vllm.enable_lora", f"a colocated engine takes merged weights only; {way_out}"
 
 
 @_rule(RS, f"{RM}.vllm.server", "rlhf")
@@ -204,24 +160,12 @@ def _overrides_have_servers(cfg: Config) -> Found:
         return
     given, known = len(cfg.rs.servers), len(cfg.servers())
     if given > known:
-        yield (
-            f"{RS}.servers",
-            f"overrides {given} servers, but {known} are connected; remove entries or add servers",
-        )
+        yield f"{RS}.servers", f"overrides {given} servers, but {known} are connected; remove entries or add servers"
 
 
-# Engine arguments of vLLM that have a key of their own here, so that one thing is never set in two places.
-_ENGINE_KEYS = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "seed": "training.seed",
-    "tensor_parallel_size": f"{RS}.vllm_tensor_parallel_size",
-    "data_parallel_size": f"{RS}.vllm_data_parallel_size",
-    "gpu_memory_utilization": f"{RS}.vllm_gpu_memory_utilization",
-    "max_model_len": f"{RS}.vllm_max_model_len",
-    "max_num_seqs": f"{RS}.vllm_max_num_seqs",
-    "enable_lora": f"{RS}.vllm_enable_lora",
-    "enable_prefix_caching": f"{RS}.vllm_enable_prefix_caching",
+# Engine arguments of vLLM that have a key of their own here, so that nothing is set in two places.
+_ENGINE_KEYS = {"model": "model.path", "dtype": "model.dtype", "seed": "training.seed"} | {
+    name.removeprefix("vllm_"): f"{RS}.{name}" for name in ServerSettings.model_fields if name.startswith("vllm_")
 }
 
 
@@ -229,7 +173,7 @@ _ENGINE_KEYS = {
 def _engine_kwargs(cfg: Config) -> Found:
     for path, settings in _server_settings(cfg):
         if path != RS and "vllm_engine_kwargs" not in cfg.rs.servers[int(path.rsplit("[", 1)[1][:-1])].model_fields_set:
-            continue  # taken over from the common settings, reported there
+            continue  # inherited from the common settings, reported there
         for key, value in settings.vllm_engine_kwargs.items():
             here = f"{path}.vllm_engine_kwargs.{key}"
             if key in _ENGINE_KEYS:
@@ -253,7 +197,7 @@ def _tuner_is_consistent(cfg: Config) -> Found:
     if tuner.adapter_path is not None and tuner.type != "lora":
         yield "tuner.adapter_path", "needs tuner.type: lora; set it, or adapter_path: null"
     if tuner.freeze_llm and tuner.freeze_vit and tuner.freeze_aligner and not tuner.modules_to_save:
-        yield "tuner.freeze_llm", "freezes the last part that could learn; unfreeze the llm, the vit or the aligner"
+        yield "tuner.freeze_llm", "leaves nothing to train; unfreeze the llm, the vit or the aligner"
     if tuner.freeze_vit and cfg.training.vit_lr is not None:
         yield "training.vit_lr", "the vision tower is frozen; set tuner.freeze_vit: false, or vit_lr: null"
     if tuner.freeze_aligner and cfg.training.aligner_lr is not None:
@@ -270,34 +214,30 @@ def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
     if not cfg.servers():
         yield f"{RM}.async.enabled", f"prefetch needs rollout servers; use {RM}.vllm.mode: server, or set it to false"
     if prefetch.on_sync == "keep" and cfg.sync_mode() == "adapter":
-        yield f"{RM}.async.on_sync", "requests cannot be held over an adapter sync; use wait, abort or full sync"
+        yield f"{RM}.async.on_sync", "an adapter sync cannot keep requests; use wait, abort or full sync"
 
 
 @_rule(f"{RM}.answer_format", f"{RM}.losses")
 def _numbers_have_no_coordinate_loss(cfg: Config) -> Found:
     if cfg.rm.format.has_coord_tokens:
         return
-    default = Losses()
     for key in ("w1", "gate", "sigma"):
-        value = getattr(cfg.rm.losses, key)
-        if value not in (0, getattr(default, key)):
-            yield (
-                f"{RM}.losses.{key}",
-                f"means coordinate tokens, and {RM}.answer_format: {cfg.rm.answer_format} has none; delete it, "
-                f"or set the default {getattr(default, key):g}",
-            )
+        default = getattr(Losses(), key)
+        if getattr(cfg.rm.losses, key) not in (0, default):
+            rule = f"applies to coordinate tokens, and {RM}.answer_format: {cfg.rm.answer_format} has none"
+            yield f"{RM}.losses.{key}", f"{rule}; delete it, or set the default {default:g}"
 
 
 @_rule("training.eval_steps", "training.eval_at_start", "custom.val_jsonl")
 def _evaluation_has_data(cfg: Config) -> Found:
     for key in ("eval_steps", "eval_at_start"):
         if getattr(cfg.training, key) and cfg.custom.val_jsonl is None:
-            yield f"training.{key}", "evaluation needs custom.val_jsonl; name a file, or take this out"
+            yield f"training.{key}", "evaluation needs custom.val_jsonl; name a file, or delete this"
 
 
 @_rule("custom.trainer_variant", "rlhf")
 def _rlhf_belongs_to_grpo(cfg: Config) -> Found:
-    if _is_stage2(cfg) and cfg.rlhf is not None:
+    if not cfg.is_grpo and cfg.rlhf is not None:
         yield "rlhf", "belongs to trainer_variant: grpo; delete it"
     if cfg.is_grpo and cfg.rlhf is None:
         yield "rlhf", "is required for trainer_variant: grpo; add it"
@@ -310,7 +250,7 @@ def _grpo_connection(cfg: Config) -> Found:
     if cfg.rlhf.sync.mode == "adapter":
         yield "rlhf.sync.mode", "GRPO syncs merged weights; set it to full"
     if not cfg.rlhf.uses_server:
-        return  # host, port and the server's launch settings are then ignored
+        return  # host, port and launch settings of the server are ignored
     hosts, ports = cfg.rlhf.vllm_server_host, cfg.rlhf.vllm_server_port
     if len(hosts) != 1:
         yield "rlhf.vllm_server_host", "must be a list of exactly one host; use [127.0.0.1]"
@@ -329,21 +269,19 @@ def _grpo_connection(cfg: Config) -> Found:
 
 @_rule("custom.trainer_variant", "rlhf", RS)
 def _engine_reports_what_it_samples_from(cfg: Config) -> Found:
-    """vLLM reports by default what the model says, before temperature and filters make a distribution of it."""
+    """By default vLLM reports the model's probabilities before temperature and filters are applied."""
     if not cfg.is_grpo or cfg.rlhf is None or not cfg.rlhf.uses_server or cfg.rlhf.importance_correction_cap is None:
         return
     if cfg.rlhf.decoding == Sampling():
         return
     for path, settings in _server_settings(cfg):
         if settings.vllm_engine_kwargs.get("logprobs_mode") != "processed_logprobs":
-            yield (
-                f"{path}.vllm_engine_kwargs",
-                "importance correction with rlhf.decoding other than plain sampling at temperature 1 needs "
-                "{logprobs_mode: processed_logprobs}; add it, or set rlhf.importance_correction_cap: null",
-            )
+            rule = "importance correction with rlhf.decoding other than plain sampling at temperature 1 needs "
+            way_out = "{logprobs_mode: processed_logprobs}; add it, or set rlhf.importance_correction_cap: null"
+            yield f"{path}.vllm_engine_kwargs", rule + way_out
 
 
-# What a GRPO file may say in the section of stage 2; for all else it has `rlhf`.
+# The keys that a GRPO file may set in the section of stage 2; all others are in `rlhf`.
 _SHARED_WITH_STAGE2 = ("max_failed_fraction", "monitor_dump", "eval", "async_")
 
 
@@ -360,17 +298,17 @@ def _penalty_has_a_reference(cfg: Config) -> Found:
     if cfg.rlhf is None or not cfg.rlhf.beta:
         return
     if cfg.tuner.type != "lora":
-        yield "rlhf.beta", "the policy at the start is had by switching adapters off; set tuner.type: lora, or beta: 0"
+        yield "rlhf.beta", "the reference is the model with adapters disabled; set tuner.type: lora, or beta: 0"
     elif cfg.tuner.adapter_path is not None:
-        why = "switching adapters off gives the policy before tuner.adapter_path, not the one at the start"
+        why = "with adapters disabled the model is the policy before tuner.adapter_path, not the starting policy"
         yield "rlhf.beta", f"{why}; merge that adapter into model.path and start a new one, or set beta: 0"
 
 
 @_rule("rlhf", f"{RM}.async")
-def _old_answers_are_corrected(cfg: Config) -> Found:
+def _old_responses_are_corrected(cfg: Config) -> Found:
     if cfg.is_grpo and cfg.rlhf is not None and cfg.rm.async_.version_window:
         if cfg.rlhf.importance_correction_cap is None:
-            why = f"answers of older weights ({RM}.async.version_window) need the correction"
+            why = f"responses of older weights ({RM}.async.version_window) need the correction"
             yield "rlhf.importance_correction_cap", f"{why}; set a number, or version_window: 0"
 
 
@@ -380,15 +318,14 @@ def _rewards_have_weights(cfg: Config) -> Found:
         return
     names, weights = cfg.rlhf.reward_funcs, cfg.rlhf.reward_weights
     if weights is not None and len(weights) != len(names):
-        yield "rlhf.reward_weights", f"must have one weight for each of the {len(names)} reward_funcs; make them equal"
+        yield "rlhf.reward_weights", f"must have one weight for each of the {len(names)} reward_funcs; correct it"
     elif weights is not None and not any(weights):
-        yield "rlhf.reward_weights", "are all 0, so no answer is better than another; make one positive"
+        yield "rlhf.reward_weights", "are all 0, so that no response is better than another; make one positive"
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield "rlhf.reward_funcs", f"names {', '.join(repeated)} more than once; raise its weight instead"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# DeepSpeed
+# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
 @_rule("deepspeed")
@@ -398,18 +335,11 @@ def _deepspeed_is_readable(cfg: Config) -> Found:
 
 @_rule("deepspeed", "training", "model.dtype")
 def _deepspeed_agrees(cfg: Config) -> Found:
-    yield from (("deepspeed", rule) for rule in contradictions(cfg, read_deepspeed(cfg)[0]))
-
-
-def batch_geometry(cfg: Config) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": cfg.training.per_device_train_batch_size,
-        "gradient_accumulation_steps": cfg.training.gradient_accumulation_steps,
-        "gradient_clipping": cfg.training.max_grad_norm,
-    }
+    yield from (("deepspeed", rule) for rule in _contradictions(cfg, read_deepspeed(cfg)[0]))
 
 
 def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
+    """Return the DeepSpeed JSON, or an empty one and why it cannot be used."""
     path = cfg.deepspeed_path()
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -421,40 +351,62 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
     return (raw, []) if isinstance(raw, dict) else ({}, [f"{path} must hold a JSON object; correct it"])
 
 
-def contradictions(cfg: Config, raw: dict[str, Any]) -> list[str]:
-    """Settings the YAML owns that stand in the JSON with another value; equal values and "auto" are harmless."""
+def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
+    """Find settings the YAML owns that stand in the JSON with another value; equal values and "auto" are harmless."""
     t, dtype, path = cfg.training, cfg.model.dtype, cfg.deepspeed_path()
-    yaml_names = {
-        "train_micro_batch_size_per_gpu": "training.per_device_train_batch_size",
-        "gradient_accumulation_steps": "training.gradient_accumulation_steps",
-        "gradient_clipping": "training.max_grad_norm",
-    }
-    pairs = [(key, raw.get(key), yaml_names[key], value) for key, value in batch_geometry(cfg).items()]
-    for switch, name in (("bf16", "bfloat16"), ("fp16", "float16")):
-        enabled = _mapping(raw.get(switch)).get("enabled")
-        pairs += [(f"{switch}.enabled", enabled, "model.dtype", dtype)] * (enabled != (dtype == name))
-    if optimizer := _mapping(raw.get("optimizer")):
-        given = _mapping(optimizer.get("params"))
-        betas = [t.adam_beta1, t.adam_beta2]
-        kind = optimizer.get("type", "AdamW")
-        pairs += [("optimizer.type", kind, "the optimizer", "AdamW")] * (str(kind).lower() not in ("adam", "adamw"))
-        pairs += [
-            ("optimizer.params.lr", given.get("lr"), "training.learning_rate", t.learning_rate),
-            ("optimizer.params.betas", given.get("betas"), "training.adam_beta1, adam_beta2", betas),
-            ("optimizer.params.eps", given.get("eps"), "training.adam_epsilon", t.adam_epsilon),
-            ("optimizer.params.weight_decay", given.get("weight_decay"), "training.weight_decay", t.weight_decay),
-        ]
-    found = [
-        f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
-        for key, theirs, name, ours in pairs
-        if theirs not in (None, "auto", ours)
+    owned = [
+        ("train_micro_batch_size_per_gpu", "training.per_device_train_batch_size", t.per_device_train_batch_size),
+        ("gradient_accumulation_steps", "training.gradient_accumulation_steps", t.gradient_accumulation_steps),
+        ("gradient_clipping", "training.max_grad_norm", t.max_grad_norm),
+        ("optimizer.params.lr", "training.learning_rate", t.learning_rate),
+        ("optimizer.params.betas", "training.adam_beta1, adam_beta2", [t.adam_beta1, t.adam_beta2]),
+        ("optimizer.params.eps", "training.adam_epsilon", t.adam_epsilon),
+        ("optimizer.params.weight_decay", "training.weight_decay", t.weight_decay),
     ]
+    if str(value_at(raw, ("optimizer", "type"))).lower() not in ("adam", "adamw"):
+        owned.append(("optimizer.type", "the optimizer", "AdamW"))
+    for switch, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if value_at(raw, (switch, "enabled")) != (dtype == name):
+            owned.append((f"{switch}.enabled", "model.dtype", dtype))
+    for key, name, ours in owned:
+        if (theirs := value_at(raw, parse_path(key))) not in (None, "auto", ours):
+            yield f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
     if raw.get("scheduler"):
-        found.append(f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON")
+        yield f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON"
     if raw.get("sequence_parallel_size", 1) != 1:
-        found.append(f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it")
-    return found
+        yield f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+# ---- the launch -----------------------------------------------------------------------------------------------------
+
+
+def launch_problems(
+    cfg: Config, world_size: int, has_vllm: bool = True, has_liger: bool = True, has_cuda: bool = True
+) -> Found:
+    """Find why `world_size` learners cannot run the config on such a machine (CFG-10, CFG-17, ROL-5)."""
+    if world_size > 1 and cfg.servers() and cfg.sync_mode() != "full":
+        rule = f"{world_size} learners in server mode need full; set it, or launch one learner"
+        yield cfg.rollout_path("vllm.sync.mode"), rule
+    backend = cfg.rollout_path("rollout_backend")
+    hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
+    if cfg.rm.rollout_backend == "vllm" and not has_vllm:
+        yield backend, f"vLLM is not installed here; install it (see README), or set {hf}"
+    if cfg.is_colocate and world_size % cfg.rm.vllm.tensor_parallel_size:
+        mode = cfg.rollout_path("vllm.mode")
+        way_out = f"set it to 1 (with {mode}: colocate) or to another divisor of {world_size}, or set {hf}"
+        yield cfg.rollout_path("vllm.tensor_parallel_size"), f"must divide the {world_size} learner(s); {way_out}"
+    if cfg.training.fused_kernels and not (has_liger and has_cuda):
+        missing = "CUDA devices" if has_liger else "the package liger-kernel (requirements-gpu.txt)"
+        yield "training.fused_kernels", f"needs {missing}, which this machine does not have; set it to false"
+    yield from (("deepspeed", rule) for rule in deepspeed_problems(cfg, world_size))
+
+
+def deepspeed_problems(cfg: Config, world_size: int) -> Iterator[str]:
+    """Find why the DeepSpeed JSON cannot be used by `world_size` learners."""
+    raw, problems = read_deepspeed(cfg)
+    yield from problems
+    yield from _contradictions(cfg, raw)
+    theirs, ours = raw.get("train_batch_size"), world_size * cfg.training.samples_per_rank
+    if theirs not in (None, "auto", ours):
+        rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
+        yield f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"

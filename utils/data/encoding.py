@@ -1,4 +1,4 @@
-"""From a sample to the token ids and pixels of its prompt, as the checkpoint's own processor makes them."""
+"""Encode the prompts of samples into token ids and pixels, with the checkpoint's own processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from utils.data.samples import Sample
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as the model takes it: ids with image placeholders expanded, patches [num_patches, dim], grid [n, 3]."""
+    """A prompt as model input: ids with image placeholders expanded, patches [num_patches, dim], grid [n, 3]."""
 
     prompt_token_ids: list[int]
     pixel_values: torch.Tensor | None
@@ -27,10 +27,10 @@ class EncodedPrompt:
 
 
 def model_digest(path: str | Path) -> str | None:
-    """Of what a learner and its rollout server must have in common: architecture and vocabulary, not weights, which
-    the first sync brings. None where there is no such checkpoint to read."""
+    """Digest of what learner and rollout server must share: architecture and vocabulary, but not weights, which the
+    first sync brings. None where the checkpoint cannot be read."""
     try:
-        config = json.loads((Path(path) / "config.json").read_text(), object_hook=_without_incidentals)
+        config = json.loads((Path(path) / "config.json").read_text(), object_hook=_without_volatile_keys)
         tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
         parts = [config, tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
     except (OSError, ValueError, KeyError):
@@ -38,38 +38,38 @@ def model_digest(path: str | Path) -> str | None:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _without_incidentals(config: dict[str, Any]) -> dict[str, Any]:
-    """What saving a model again may change is left out."""
-    incidental = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-    return {key: value for key, value in config.items() if key not in incidental}
+def _without_volatile_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Drop the keys that may change when a model is saved again."""
+    volatile = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+    return {key: value for key, value in config.items() if key not in volatile}
 
 
 def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
-    """The model's own processor, with its pixel budget per image replaced where one is given."""
+    """Load the model's own processor, with its pixel limits per image replaced where they are given."""
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(path)
     image_processor = getattr(processor, "image_processor", None)
     if image_processor is not None and (min_pixels or max_pixels):
         size = dict(image_processor.size)
-        size["shortest_edge"] = min_pixels or size["shortest_edge"]  # Qwen's names for budgets in pixels
+        size["shortest_edge"] = min_pixels or size["shortest_edge"]  # Qwen's names for limits in pixels
         size["longest_edge"] = max_pixels or size["longest_edge"]
         image_processor.size = type(image_processor.size)(**size)
     return processor
 
 
 def prompt_chat(sample: Sample) -> list[dict[str, Any]]:
-    """The sample's prompt as a chat template takes it."""
+    """Return the sample's prompt as a chat template takes it."""
     return to_chat_messages(sample.messages, len(sample.images))
 
 
 def encode_prompt(sample: Sample, processor: Any) -> EncodedPrompt:
-    """Exactly the prompt that vLLM's Qwen3-VL sees for the same messages and images (ROL-3).
+    """Encode exactly the prompt that vLLM's Qwen3-VL sees for the same messages and images (ROL-3).
 
-    Only placeholders are replaced, text is never tokenized a second time.
+    Only placeholders are replaced; text is never tokenized a second time.
 
     Raises:
-        ValueError: the prompt's text holds image placeholders of its own.
+        ValueError: the prompt's text itself contains an image placeholder.
         OSError: an image cannot be read.
     """
     token_ids = render_prompt(processor, prompt_chat(sample))
@@ -82,7 +82,7 @@ def encode_prompt(sample: Sample, processor: Any) -> EncodedPrompt:
 
 
 def num_prompt_tokens(sample: Sample, processor: Any) -> int:
-    """Length of the encoded prompt in tokens, without opening an image."""
+    """Return the length of the encoded prompt in tokens, without opening an image."""
     token_ids = render_prompt(processor, prompt_chat(sample))
     if not sample.images:
         return len(token_ids)

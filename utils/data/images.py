@@ -1,4 +1,7 @@
-"""Opens the images of rollout requests, and only those that may be opened (SRV-5). No network unless allowed."""
+"""Open images: the learner's from data files, and the rollout server's, which may read only what it is allowed (SRV-5).
+
+The server uses no network unless that is allowed. Both sides turn pixels into RGB with `to_rgb`.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,27 @@ import os
 import re
 import stat
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_IMAGE_BYTES = 64 << 20
-MAX_IMAGE_PIXELS = 64 << 20  # told by an image's first bytes; a few kilobytes can unpack to any number of pixels
+MAX_IMAGE_PIXELS = 64 << 20  # as the header declares them; a few kilobytes can unpack to any number of pixels
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS, which runs a program
 URL_TIMEOUT_S = 20.0
+EXIF_ORIENTATION = 0x0112
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*\Z")
 
 
 class ImageRefused(ValueError):
-    """The server is not allowed to read this image; trying again cannot help."""
+    """The server is not allowed to read this image; a retry cannot help."""
 
 
 class ImageStore:
-    """Reads images from data URIs, base64, files below `roots`, and http(s) URLs if `allow_urls`.
+    """Read images from data URIs, base64, files below `roots`, and http(s) URLs if `allow_urls`.
 
     Args:
         roots: directories; a file counts as inside only after all `..` and symbolic links are resolved.
@@ -38,7 +43,7 @@ class ImageStore:
         self.allow_urls = allow_urls
 
     def open(self, source: str) -> Image.Image:
-        """The image as RGB, fully decoded. Blocking: call it in a thread.
+        """Return the image as RGB, fully decoded. Blocking: call it in a thread.
 
         Raises:
             ImageRefused: path outside the roots, URL not allowed.
@@ -50,7 +55,7 @@ class ImageStore:
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_IMAGE_PIXELS >> 20} Mi")
             return to_rgb(image)
-        except Exception as error:  # Pillow's decoders raise whatever they like for broken bytes
+        except Exception as error:  # Pillow's decoders raise any kind of error for broken bytes
             raise ValueError(f"not a readable image: {_short(source)}: {error}") from error
 
     def _read(self, source: str) -> bytes:
@@ -74,19 +79,19 @@ class ImageStore:
             raise ValueError(f"cannot read image {_short(path)}: {error}") from error
         self._check_inside(real, path)
         try:
-            # O_NONBLOCK: a named pipe must not hang the server; O_NOFOLLOW: the resolved path holds no links any more.
+            # O_NONBLOCK: a named pipe must not hang the server. O_NOFOLLOW: the resolved path holds no links.
             with os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise ValueError(f"image {_short(path)} is not a regular file")
-                # What was opened in the end: a directory may have been swapped for a link after the check above.
+                # Check the file that was opened: a directory may have been swapped for a link since the check above.
                 self._check_inside(Path(os.readlink(f"/proc/self/fd/{file.fileno()}")), path)
                 return _bounded(file.read(MAX_IMAGE_BYTES + 1), path)
         except OSError as error:
             raise ValueError(f"cannot read image {_short(path)}: {error.strerror}") from error
 
     def _check_inside(self, real: Path, path: str) -> None:
-        """Raises ImageRefused unless `real`, which holds no links, lies below a root."""
+        """Raise ImageRefused unless `real`, which holds no links, lies below a root."""
         if not any(real.is_relative_to(root) for root in self.roots):
             roots = ", ".join(map(str, self.roots)) or "(none)"
             raise ImageRefused(
@@ -100,19 +105,20 @@ class ImageStore:
                 f"image URL {_short(url)} refused: only http(s), and only with rollout_server.allow_image_urls: true"
             )
         try:
-            with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as answer:
-                return _bounded(answer.read(MAX_IMAGE_BYTES + 1), url)
+            with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as response:
+                return _bounded(response.read(MAX_IMAGE_BYTES + 1), url)
         except OSError as error:  # URLError, timeouts and refused connections are all OSErrors
             raise ValueError(f"cannot fetch image {_short(url)}: {error}") from error
 
 
 def _looks_like_base64(source: str) -> bool:
-    """True if the text decodes to something that starts like an image file. "/9j/..." is a JPEG, not a path."""
+    """Tell whether the text decodes to the start of an image file. "/9j/..." is a JPEG, not a path."""
     head = source[:64].strip()
-    if len(source) < 24 or not _BASE64.match(head[: len(head) // 4 * 4]):
+    head = head[: len(head) // 4 * 4]
+    if len(source) < 24 or not _BASE64.match(head):
         return False
     try:
-        return base64.b64decode(head[: len(head) // 4 * 4]).startswith(_MAGIC)
+        return base64.b64decode(head).startswith(_MAGIC)
     except binascii.Error:
         return False
 
@@ -130,13 +136,15 @@ def _bounded(data: bytes, source: str) -> bytes:
     return data
 
 
-def _short(source: str) -> str:
-    """For messages: base64 payloads are megabytes long."""
-    return source if len(source) <= 120 else f"{source[:100]}... ({len(source)} characters)"
+def _short(source: str | os.PathLike) -> str:
+    """Shorten a source for messages; a base64 payload is megabytes long."""
+    name = os.fspath(source)
+    is_path = len(name) <= 500 and not name.startswith("data:")
+    return name if is_path else f"{name[:40]}... ({len(name)} characters)"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB as `utils.data.samples.open_image` makes it: turned as the EXIF tag says, transparency on white."""
+    """Convert to RGB, turned as the EXIF tag says, transparency on white."""
     image = ImageOps.exif_transpose(image)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
@@ -144,36 +152,21 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-EXIF_ORIENTATION = 0x0112
-
-
 def open_image(image: str | os.PathLike) -> Image.Image:
-    """The image at a path or in a `data:` URI as RGB, made by the function that the server uses too.
-
-    Raises:
-        OSError: missing, unreadable or not an image; the message names it.
-    """
-    try:
-        with _open_lazily(image) as opened:
-            return to_rgb(opened)
-    except Image.DecompressionBombError as error:
-        raise OSError(f"{_short(image)}: {error}") from None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise _image_error(image, error) from None
-
-
-def image_size(image: str | os.PathLike) -> tuple[int, int]:
-    """(height, width) as `open_image` will give it, from the header alone.
+    """Return the image at a path or in a `data:` URI as RGB.
 
     Raises:
         OSError: missing (`FileNotFoundError`), unreadable or not an image; the message names it.
     """
-    try:
-        with _open_lazily(image) as opened:
-            width, height = opened.size
-            turned = opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _image_error(image, error) from None
+    with _named_errors(image), _open_lazily(image) as opened:
+        return to_rgb(opened)
+
+
+def image_size(image: str | os.PathLike) -> tuple[int, int]:
+    """Return (height, width) as `open_image` will give it, from the header alone. Raises as `open_image` does."""
+    with _named_errors(image), _open_lazily(image) as opened:
+        width, height = opened.size
+        turned = opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
     return (width, height) if turned else (height, width)
 
 
@@ -187,14 +180,14 @@ def _open_lazily(image: str | os.PathLike) -> Image.Image:
         raise ValueError(f"bad base64: {error}") from None
 
 
-def _image_error(image: str | os.PathLike, error: Exception) -> OSError:
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(f"{_short(image)}: no such image")
-    if isinstance(error, UnidentifiedImageError):
-        return OSError(f"{_short(image)}: not an image that can be read")
-    return OSError(f"{_short(image)}: {getattr(error, 'strerror', None) or error}")
-
-
-def _short(image: str | os.PathLike) -> str:
-    name = os.fspath(image)
-    return name[:40] + "..." if name.startswith("data:") else name
+@contextmanager
+def _named_errors(image: str | os.PathLike) -> Iterator[None]:
+    """Turn whatever Pillow raises into an `OSError` that names the image."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{_short(image)}: no such image") from None
+    except UnidentifiedImageError:
+        raise OSError(f"{_short(image)}: not an image that can be read") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise OSError(f"{_short(image)}: {getattr(error, 'strerror', None) or error}") from None

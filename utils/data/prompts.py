@@ -1,11 +1,12 @@
-"""One place where messages become prompt tokens, shared by the learner and the rollout server.
+"""Turn messages into prompt tokens, for the learner and the rollout server alike.
 
-Both sides must write the same prompt for the same messages, or the learner would train behind a prompt that the engine
-never saw (ROL-3). Images are only placeholders here; `utils.data.samples.encode_prompt` and vLLM expand them.
+Both must write the same prompt for the same messages, or the learner would train on a prompt that the engine never saw
+(ROL-3). Images are only placeholders here; `utils.data.encoding.encode_prompt` and vLLM expand them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,13 @@ IMAGE_MARKER = "<image>"
 
 
 def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them: each image one `{"type": "image"}` part, plain text a string.
+    """Return messages as a chat template takes them: each image one `{"type": "image"}` part, plain text a string.
 
     Content comes as a string with `<image>` markers or as a list of parts. As in ms-swift, images without a marker go
-    to the front of the first user message. Applied to its own result it changes nothing.
+    to the front of the first user message. The function leaves its own result unchanged.
 
     Raises:
-        ValueError: more markers than images, no user message to hold an image, a part or role of unknown form.
+        ValueError: more markers than images, no user message to hold an image, an unknown part or role.
     """
     chat = [{"role": _role(message), "content": _parts(message)} for message in messages]
     markers = sum(part["type"] == "image" for message in chat for part in message["content"])
@@ -34,9 +35,9 @@ def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> lis
 
 
 def render_prompt(processor_or_tokenizer: Any, chat_messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of the prompt by the model's own chat template, ready for the assistant's first token.
+    """Return the token ids of the prompt by the model's own chat template, up to the assistant's first token.
 
-    `chat_messages` as `to_chat_messages` returns them. Each image is still one placeholder token.
+    `chat_messages` are as `to_chat_messages` returns them. Each image is still one placeholder token.
     """
     text = processor_or_tokenizer.apply_chat_template(list(chat_messages), tokenize=False, add_generation_prompt=True)
     tokenizer = getattr(processor_or_tokenizer, "tokenizer", processor_or_tokenizer)
@@ -51,7 +52,7 @@ def _role(message: dict[str, Any]) -> str:
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Content as a list of `{"type": "text", "text": str}` and `{"type": "image"}`, payloads of images left out."""
+    """Return the content as parts `{"type": "text", "text": str}` and `{"type": "image"}`, without image payloads."""
     content = message.get("content")
     if isinstance(content, str):
         return _split_markers(content)
@@ -70,18 +71,12 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _split_markers(text: str) -> list[dict[str, Any]]:
-    """Text cut at `<image>`: "a<image>b" becomes text a, image, text b."""
-    parts: list[dict[str, Any]] = []
-    for i, piece in enumerate(text.split(IMAGE_MARKER)):
-        if i > 0:
-            parts.append({"type": "image"})
-        if piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
+    """Split text at `<image>`: "a<image>b" becomes text a, image, text b."""
+    pieces = filter(None, re.split(f"({IMAGE_MARKER})", text))
+    return [{"type": "image"} if piece == IMAGE_MARKER else {"type": "text", "text": piece} for piece in pieces]
 
 
 def _text_or_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Text alone as one string: templates of models without images know no parts."""
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return "".join(part["text"] for part in parts)
+    """Join parts without an image into one string: chat templates of text-only models know no parts."""
+    has_image = any(part["type"] == "image" for part in parts)
+    return parts if has_image else "".join(part["text"] for part in parts)

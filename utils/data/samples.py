@@ -1,7 +1,7 @@
-"""From JSONL files to samples, to an endless stream of them, to encoded prompts.
+"""Read JSONL files into samples: our own format and ms-swift's (DAT-1 to DAT-3).
 
-Owns the data format (DAT-1 to DAT-3) and the order of samples (LRN-1). Everything wrong with the files is found before
-training and reported together. The text of the prompt is `utils.data.prompts`' work; batches are the trainer's.
+Every mistake in the files is found before training, and all are reported together. `utils.data.stream` orders the
+samples; `utils.data.encoding` makes token ids and pixels of them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
 from utils.answer_format import COORD_TOKENS, AnswerFormat
-from utils.data.bad_lines import BadLine
 from utils.data.images import image_size
+from utils.data.mistakes import BadLine
 from utils.data.prompts import IMAGE_MARKER, to_chat_messages
 from utils.geometry import Object, bounding_box, pixels_to_bins
 
 logger = logging.getLogger(__name__)
 
-# Annotation tools round outwards; what lies at most this far outside the image is clamped, the rest is a mistake.
+# Annotation tools round outwards: a point at most this far outside the image is clamped, any other is a mistake.
 EDGE_TOLERANCE_PX = 0.5
-# A description that spells a token of the vocabulary's own would change the answer's structure.
+# A description that spells a special token would change the structure of the response.
 SPECIAL_TOKEN = re.compile(r"<\|[^|>]*\|>")
-# What no tokenizer takes and no file can hold; JSON's escapes can spell it.
+# JSON escapes can spell lone surrogates, which no tokenizer accepts and no file can hold.
 SURROGATE = re.compile("[\ud800-\udfff]")
 FORMAT_KEYS = frozenset({"id", "images", "width", "height", "objects", "messages", "prompt"})
 
@@ -39,7 +40,7 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class DataError(Exception):
-    """Mistakes in data files; `problems` holds one `file:line: reason` each, in order."""
+    """Mistakes in data files; `problems` lists them as `file:line: reason`, in order."""
 
     def __init__(self, problems: Sequence[str], max_shown: int = 50):
         self.problems = list(problems)
@@ -53,10 +54,10 @@ class DataError(Exception):
 class Sample:
     """One image (or several) with its prompt and its ground truth.
 
-    `images` are absolute paths or `data:` URIs, `image_sizes` their (height, width) as opened, `objects` are in bins of
-    `width` x `height` on the answer format's grid, `messages` are the prompt only, as strings with `<image>` markers,
-    `source` is "file:line". `extra` holds all other keys of the line as they are, for rewards: `domain` and `summary`
-    and a user's own.
+    `images` are absolute paths or `data:` URIs, `image_sizes` their (height, width) as opened. `objects` are in bins of
+    `width` x `height` on the answer format's grid. `messages` are the prompt only, as strings with `<image>` markers.
+    `source` is "file:line". `extra` holds all other keys of the line unchanged, for rewards: `domain`, `summary` and
+    any of the user's own.
     """
 
     id: str
@@ -70,9 +71,6 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-# ---- reading files -------------------------------------------------------------------------------------------------
-
-
 def load_samples(
     paths: Sequence[str | os.PathLike],
     prompt: str | None = None,
@@ -80,16 +78,17 @@ def load_samples(
     skipped: list[BadLine] | None = None,
     form: AnswerFormat = COORD_TOKENS,
 ) -> list[list[Sample]]:
-    """Samples of each file, in file order. `prompt` is used where a line brings neither `prompt` nor `messages`.
+    """Read the samples of each file, in file order. `prompt` is for lines with neither `prompt` nor `messages`.
 
     Args:
         object_order: "file" or "sorted": top to bottom, then left to right, by the upper left corner.
-        skipped: where lines that cannot be used are added; None: any such line is an error.
-        form: coordinates are read onto its grid; where it has no polygons, each becomes the tightest box around it, and
-            one warning says how many did.
+        skipped: receives the lines that cannot be used; None makes any such line an error.
+        form: coordinates are mapped to its grid. If it has no polygons, each becomes the tightest box around it, and
+            one warning counts them.
 
     Raises:
-        DataError: with every problem of every file; with `skipped`, of files that cannot be read or leave no sample.
+        DataError: with every problem of every file; with `skipped`, only of files that are unreadable or leave no
+            sample.
     """
     if object_order not in ("file", "sorted"):
         raise ValueError(f"object_order={object_order!r}: must be 'file' or 'sorted'")
@@ -109,17 +108,13 @@ def load_samples(
 
 
 def _as_boxes(datasets: list[list[Sample]], form: AnswerFormat) -> list[list[Sample]]:
-    """The same samples with a box for every polygon."""
+    """Replace every polygon by the box around it."""
     objects = [obj for samples in datasets for sample in samples for obj in sample.objects]
     num_polygons = sum(obj.kind == "poly" for obj in objects)
     if not num_polygons:
         return datasets
-    logger.warning(
-        "%d of %d objects are polygons, which answer_format: %s cannot say; each is used as the box around it",
-        num_polygons,
-        len(objects),
-        form.name,
-    )
+    warning = "%d of %d objects are polygons, which answer_format: %s cannot express; each becomes the box around it"
+    logger.warning(warning, num_polygons, len(objects), form.name)
 
     def boxed(sample: Sample) -> Sample:
         return replace(sample, objects=[replace(o, kind="bbox_2d", coords=bounding_box(o)) for o in sample.objects])
@@ -134,25 +129,25 @@ def read_samples(
     only: Container[int] | None = None,
     max_bin: int = COORD_TOKENS.max_bin,
 ) -> Iterator[Sample | BadLine]:
-    """What each line of a file gives, in file order; blank lines give nothing. Few lines are in memory at a time.
+    """Yield a sample or a bad line for each line of a file that is not blank, in order, with few lines in memory.
 
-    A file that cannot be read or has blank lines only gives a `BadLine` of its own. `only`: line numbers to look at.
+    A file that is unreadable or has only blank lines yields one `BadLine` of line 0. `only`: the line numbers to read.
     """
     base = Path(path).absolute().parent
+    is_empty = True
 
     def read(item: tuple[int, bytes]) -> Sample | BadLine:
+        number, line = item
         try:
-            return _read_sample(_parse_line(item[1]), base, f"{path}:{item[0]}", prompt, object_order, max_bin)
-        except _Bad as bad:
-            return BadLine(str(path), item[0], bad.problems)
-
-    num_lines = 0
+            return _read_sample(_parse_line(line), base, f"{path}:{number}", prompt, object_order, max_bin)
+        except _Mistake as mistake:
+            return BadLine(str(path), number, mistake.problems)
 
     def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-        nonlocal num_lines
+        nonlocal is_empty
         for number, line in enumerate(file, start=1):
             if line.strip():
-                num_lines += 1
+                is_empty = False
                 if only is None or number in only:
                     yield number, line.rstrip(b"\r\n")
 
@@ -163,45 +158,46 @@ def read_samples(
     except OSError as error:
         yield BadLine(str(path), 0, [("file", f"cannot be read: {error.strerror or error}")])
         return
-    if not num_lines:
+    if is_empty:
         yield BadLine(str(path), 0, [("file", "the file is empty; it needs at least one sample")])
 
 
 def fingerprint(datasets: Sequence[Sequence[Sample]]) -> str:
-    """A digest of which lines of which files are in use, and how often."""
-    digest = hashlib.sha256()
-    for dataset in datasets:
-        digest.update(json.dumps([sample.source for sample in dataset]).encode())
-    return digest.hexdigest()
+    """Digest of the lines of each file that are in use, in order."""
+    sources = [[sample.source for sample in dataset] for dataset in datasets]
+    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
 
 
 def check_same_samples(fingerprints: Sequence[str]) -> None:
-    """Ranks that skipped different lines (an image one of them could not read) would train on different streams.
+    """Refuse to train where ranks skipped different lines, such as an image that one of them could not read.
 
     Raises:
         DataError: on all ranks; `fingerprints` holds one per rank.
     """
     other = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
     if other:
-        raise DataError([f"ranks {other} can use other samples than rank 0: not every rank reads the same files"])
+        raise DataError([f"ranks {other} can use other samples than rank 0; let every rank read the same files"])
 
 
 def map_ahead(
     function: Callable[[Item], Result], items: Iterable[Item], num_threads: int = 8, max_ahead: int = 64
 ) -> Iterator[Result]:
-    """`map` by threads, in order, that never holds more than `max_ahead` items or results."""
+    """`map` in threads, in order, which never holds more than `max_ahead` items or results."""
     with ThreadPoolExecutor(num_threads) as pool:
-        waiting: deque = deque()
+        pending: deque[Future[Result]] = deque()
         for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) == max_ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(function, item))
+            if len(pending) == max_ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
-class _Bad(Exception):
-    """Why one line cannot be used: one (class of `bad_lines.KINDS`, reason) pair, or several as `problems`."""
+# ---- one line ------------------------------------------------------------------------------------------------------
+
+
+class _Mistake(Exception):
+    """Why a line cannot be used: one (class of `mistakes.KINDS`, reason) pair, or several as `problems`."""
 
     def __init__(self, kind: str = "", reason: str = "", problems: Sequence[tuple[str, str]] = ()):
         self.problems = list(problems) or [(kind, reason)]
@@ -214,39 +210,39 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"), parse_constant=no_constant)
     except UnicodeDecodeError as error:
-        raise _Bad("json", f"not UTF-8 at byte {error.start}") from None
+        raise _Mistake("json", f"not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise _Bad("json", f"not valid JSON: {error}") from None
+        raise _Mistake("json", f"not valid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise _Bad("json", f"a sample is one JSON object, not {_kind(row)}")
+        raise _Mistake("json", f"a sample is one JSON object, not {_json_type(row)}")
     if b"\\ud" in line.lower() and SURROGATE.search(json.dumps(row, ensure_ascii=False)):
-        raise _Bad("json", "half a character: an escape \\ud800 to \\udfff without its other half")
+        raise _Mistake("json", "half a character: an escape \\ud800 to \\udfff without its other half")
     return row
 
 
 def _read_sample(
     row: dict[str, Any], base: Path, source: str, prompt: str | None, object_order: str, max_bin: int
 ) -> Sample:
-    """Read every part even if another is wrong, so that one run shows all that is wrong with a line."""
+    """Read every part even if another is wrong, so that one run reports all mistakes of a line."""
     problems: list[tuple[str, str]] = []
 
-    def attempt(read, *args, default=None):
+    def read_part(read: Callable[..., Any], *args: Any, default: Any = None) -> Any:
         try:
             return read(*args)
-        except _Bad as bad:
-            problems.extend(bad.problems)
+        except _Mistake as mistake:
+            problems.extend(mistake.problems)
             return default
 
-    messages, inside = attempt(_read_messages, row, prompt, default=(None, []))
-    images = attempt(_read_images, row, inside, base)
-    sizes = None if images is None else attempt(_image_sizes, images)
-    size = attempt(_read_size, row, sizes)
-    objects = attempt(_read_objects, row, sizes, size, max_bin)
-    sample_id = attempt(_read_id, row, source)
+    messages, inside = read_part(_read_messages, row, prompt, default=(None, []))
+    images = read_part(_read_images, row, inside, base)
+    sizes = None if images is None else read_part(_image_sizes, images)
+    size = read_part(_read_size, row, sizes)
+    objects = read_part(_read_objects, row, sizes, size, max_bin)
+    sample_id = read_part(_read_id, row, source)
     if messages is not None and images is not None:
-        attempt(_check_markers, messages, len(images))
+        read_part(_check_markers, messages, len(images))
     if problems:
-        raise _Bad(problems=problems)
+        raise _Mistake(problems=problems)
     if object_order == "sorted":
         objects = sorted(objects, key=lambda item: (bounding_box(item)[1], bounding_box(item)[0]))
     extra = {key: value for key, value in row.items() if key not in FORMAT_KEYS}
@@ -258,54 +254,49 @@ def _read_id(row: dict[str, Any], source: str) -> str:
     if value is None:
         return source
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise _Bad("id", f"id: must be a string, not {_kind(value)}")
+        raise _Mistake("id", f"id: must be a string, not {_json_type(value)}")
     return str(value)
 
 
 def _read_messages(row: dict[str, Any], prompt: str | None) -> tuple[list[dict[str, str]], list[Any]]:
-    """The prompt's messages as strings with markers, and the images that came inside content lists.
+    """Return the prompt's messages as strings with markers, and the images inside their content lists.
 
-    Answers at the end (supervised data carries them) are left out: rollouts make their own.
+    Responses at the end, which supervised data carries, are dropped: rollouts make their own.
     """
-    given = row.get("messages")
-    own_prompt = row.get("prompt")
+    given, own_prompt = row.get("messages"), row.get("prompt")
     if own_prompt is not None and not isinstance(own_prompt, str):
-        raise _Bad("prompt", f"prompt: must be a string, not {_kind(own_prompt)}")
+        raise _Mistake("prompt", f"prompt: must be a string, not {_json_type(own_prompt)}")
     if given is None:
         text = own_prompt if own_prompt is not None else prompt
         if not text:
-            raise _Bad("prompt", "no prompt: neither the line (messages, prompt) nor the config (data.prompt) has one")
+            raise _Mistake("prompt", "no prompt: neither the line (messages, prompt) nor data.prompt in the config")
         return [{"role": "user", "content": text}], []
     if own_prompt is not None:
-        raise _Bad("prompt", "prompt: a line has either messages or prompt, not both")
+        raise _Mistake("prompt", "prompt: a line has either messages or prompt, not both")
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
-        raise _Bad("messages", "messages: must be a list of {role, content}")
+        raise _Mistake("messages", "messages: must be a list of {role, content}")
     images: list[Any] = []
     messages = [{"role": message.get("role"), "content": _flat_content(message, images)} for message in given]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
-        raise _Bad("messages", "messages: there is no user message")
+        raise _Mistake("messages", "messages: there is no user message")
     return messages, images
 
 
 def _flat_content(message: dict[str, Any], images: list[Any]) -> str:
-    content = message.get("content")
-    if message.get("role") not in ("system", "user", "assistant", "tool"):
-        raise _Bad("messages", f"messages: role {message.get('role')!r} is not one of system, user, assistant, tool")
-    if isinstance(content, str):
-        text = content
-    elif isinstance(content, list):
-        text = "".join(_flat_part(part, images) for part in content)
-    else:
-        raise _Bad("messages", f"messages: content must be a string or a list of parts, not {_kind(content)}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise _Mistake("messages", f"messages: role {role!r} is not one of system, user, assistant, tool")
+    if isinstance(content, list):
+        content = "".join(_flat_part(part, images) for part in content)
+    if not isinstance(content, str):
+        raise _Mistake("messages", f"messages: content must be a string or a list of parts, not {_json_type(content)}")
     for marker in ("<ref-object>", "<bbox>", "<video>", "<audio>"):
-        if marker in text and message["role"] != "assistant":
-            raise _Bad(
-                "messages",
-                f"messages: the marker {marker} is not supported in a prompt; write out what it stands for",
-            )
-    return text
+        if marker in content and role != "assistant":
+            reason = f"messages: the marker {marker} is not supported in a prompt; write out what it stands for"
+            raise _Mistake("messages", reason)
+    return content
 
 
 def _flat_part(part: Any, images: list[Any]) -> str:
@@ -320,43 +311,41 @@ def _flat_part(part: Any, images: list[Any]) -> str:
         url = part.get("image_url")
         images.append(url.get("url") if isinstance(url, dict) else url)
         return IMAGE_MARKER
-    raise _Bad("messages", f"messages: the part {json.dumps(part)[:80]} is neither text nor image")
+    raise _Mistake("messages", f"messages: the part {json.dumps(part)[:80]} is neither text nor image")
 
 
 def _check_markers(messages: list[dict[str, str]], num_images: int) -> None:
     try:
         to_chat_messages(messages, num_images)
     except ValueError as error:
-        raise _Bad("messages", f"messages: {error}") from None
+        raise _Mistake("messages", f"messages: {error}") from None
 
 
 def _read_images(row: dict[str, Any], inside: list[Any], base: Path) -> list[str]:
     given = row.get("images")
     if given is None and not inside:
-        raise _Bad(
-            "images", f"images: missing (the line has {', '.join(map(repr, row)) or 'nothing'}); [] for a text sample"
-        )
+        keys = ", ".join(map(repr, row)) or "nothing"
+        raise _Mistake("images", f"images: missing (the line has {keys}); [] for a text sample")
     if given and inside:
-        raise _Bad("images", "images: given both as a list and inside the messages")
-    given = inside if not given else given
+        raise _Mistake("images", "images: given both as a list and inside the messages")
+    given = given or inside
     if not isinstance(given, list):
-        raise _Bad("images", f"images: must be a list, not {_kind(given)}")
+        raise _Mistake("images", f"images: must be a list, not {_json_type(given)}")
     return [_read_image(image, i, base) for i, image in enumerate(given)]
 
 
 def _read_image(image: Any, index: int, base: Path) -> str:
-    """One entry of `images` (path, data URI, or ms-swift's {"path", "bytes"}) as an absolute path or data URI."""
-    where = f"images[{index}]"
+    """Return an entry of `images` (path, data URI or ms-swift's {"path", "bytes"}) as an absolute path or data URI."""
     if isinstance(image, dict):
         if isinstance(image.get("bytes"), str):
             return f"data:image;base64,{image['bytes']}"
         image = image.get("path")
     if not isinstance(image, str) or not image:
-        raise _Bad("images", f"{where}: must be a path, not {_kind(image)}")
+        raise _Mistake("images", f"images[{index}]: must be a path, not {_json_type(image)}")
     if image.startswith("data:"):
         return image
     if re.match(r"https?://", image):
-        raise _Bad("images", f"{where}: {image}: data files name local images only; download it first")
+        raise _Mistake("images", f"images[{index}]: {image}: data files name local images only; download it first")
     return str((base / image.removeprefix("file://")).absolute())
 
 
@@ -369,79 +358,76 @@ def _image_sizes(images: list[str]) -> list[tuple[int, int]]:
             kind = "image_missing" if isinstance(error, FileNotFoundError) else "image_unreadable"
             problems.append((kind, f"images[{i}]: {error}"))
     if problems:
-        raise _Bad(problems=problems)
+        raise _Mistake(problems=problems)
     return sizes
 
 
 def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tuple[int, int] | None:
-    """(width, height) of the line, else of its only image, else (0, 0). None if that image cannot be read."""
-    given = {name: row.get(name) for name in ("width", "height")}
-    if given["width"] is None and given["height"] is None:
+    """Return (width, height) of the line, else of its only image, else (0, 0); None if that image cannot be read."""
+    given = (row.get("width"), row.get("height"))
+    if given == (None, None):
         if sizes is None:
             return None
         return sizes[0][::-1] if len(sizes) == 1 else (0, 0)
-    bad = [
-        ("size", f"{name}: must be a positive integer, not {json.dumps(value)}")
-        for name, value in given.items()
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0
-    ]
-    if bad:
-        raise _Bad(problems=bad)
-    return given["width"], given["height"]
+    wrong = [pair for pair in zip(("width", "height"), given, strict=True) if type(pair[1]) is not int or pair[1] <= 0]
+    if wrong:
+        rule = "must be a positive integer, not"
+        raise _Mistake(problems=[("size", f"{name}: {rule} {json.dumps(value)}") for name, value in wrong])
+    return given
 
 
 def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None, max_bin: int) -> list[Object]:
-    """All objects; `sizes` and `size` are None where what they come from is wrong and has been reported."""
+    """Read all objects. `sizes` and `size` are None where their source is wrong and has been reported."""
     given = row.get("objects", [] if "summary" in row else None)  # a summary needs no objects
     if given is None:
-        raise _Bad("objects", "objects: missing; write [] for an image without objects")
+        raise _Mistake("objects", "objects: missing; write [] for an image without objects")
     if isinstance(given, dict):
         items = _swift_objects(given, sizes, size)
     elif isinstance(given, list):
         items = [(item, size) for item in given]
     else:
-        raise _Bad("objects", f"objects: must be a list, not {_kind(given)}")
+        raise _Mistake("objects", f"objects: must be a list, not {_json_type(given)}")
     objects, problems = [], []
     for i, (item, extent) in enumerate(items):
         try:
             objects.append(_read_object(item, extent, max_bin))
-        except _Bad as bad:
-            problems.extend((kind, f"objects[{i}]{reason}") for kind, reason in bad.problems)
+        except _Mistake as mistake:
+            problems.extend((kind, f"objects[{i}]{reason}") for kind, reason in mistake.problems)
     if problems:
-        raise _Bad(problems=problems)
+        raise _Mistake(problems=problems)
     return objects
 
 
 def _swift_objects(
     given: dict[str, Any], sizes: list[tuple[int, int]] | None, size: tuple[int, int] | None
 ) -> list[tuple[dict[str, Any], tuple[float, float] | None]]:
-    """ms-swift's {"ref": [...], "bbox": [[...]], "bbox_type"?, "image_id"?} as pairs (object of our form, its extent).
+    """Turn ms-swift's {"ref": [...], "bbox": [[...]], "bbox_type"?, "image_id"?} into pairs (object in our format, its
+    extent).
 
     One `ref` may name several boxes. Four numbers are a box, six or more a polygon. `bbox_type: norm1` means fractions.
     """
     refs, boxes = given.get("ref"), given.get("bbox")
     if not isinstance(refs, list) or not isinstance(boxes, list):
-        raise _Bad("objects", 'objects: must be a list, or {"ref": [...], "bbox": [[...]]}')
+        raise _Mistake("objects", 'objects: must be a list, or {"ref": [...], "bbox": [[...]]}')
     if len(refs) == 1:
         refs = refs * len(boxes)
     if len(refs) != len(boxes):
-        raise _Bad("objects", f"objects: {len(refs)} ref entries for {len(boxes)} bbox entries; each box needs its own")
+        raise _Mistake("objects", f"objects: {len(refs)} ref entries for {len(boxes)} bbox entries; pair them")
     kind = given.get("bbox_type") or "real"
     if kind not in ("real", "norm1"):
-        raise _Bad("objects", f"objects.bbox_type: {kind!r} is not 'real' (pixels) or 'norm1' (fractions)")
+        raise _Mistake("objects", f"objects.bbox_type: {kind!r} is not 'real' (pixels) or 'norm1' (fractions)")
     image_ids = given.get("image_id") or []
     if not isinstance(image_ids, list):
-        raise _Bad("objects", f"objects.image_id: must be a list, not {_kind(image_ids)}")
-    image_ids = image_ids + [0] * (len(boxes) - len(image_ids))
+        raise _Mistake("objects", f"objects.image_id: must be a list, not {_json_type(image_ids)}")
     objects = []
-    for ref, box, image_id in zip(refs, boxes, image_ids, strict=False):
+    for ref, box, image_id in zip(refs, boxes, chain(image_ids, repeat(0)), strict=False):
         item = {"desc": ref, "poly" if isinstance(box, list) and len(box) >= 6 else "bbox_2d": box}
         extent = size
         if kind == "norm1":
             extent = (1.0, 1.0)
         elif image_id != 0 or sizes is not None and len(sizes) > 1:
             if sizes is None or not isinstance(image_id, int) or not 0 <= image_id < len(sizes):
-                raise _Bad("objects", f"objects.image_id: there is no image {image_id!r}")
+                raise _Mistake("objects", f"objects.image_id: there is no image {image_id!r}")
             extent = sizes[image_id][::-1]
         objects.append((item, extent))
     return objects
@@ -449,36 +435,33 @@ def _swift_objects(
 
 def _read_object(item: Any, size: tuple[int, int] | None, max_bin: int) -> Object:
     if not isinstance(item, dict):
-        raise _Bad("objects", f": must be an object, not {_kind(item)}")
+        raise _Mistake("objects", f": must be an object, not {_json_type(item)}")
     desc = item.get("desc")
     if not isinstance(desc, str) or not desc.strip():
-        raise _Bad("desc", ".desc: must be a non-empty string")
+        raise _Mistake("desc", ".desc: must be a non-empty string")
     if SPECIAL_TOKEN.search(desc):
-        raise _Bad("desc", f".desc: {desc!r} spells a special token")
+        raise _Mistake("desc", f".desc: {desc!r} spells a special token")
     kinds = [kind for kind in ("bbox_2d", "poly") if kind in item]
     if len(kinds) != 1:
-        raise _Bad("geometry", f": needs exactly one of bbox_2d and poly, has {' and '.join(kinds) or 'neither'}")
+        raise _Mistake("geometry", f": needs exactly one of bbox_2d and poly, has {' and '.join(kinds) or 'neither'}")
     kind = kinds[0]
     numbers = item[kind]
     if not isinstance(numbers, list) or not all(_is_number(x) for x in numbers):
-        raise _Bad("geometry", f".{kind}: must be a list of numbers")
+        raise _Mistake("geometry", f".{kind}: must be a list of numbers")
     if kind == "bbox_2d" and len(numbers) != 4:
-        raise _Bad("geometry", f".bbox_2d: must have 4 numbers, has {len(numbers)}")
+        raise _Mistake("geometry", f".bbox_2d: must have 4 numbers, has {len(numbers)}")
     if kind == "poly" and (len(numbers) < 6 or len(numbers) % 2):
-        raise _Bad("geometry", f".poly: must have an even number of numbers, at least 6, has {len(numbers)}")
+        raise _Mistake("geometry", f".poly: must have an even number of numbers, at least 6, has {len(numbers)}")
     if kind == "bbox_2d" and (numbers[0] > numbers[2] or numbers[1] > numbers[3]):
-        raise _Bad("geometry", f".bbox_2d: {numbers} is not [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2")
+        raise _Mistake("geometry", f".bbox_2d: {numbers} is not [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2")
     if size is None:
-        return Object(desc, kind, ())  # never used: the line is refused for another reason
+        return Object(desc, kind, ())  # never used: the line is rejected for another reason
     if size == (0, 0):
-        raise _Bad("size", ": there is no image size; the line needs width and height")
+        raise _Mistake("size", ": there is no image size; the line needs width and height")
     width, height = size
     slack = 0.0 if width == 1.0 else EDGE_TOLERANCE_PX
-    outside = any(not -slack <= x <= width + slack for x in numbers[0::2]) or any(
-        not -slack <= y <= height + slack for y in numbers[1::2]
-    )
-    if outside:
-        raise _Bad("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")
+    if not all(-slack <= x <= limit + slack for x, limit in zip(numbers, cycle(size), strict=False)):
+        raise _Mistake("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")
     return Object(desc, kind, pixels_to_bins(numbers, width, height, max_bin))
 
 
@@ -486,15 +469,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
 
 
-def _kind(value: Any) -> str:
+def _json_type(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-# ---- images --------------------------------------------------------------------------------------------------------
-
-
-# ---- the order of samples ------------------------------------------------------------------------------------------
-
-
-# ---- prompts -------------------------------------------------------------------------------------------------------

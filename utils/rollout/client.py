@@ -26,7 +26,7 @@ FAILURE_WINDOW = 200  # requests that `max_failed_fraction` looks back on (CON-3
 
 
 class Address(Protocol):
-    """What `utils.config.schema.ServerAddress` offers."""
+    """What `utils.config.rollout.ServerAddress` offers."""
 
     base_url: str
     group_port: int

@@ -1,0 +1,399 @@
+"""`utils.config.rules`, and what the sections derive: servers, sync mode, lengths, DeepSpeed, the launch (CFG-5 on)."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.config.test_load import REMOVE, ROOT, edited, minimal, only_problem, problems
+from utils.answer_format import COORD_TOKENS, QWEN3VL
+from utils.config.load import (
+    ConfigError,
+    build_config,
+    check_launch,
+    engine_json,
+)
+from utils.config.plan import format_plan, make_plan
+from utils.config.rules import read_deepspeed
+from utils.config.schema import RM, RS
+
+
+def server(**keys: Any) -> dict[str, Any]:
+    return edited(RM__vllm__server=keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "neither servers nor base_url"),
+        ({"servers": [{"base_url": "http://a", "group_port": 1}], "group_port": 1}, "both given"),
+        ({"servers": []}, "must not be empty"),
+        ({"base_url": [], "group_port": []}, "must not be empty"),
+        ({"base_url": "http://a"}, "belong together"),
+        ({"group_port": 1}, "belong together"),
+        ({"base_url": ["http://a", "http://b"], "group_port": [1]}, "2 base_urls cannot pair with 1 group_ports"),
+        ({"base_url": "http://a", "group_port": [1]}, "single base_url takes a single group_port"),
+        ({"base_url": ["http://a:1", "http://a:1/"], "group_port": 5}, "servers 0 and 1 are both at a:1"),
+        ({"base_url": ["http://a:1/x", "http://a:1/y"], "group_port": 5}, "servers 0 and 1 are both at a:1"),
+        ({"base_url": ["http://localhost:7", "http://127.0.0.1:7"], "group_port": 5}, "both at loopback:7"),
+        ({"base_url": ["http://a", "http://b"], "group_port": [5, 5]}, "share group port 5"),
+        ({"base_url": ["http://a", "http://b"], "group_port": 65535}, "65536, above 65535"),
+        ({"base_url": "http://127.0.0.1:8000", "group_port": 8000}, "where server 0 listens"),
+        ({"base_url": "127.0.0.1:8000", "group_port": 1}, "must be http(s)://HOST"),
+        ({"base_url": "http://h:99999", "group_port": 1}, "must be http(s)://HOST"),
+        ({"base_url": "http://h:1?x=1", "group_port": 1}, "must be http(s)://HOST"),
+        ({"base_url": "http://h", "group_port": 0}, "must be greater than or equal to 1"),
+        ({"servers": [{"base_url": "http://h"}]}, "servers[0].group_port: is required"),
+        ({"servers": [{"base_url": "http://h", "group_port": "1"}]}, "servers[0].group_port"),
+    ],
+)
+def test_CFG_7_mistakes(keys: dict[str, Any], message: str) -> None:
+    """CFG-7."""
+    assert message in only_problem(server(**keys))
+
+
+def test_CFG_7_server_mode_without_servers() -> None:
+    """CFG-7."""
+    assert "is required by mode: server" in only_problem(edited(RM__vllm={"mode": "server"}))
+
+
+ports = st.lists(st.integers(10000, 60000), min_size=1, max_size=5, unique=True)
+
+
+@given(ports)
+def test_CFG_7_both_forms_with_paired_lists_mean_the_same(group_ports: list[int]) -> None:
+    """CFG-7."""
+    urls = [f"http://node{index}:8000/prefix/" for index in range(len(group_ports))]
+    entries = [{"base_url": url, "group_port": port} for url, port in zip(urls, group_ports, strict=True)]
+    paired = build_config(server(base_url=urls, group_port=group_ports)).servers()
+    assert paired == build_config(server(servers=entries)).servers()
+    expected = [(url.rstrip("/"), port) for url, port in zip(urls, group_ports, strict=True)]
+    assert [(address.base_url, address.group_port) for address in paired] == expected
+
+
+@given(st.integers(1, 6), st.integers(1, 65536))
+def test_CFG_7_one_port_counts_up_and_stays_a_port(num_servers: int, first: int) -> None:
+    """CFG-7."""
+    data = server(base_url=[f"http://node{i}" for i in range(num_servers)], group_port=first)
+    if first + num_servers - 1 <= 65535:
+        assert [a.group_port for a in build_config(data).servers()] == list(range(first, first + num_servers))
+    else:
+        assert problems(data)
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.lists(st.integers(1, 4), min_size=2, max_size=4))
+def test_CFG_7_no_two_servers_share_a_place_or_a_group_port(url_ports: list[int], group_ports: list[int]) -> None:
+    """CFG-7."""
+    data = server(base_url=[f"http://h:{port}" for port in url_ports], group_port=group_ports)
+    distinct = len(set(url_ports)) == len(url_ports) and len(set(group_ports)) == len(group_ports)
+    if distinct and len(url_ports) == len(group_ports):
+        assert len(build_config(data).servers()) == len(url_ports)
+    else:
+        assert problems(data)
+
+
+def test_CFG_7_address_parts() -> None:
+    """CFG-7."""
+    (address,) = build_config(server(base_url="https://h/a/b/", group_port=9)).servers()
+    assert (address.base_url, address.host, address.port) == ("https://h/a/b", "h", 443)
+
+
+@pytest.mark.parametrize(("given_s", "meant_s"), [(None, None), (0, None), (-1.5, None), (30, 30.0)])
+def test_CFG_8_infer_timeout_without_a_positive_number_is_none(given_s: float | None, meant_s: float | None) -> None:
+    """CFG-8."""
+    assert build_config(edited(RM__vllm__server__infer_timeout_s=given_s)).rm.vllm.server.infer_timeout_s == meant_s
+
+
+def test_CFG_9_adapter_sync_needs_lora_slots() -> None:
+    """CFG-9."""
+    found = problems(edited(RM__vllm__sync={"mode": "adapter"}))
+    assert any("adapter needs" in line and "enable_lora: true" in line for line in found)
+
+
+def test_CFG_9_learner_and_server_agree_on_lora() -> None:
+    """CFG-9."""
+    settings = {"vllm_max_model_len": 2048, "servers": [{"vllm_enable_lora": True}]}
+    assert "servers[0].vllm_enable_lora=true: must agree" in only_problem(edited(RS=settings))
+
+
+@pytest.mark.parametrize(
+    ("sync", "enable_lora", "use_dora", "expected"),
+    [
+        ("full", True, False, "full"),
+        ("auto", False, False, "full"),
+        ("auto", True, False, "adapter"),
+        ("adapter", True, False, "adapter"),
+        ("adapter", True, True, "full"),  # SYN-10: vLLM has no DoRA slots, known before the start
+    ],
+)
+def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, expected: str) -> None:
+    """CFG-9."""
+    base = build_config(minimal())
+    vllm = base.rm.vllm.model_copy(update={"enable_lora": enable_lora})
+    vllm = vllm.model_copy(update={"sync": vllm.sync.model_copy(update={"mode": sync})})
+    extra = base.custom.extra.model_copy(update={"rollout_matching": base.rm.model_copy(update={"vllm": vllm})})
+    custom = base.custom.model_copy(update={"extra": extra})
+    tuner = base.tuner.model_copy(update={"type": "lora", "use_dora": use_dora})
+    cfg = base.model_copy(update={"custom": custom, "tuner": tuner})
+    assert cfg.sync_mode() == expected
+    check_launch(cfg, 1)
+    if expected == "adapter":  # CFG-10
+        with pytest.raises(ConfigError, match="2 learners in server mode need full"):
+            check_launch(cfg, 2)
+
+
+def test_CFG_17_the_answer_format_brings_its_own_prompt() -> None:
+    """CFG-17: as a default that is printed with the rest; one that is given stays."""
+    assert build_config(edited()).data.prompt == COORD_TOKENS.prompt
+    assert build_config(edited(RM__answer_format="qwen3vl")).data.prompt == QWEN3VL.prompt
+    assert (
+        build_config(edited(RM__answer_format="qwen3vl", data={"object_order": "sorted"})).data.prompt == QWEN3VL.prompt
+    )
+    assert build_config(edited(RM__answer_format="qwen3vl", data={"prompt": "Where?"})).data.prompt == "Where?"
+    assert "answer_format" in only_problem(edited(RM__answer_format="qwen2"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("w1", 3.0), ("gate", 0.5), ("sigma", 4.0)])
+def test_CFG_17_numbers_have_no_coordinate_loss(key: str, value: float) -> None:
+    """CFG-17: what would have no effect is refused; the default, and 0 for a weight, say nothing wrong."""
+    data = edited(RM__answer_format="qwen3vl", RM__losses={key: value})
+    assert f"losses.{key}={value}: applies to coordinate tokens" in only_problem(data)
+    build_config(edited(RM__losses={key: value}))
+    build_config(edited(RM__answer_format="qwen3vl", RM__losses={"coord": 3.0, "w1": 1.0, "gate": 0.0, "sigma": 12.0}))
+
+
+def test_CFG_14_packing_needs_drop_last() -> None:
+    """CFG-14."""
+    assert "no flush steps" in only_problem(edited(training__packing=True, training__packing_drop_last=False))
+    build_config(edited(training__packing=False, training__packing_drop_last=False))
+
+
+def test_CFG_14_buffer_holds_a_batch() -> None:
+    """CFG-14."""
+    data = edited(training__packing_buffer=7, training__per_device_train_batch_size=8)
+    assert "must hold the 8 samples" in only_problem(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_max_length": REMOVE}, "global_max_length=null: is required for stage 2"),
+        ({"RM__max_new_tokens": 4096}, "must fit in global_max_length=4096"),
+        ({"RS": {"vllm_max_model_len": 1024}}, "max_new_tokens=1024 fills it"),
+        (
+            {"RS": {"vllm_max_model_len": 2048, "servers": [{"vllm_max_model_len": 512}]}},
+            "servers[0].vllm_max_model_len=512",
+        ),
+    ],
+)
+def test_CFG_15_lengths_fit(changes: dict[str, Any], message: str) -> None:
+    """CFG-15."""
+    assert message in only_problem(edited(**changes))
+
+
+def test_CFG_15_overrides_replace_single_settings_of_one_server() -> None:
+    """CFG-15."""
+    settings = {"vllm_max_model_len": 2048, "device": "cuda", "servers": [{"vllm_data_parallel_size": 3}]}
+    cfg = build_config(edited(RS=settings))
+    own = cfg.server_settings(0)
+    assert (own.vllm_data_parallel_size, own.vllm_max_model_len, own.device) == (3, 2048, "cuda")
+    assert own.world_size == 3 and cfg.rs.world_size is None
+    assert cfg.model_dump()["custom"]["extra"]["rollout_server"]["servers"] == [{"vllm_data_parallel_size": 3}]
+
+
+def test_CFG_15_more_overrides_than_servers() -> None:
+    """CFG-15."""
+    assert "overrides 2 servers, but" in only_problem(edited(RS={"vllm_max_model_len": 2048, "servers": [{}, {}]}))
+
+
+def test_CFG_15_engine_kwargs_do_not_repeat_own_keys() -> None:
+    """CFG-15."""
+    settings = {"vllm_max_model_len": 2048, "vllm_engine_kwargs": {"max_model_len": 1}, "servers": [{}]}
+    assert f"use {RS}.vllm_max_model_len" in only_problem(edited(RS=settings))
+
+
+def test_SRV_5_image_roots_default_to_the_data_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SRV-5."""
+    monkeypatch.chdir(tmp_path)
+    data = edited(custom__train_jsonl=["a/x.jsonl", "a/y.jsonl"], custom__val_jsonl="/b/v.jsonl")
+    assert build_config(data).image_roots() == [f"{tmp_path}/a", "/b"]
+    data = edited(RS={"vllm_max_model_len": 2048, "allowed_image_roots": ["img"]})
+    assert build_config(data).image_roots() == [f"{tmp_path}/img"]
+
+
+def test_DAT_3_data_files_in_all_three_forms() -> None:
+    """DAT-3."""
+
+    def files(value: Any) -> list[tuple[str, float]]:
+        return [
+            (file.path, file.weight) for file in build_config(edited(custom__train_jsonl=value)).custom.train_files()
+        ]
+
+    assert files("a") == [("a", 1.0)]
+    assert files(["a", "b"]) == [("a", 1.0), ("b", 1.0)]
+    assert files([{"path": "a", "weight": 2}, "b"]) == [("a", 2.0), ("b", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tuner": {"use_dora": True}}, "tuner.use_dora=true: needs tuner.type: lora"),
+        ({"tuner": {"adapter_path": "x"}}, "tuner.adapter_path="),
+        ({"tuner": {"freeze_llm": True}}, "leaves nothing to train"),
+        ({"RM__async": {"version_window": 1}}, "needs custom.extra.rollout_matching.async.enabled: true"),
+        ({"RM__async": {"enabled": True}, "RM__rollout_backend": "hf"}, "prefetch needs rollout servers"),
+        ({"training__vit_lr": 1e-5}, "the vision tower is frozen"),
+        ({"training__aligner_lr": 1e-5}, "the aligner is frozen"),
+        ({"training__eval_steps": 5}, "training.eval_steps=5: evaluation needs custom.val_jsonl"),
+        ({"training__eval_at_start": True}, "evaluation needs custom.val_jsonl"),
+        ({"model": {"path": "m", "image_min_pixels": 5, "image_max_pixels": 4}}, "must not exceed"),
+    ],
+)
+def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: str) -> None:
+    """CFG-17."""
+    assert message in only_problem(edited(**changes))
+
+
+@pytest.mark.parametrize(
+    ("has_liger", "has_cuda", "message"),
+    [
+        (False, True, "needs the package liger-kernel (requirements-gpu.txt)"),
+        (True, False, "needs CUDA devices"),
+        (False, False, "needs the package liger-kernel"),
+        (True, True, None),
+    ],
+)
+def test_CFG_17_fused_kernels_that_cannot_work_name_the_way_out(has_liger, has_cuda, message) -> None:
+    """CFG-17."""
+    check_launch(build_config(edited()), 1, has_liger=False, has_cuda=False)
+    cfg = build_config(edited(training__fused_kernels=True))
+    if message is None:
+        check_launch(cfg, 1, has_liger=has_liger, has_cuda=has_cuda)
+        return
+    with pytest.raises(ConfigError, match="training.fused_kernels=true.*set it to false") as caught:
+        check_launch(cfg, 1, has_liger=has_liger, has_cuda=has_cuda)
+    assert message in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "has_vllm", "message"),
+    [
+        ({"RM__vllm__mode": "colocate"}, 2, True, "tensor_parallel_size=4: must divide the 2 learner(s); set it to 1"),
+        ({"RM__vllm": {"tensor_parallel_size": 2}}, 3, True, "=2: must divide the 3 learner(s)"),
+        ({"RM__vllm": {"tensor_parallel_size": 1}}, 2, False, 'rollout_backend="vllm": vLLM is not installed here'),
+        ({}, 1, False, "vLLM is not installed here"),
+    ],
+)
+def test_ROL_5_an_engine_that_cannot_work_names_the_way_out(
+    changes: dict[str, Any], world_size: int, has_vllm: bool, message: str
+) -> None:
+    """ROL-5, CFG-6."""
+    with pytest.raises(ConfigError) as caught:
+        check_launch(build_config(edited(**changes)), world_size, has_vllm=has_vllm)
+    assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
+    assert "hf" in caught.value.problems[0]
+
+
+def test_ROL_5_engines_that_work_pass_and_are_planned_CFG_5() -> None:
+    """ROL-5, CFG-5, CFG-16: hf needs no vLLM; a size that divides the learners will do."""
+    colocate = {"RM__vllm": {"tensor_parallel_size": 2}, "RM__decode_batch_size": 3}
+    batch = {"training__per_device_train_batch_size": 8}
+    plan = make_plan(build_config(edited(**colocate, **batch)), 4)
+    assert (plan.chunk, plan.rounds) == (3, 3) and "2 vLLM engine(s) of 2 device(s)" in format_plan(plan)
+    plan = make_plan(build_config(edited(RM__rollout_backend="hf", **batch)), 3)
+    assert (plan.chunk, plan.rounds) == (1, 8) and "transformers' generate" in format_plan(plan)
+
+
+def test_ROL_5_a_colocated_engine_refuses_lora_slots() -> None:
+    """ROL-5."""
+    found = only_problem(edited(RM__vllm={"enable_lora": True, "tensor_parallel_size": 1}))
+    assert "vllm.enable_lora=true" in found and "sync.mode: full" in found and "rollout_backend: hf" in found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DeepSpeed
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("ds_configs/*.json")), ids=lambda path: path.stem)
+def test_LRN_2_shipped_deepspeed_files_hold_engine_knobs_only(path: Path) -> None:
+    """LRN-2."""
+    cfg = build_config(edited(deepspeed=path.stem, model__dtype="bfloat16"))
+    raw, found = read_deepspeed(cfg)
+    assert found == []
+    check_launch(cfg, 1)
+    assert raw["zero_optimization"]["stage"] == int(re.search(r"\d", path.stem)[0])
+    owned = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+    assert not owned & raw.keys() and not {"optimizer", "scheduler", "bf16", "fp16"} & raw.keys()
+
+
+def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
+    """CFG-17."""
+    changes = {
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 4,
+        "max_grad_norm": 0.5,
+        "output_dir": "o",
+    }
+    result = engine_json(build_config(edited(training=changes)), world_size=2)
+    assert result["train_batch_size"] == 24 and result["train_micro_batch_size_per_gpu"] == 3
+    assert result["gradient_accumulation_steps"] == 4 and result["gradient_clipping"] == 0.5
+    assert result["bf16"] == {"enabled": True} and "fp16" not in result
+    assert result["zero_optimization"]["stage"] == 2
+    float32 = engine_json(build_config(edited(model__dtype="float32")), world_size=1)
+    assert "bf16" not in float32 and "fp16" not in float32
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"gradient_clipping": 2.0}, "says gradient_clipping=2.0, but training.max_grad_norm=1.0"),
+        ({"gradient_accumulation_steps": 2}, "training.gradient_accumulation_steps=1"),
+        ({"train_micro_batch_size_per_gpu": 2}, "training.per_device_train_batch_size=1"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
+            "optimizer.params.lr=1.0, but training.learning_rate",
+        ),
+        ({"optimizer": {"type": "Lamb"}}, 'says optimizer.type="Lamb"'),
+        ({"scheduler": {"type": "WarmupLR"}}, "holds a scheduler, but training.lr_scheduler=cosine"),
+        ({"fp16": {"enabled": True}}, 'says fp16.enabled=true, but model.dtype="bfloat16"'),
+        ({"sequence_parallel_size": 2}, "sequence parallelism is not supported"),
+        ([], "must hold a JSON object"),
+    ],
+)
+def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content: Any, message: str) -> None:
+    """CFG-17."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    assert message in only_problem(edited(deepspeed=str(path)))
+
+
+def test_deepspeed_json_may_repeat_the_yaml_or_say_auto(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    same = {"gradient_clipping": 1.0, "train_batch_size": 2, "bf16": {"enabled": "auto"}}
+    path.write_text(json.dumps({**same, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": "auto"}}}))
+    cfg = build_config(edited(deepspeed=str(path)))
+    assert "optimizer" not in engine_json(cfg, world_size=2)
+    for check in (engine_json, check_launch):
+        with pytest.raises(ConfigError, match="train_batch_size=2, the YAML makes 3 with 3 ranks"):
+            check(cfg, 3)
+
+
+def test_all_problems_of_a_launch_are_reported_together(tmp_path: Path) -> None:
+    """CFG-3, CFG-17, ROL-5."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 2}))
+    changes = {"RM__vllm": {"tensor_parallel_size": 2}, "deepspeed": str(path), "training__fused_kernels": True}
+    with pytest.raises(ConfigError) as caught:
+        check_launch(build_config(edited(**changes)), 3, has_vllm=False, has_liger=False)
+    keys = (f"{RM}.rollout_backend", f"{RM}.vllm.tensor_parallel_size", "training.fused_kernels", "deepspeed")
+    assert [line.split(": ")[1].split("=")[0] for line in caught.value.problems] == list(keys)
+
+
+@pytest.mark.parametrize(("name", "message"), [("zero7", "zero2, zero3"), ("gone.json", "there is no gone.json")])
+def test_CFG_17_missing_deepspeed_file_names_the_known_ones(name: str, message: str) -> None:
+    """CFG-17."""
+    assert message in only_problem(edited(deepspeed=name))

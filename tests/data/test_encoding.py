@@ -1,0 +1,77 @@
+"""`utils.data.encoding`: prompts as token ids and pixels, and what a model's digest covers (ROL-3, CON-4)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.data.test_samples import load_one, png
+from tools.make_demo import build_start_model
+from utils.data import encoding
+from utils.data.encoding import encode_prompt
+from utils.data.images import open_image
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    return encoding.load_processor(build_start_model(tmp_path_factory.mktemp("model")))
+
+
+def test_rol_3_encoded_prompt_equals_the_processors_own(tmp_path, processor):
+    """ROL-3."""
+    png(tmp_path / "b.png", 64, 200)
+    messages = [
+        {"role": "system", "content": "Be brief. 日本 é"},
+        {"role": "user", "content": "<image> and\n<image>: list ]}]}"},
+    ]
+    sample = load_one(tmp_path, images=["a.png", "b.png"], messages=messages, objects=[])
+    encoded = encode_prompt(sample, processor)
+    text = processor.apply_chat_template(encoding.prompt_chat(sample), tokenize=False, add_generation_prompt=True)
+    images = [open_image(image) for image in sample.images]
+    own = processor(text=[text], images=images, return_tensors="pt")
+    assert encoded.prompt_token_ids == own["input_ids"][0].tolist()
+    assert torch.equal(encoded.pixel_values, own["pixel_values"])
+    assert torch.equal(encoded.image_grid_thw, own["image_grid_thw"])
+    assert encoding.num_prompt_tokens(sample, processor) == len(encoded.prompt_token_ids)
+
+
+def test_encode_prompt_without_an_image(tmp_path, processor):
+    encoded = encode_prompt(load_one(tmp_path, images=[], objects=[]), processor)
+    assert encoded.pixel_values is None and processor.image_token_id not in encoded.prompt_token_ids
+
+
+def test_rol_3_placeholder_spelled_in_the_text_is_refused(tmp_path, processor):
+    """ROL-3."""
+    sample = load_one(tmp_path, prompt="what is <|image_pad|>?")
+    with pytest.raises(ValueError, match="d.jsonl:1: the prompt has 2 image placeholders for 1 images"):
+        encode_prompt(sample, processor)
+
+
+def test_load_processor_with_another_pixel_budget(tmp_path, processor):
+    path = build_start_model(tmp_path / "model")
+    small = encoding.load_processor(path, min_pixels=32 * 32, max_pixels=64 * 64)
+    sample = load_one(tmp_path)
+    assert len(encode_prompt(sample, small).prompt_token_ids) < len(encode_prompt(sample, processor).prompt_token_ids)
+    assert encoding.num_prompt_tokens(sample, small) == len(encode_prompt(sample, small).prompt_token_ids)
+
+
+def test_the_digest_of_a_model_is_that_of_its_shape_and_vocabulary(start_model, tmp_path):
+    """CON-4: saved again in another dtype it is the same model; with other layers or another token it is not."""
+    own = encoding.model_digest(start_model)
+    assert own is not None and encoding.model_digest(tmp_path) is None
+    config = json.loads((start_model / "config.json").read_text())
+    tokenizer = json.loads((start_model / "tokenizer.json").read_text())
+
+    def digest_of(config: dict, tokenizer: dict) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps(config, indent=1))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return encoding.model_digest(tmp_path)
+
+    text = config["text_config"]
+    assert (
+        digest_of(config | {"text_config": text | {"dtype": "bfloat16"}, "transformers_version": "9"}, tokenizer) == own
+    )
+    assert digest_of(config | {"text_config": text | {"num_hidden_layers": 99}}, tokenizer) != own
+    assert digest_of(config, tokenizer | {"added_tokens": tokenizer["added_tokens"][1:]}) != own
