@@ -14,7 +14,7 @@ class BenchExtension(WorkerExtension):
     _bench_tensors: list[tuple[str, torch.Tensor]] | None = None
 
     def _weight_bench_load(self, path: str) -> float:
-        """vLLM's own reload of tensors that lie in memory already: no transfer, nothing used in place.
+        """vLLM's own reload of tensors that lie in memory already: no transfer.
 
         The output layer takes the embeddings' packed copy of the weight they share, as after a sync: a load that packs
         another one, as vLLM's first does, does what can be avoided.

@@ -1,8 +1,8 @@
 """What runs inside vLLM's worker processes: the receiving end of weight transfer, with digests and checks of its own.
 
 Everything here stands on vLLM 0.32's weight-transfer interface and on its layerwise reload, both of which change with
-vLLM releases; all contact with them on the engine's side is here and in `utils.sync.in_place`. Naming `WorkerExtension`
-as vLLM's `worker_extension_cls` imports the module in every worker, which registers two engines:
+vLLM releases; all contact with them on the engine's side is here. Naming `WorkerExtension` as vLLM's
+`worker_extension_cls` imports the module in every worker, which registers two engines:
 
 - `stream_gloo`: buckets over Gloo, laid out by `utils.sync.wire`. For CPU engines.
 - `stream_nccl`: vLLM's own NCCL engine; only loading is wrapped, for digests and checks. For CUDA engines.
@@ -16,16 +16,12 @@ import ctypes
 import itertools
 import logging
 import threading
-import weakref
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.utils import (
@@ -52,7 +48,6 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from utils.sync.in_place import parameters_in_place
 from utils.sync.rendezvous import open_nccl
 from utils.sync.wire import (
     ADAPTER_ID,
@@ -68,6 +63,10 @@ logger = logging.getLogger(__name__)
 NamedTensor = tuple[str, torch.Tensor]
 UPDATES_PER_TRIM = 10  # how often a CPU engine gives the system back what malloc keeps in pieces
 HEARING_S = 5.0  # a learner whose store has not answered for so long counts as gone
+
+
+class StreamBroken(RuntimeError):
+    """The weight stream ended before its last tensor."""
 
 
 class UpdateSession:
@@ -89,68 +88,60 @@ class UpdateSession:
         self.error: str | None = None
 
     def load(self, weights: Iterable[NamedTensor]) -> None:
-        """Hand tensors in checkpoint names to the model; names never seen before one by one, to see which it takes."""
+        """Hand tensors in checkpoint names to the model."""
         weights = list(weights)
-        for name, tensor in weights:
-            self._note(name, tensor)
-        self.adapter.update((name, tensor.clone()) for name, tensor in weights if is_adapter_tensor(name))
-        weights = [pair for pair in weights if not is_adapter_tensor(pair[0])]
-        self._attempt([pair for pair in weights if pair[0] in self.parameters])
-        for pair in weights:
-            if pair[0] not in self.parameters and (loaded := self._attempt([pair])):
-                self.parameters[pair[0]] = loaded
+        self.load_stream(weights, [name for name, _ in weights])
 
-    def load_known(self, weights: Iterable[NamedTensor]) -> None:
-        """The same for a stream of tensors that the model has taken before, in one call: each call walks the model.
+    def load_stream(self, weights: Iterable[NamedTensor], names: Iterable[str]) -> None:
+        """Hand a stream of tensors with these names to the model.
+
+        Tensors that the model has taken before go in one call, since each call walks the whole model. Otherwise every
+        tensor gets its own, which shows the parameters that it goes into.
 
         Raises:
-            RuntimeError: what the stream itself raised.
+            StreamBroken: raised by the stream itself.
         """
-        broken: list[RuntimeError] = []
+        stream = self._noted(weights)
+        if self.parameters.keys() >= set(names):
+            self._attempt(stream)
+        for pair in stream:  # after a bad tensor: only read
+            if loaded := self._attempt([pair]):
+                self.parameters[pair[0]] = loaded
 
-        def noted() -> Iterator[NamedTensor]:
-            try:
-                for name, tensor in weights:
-                    self._note(name, tensor)
-                    yield name, tensor
-            except RuntimeError as error:
-                broken.append(error)
-                raise
-
-        stream = noted()
-        self._attempt(stream)
-        if not broken:
-            for _ in stream:  # after a bad tensor
-                pass
-        if broken:
-            raise broken[0]
-
-    def _note(self, name: str, tensor: torch.Tensor) -> None:
-        self.received.append(name)
-        self.ledger.pop(name, None)
-        if self.digest:
-            self.ledger[name] = tensor_digest(tensor)
+    def _noted(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Enter every tensor into the ledger; yield those for the model, keep a copy of those for the LoRA slot."""
+        for name, tensor in weights:
+            self.received.append(name)
+            self.ledger.pop(name, None)
+            if self.digest:
+                self.ledger[name] = tensor_digest(tensor)
+            if is_adapter_tensor(name):
+                self.adapter[name] = tensor.clone()
+            else:
+                yield name, tensor
 
     def _attempt(self, weights: Iterable[NamedTensor]) -> set[str]:
-        """The parameters that the model loaded something into."""
-        if not weights or self.error:
+        """Load unless an earlier load failed; return the parameters that the model loaded something into."""
+        if self.error:
             return set()
-        current = "the first tensor"
+        current: list[str] = []
 
         def tracked() -> Iterator[NamedTensor]:
-            nonlocal current
             for name, tensor in weights:
-                current = name
+                current.append(name)
                 yield name, tensor
 
         try:
             loaded = set(self.model.load_weights(tracked()) or ())
-        except Exception as error:  # the model's loaders raise whatever they like for a bad name or shape
-            logger.exception("weight update: loading %s failed", current)
-            self.error = f"loading {current} failed: {type(error).__name__}: {error}"
+        except StreamBroken:
+            raise
+        except Exception as error:  # a model's loaders raise anything for a bad name or shape
+            name = current[-1] if current else "the first tensor"
+            logger.exception("weight update: loading %s failed", name)
+            self.error = f"loading {name} failed: {type(error).__name__}: {error}"
             return set()
         if not loaded:
-            self.unexpected.extend(name for name, _ in weights)
+            self.unexpected += current
         self.loaded |= loaded
         return loaded
 
@@ -307,27 +298,6 @@ class _StreamedUpdates:
         return {"parameters": parameters, "digests": dict(self._ledger) if self.session.digest else {}}
 
 
-class BucketMemory:
-    """Where buckets are received. Memory is used again once nobody holds a view of it: fresh pages cost as much as what
-    arrives in them. vLLM keeps views of the tensors of a module until that module is complete."""
-
-    def __init__(self) -> None:
-        self.spare: list[np.ndarray] = []  # uint8, smallest first
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Uint8 `[num_bytes]`, uninitialised. Its memory comes back by itself when the last view is gone."""
-        index = bisect_left(self.spare, num_bytes, key=len)
-        if index < len(self.spare):
-            memory = self.spare.pop(index)
-        else:
-            # Not from the heap, whose large free blocks the model's loading uses again.
-            memory = np.frombuffer(mmap(-1, num_bytes, MAP_PRIVATE | MAP_ANONYMOUS), np.uint8)
-            del self.spare[:1]  # grown out of: no more memory is kept than was ever in use at once
-        view = memory[:num_bytes]
-        weakref.finalize(view, insort, self.spare, memory, key=len).atexit = False
-        return torch.from_numpy(view)
-
-
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
     """The learner (rank 0) hosts the store; `timeout_s` bounds the rendezvous and every single broadcast."""
@@ -358,7 +328,6 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
     _learners_store: torch.distributed.Store | None = None
     _bucket_bytes = 0
     _num_updates = 0
-    _memory: BucketMemory
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()  # left over from a learner that died
@@ -380,30 +349,26 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
             raise RuntimeError("no communicator: init_communicator must come first")
         tensors = list(_metadata(update_info))
         layouts = bucket_layouts([_num_bytes(dtype, shape) for _, dtype, shape in tensors], self._bucket_bytes)
-        try:
-            with disable_mtp_completeness_check(), parameters_in_place():
-                arriving = (_unpack(bucket, layout, tensors) for layout, bucket in self._buckets(layouts))
-                if self.session.parameters.keys() >= set(update_info.names):
-                    self.session.load_known(itertools.chain.from_iterable(arriving))
-                else:
-                    for weights in arriving:
-                        self.session.load(weights)
-        except RuntimeError as error:
-            self.shutdown()
-            raise RuntimeError(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error
+        arriving = (_unpack(bucket, layout, tensors) for layout, bucket in self._buckets(layouts))
+        with disable_mtp_completeness_check():
+            self.session.load_stream(itertools.chain.from_iterable(arriving), update_info.names)
 
     def _buckets(self, layouts: list[BucketLayout]) -> Iterator[tuple[BucketLayout, torch.Tensor]]:
         """Buckets in order, the next one on its way."""
-        arriving = self._receive(layouts[0])
-        for index, layout in enumerate(layouts):
-            bucket, work = arriving
-            work.wait()
-            if index + 1 < len(layouts):
-                arriving = self._receive(layouts[index + 1])
-            yield layout, bucket
+        try:
+            arriving = self._receive(layouts[0])
+            for index, layout in enumerate(layouts):
+                bucket, work = arriving
+                work.wait()
+                if index + 1 < len(layouts):
+                    arriving = self._receive(layouts[index + 1])
+                yield layout, bucket
+        except RuntimeError as error:
+            self.shutdown()
+            raise StreamBroken(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error
 
     def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, torch.distributed.Work]:
-        bucket = self._memory.take(layout.num_bytes)
+        bucket = torch.empty(layout.num_bytes, dtype=torch.uint8)  # vLLM keeps views until their module is complete
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -416,7 +381,6 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
             _trim_heap()
 
     def shutdown(self) -> None:
-        self._memory = BucketMemory()
         if self._group is not None:
             with contextlib.suppress(RuntimeError, KeyError):
                 stateless_destroy_torch_distributed_process_group(self._group)

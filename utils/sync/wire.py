@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 ADAPTER_ID = 1  # the engine's LoRA slot that adapter sync fills
-ALIGNMENT = 64  # bytes, as torch's own memory has it: an engine uses tensors where they arrive
+ALIGNMENT = 64  # bytes, as in memory that torch allocates: tensors are read where they arrived
 _DIGEST_CHUNK = 1 << 22  # elements hashed at once, so that hashing never needs a copy of a large tensor
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant as a signed integer
 
