@@ -24,7 +24,7 @@ class BenchExtension(WorkerExtension):
         engine = self.weight_transfer_engine
         start = time.perf_counter()
         self.start_weight_update()
-        engine.session.loaded = set(engine.model.load_weights(iter(self._bench_tensors)))
+        engine.update.loaded = set(engine.model.load_weights(iter(self._bench_tensors)))
         self.finish_weight_update()
         return time.perf_counter() - start
 
