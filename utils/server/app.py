@@ -1,8 +1,8 @@
-"""HTTP front of the rollout server: routes, tokens, limits, errors as status codes. The work is in server_engine.py.
+"""HTTP front of the rollout server: routes, tokens, limits, errors as status codes.
 
-4xx: the caller's mistake, with the field (422), the wrong state or a server that a living run holds (409), a body that
+4xx: the caller's mistake, with the field (422), the wrong state or a server that a living run owns (409), a body that
 is too large (413), no or a wrong access token (401) or run token (403). 503: cannot generate now. 502: a weight update
-did not go through. What is promised against whom: docs/security.md.
+failed. What protects against whom: docs/security.md. The work is done in engine.py and weight_updates.py.
 """
 
 import asyncio
@@ -20,16 +20,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from utils.server.engine import BadCall, Conflict, NotHolder, RolloutEngine, Unavailable, UpdateFailed
-from utils.server.protocol import (
-    FinishWeightUpdate,
-    InferCall,
-    InitCommunicator,
-    OwnedCall,
-    ProbeCall,
-    StartWeightUpdate,
-    UpdateWeights,
-)
+from utils.server.engine import BadCall, Conflict, NotOwner, RolloutEngine, Unavailable, UpdateFailed
+from utils.server.protocol import InferCall, InitCommunicator, ProbeCall
 from utils.server.weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
@@ -37,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 << 20  # of one request; an image sent as base64 may have 64 MiB
 MAX_ERRORS = 20  # that a 422 lists
 
-RunToken = Annotated[str, Header()]  # `Run-Token`, as /init_communicator/ answered it
+RunToken = Annotated[str, Header()]  # `Run-Token`, from the answer of /init_communicator/
 
 RUNNING = prometheus_client.Gauge("rollout_server_running_requests", "requests a replica is running", ["replica"])
 WAITING = prometheus_client.Gauge("rollout_server_waiting_requests", "requests waiting for a weight update")
@@ -45,20 +37,20 @@ MEMORY = prometheus_client.Gauge("rollout_server_device_memory_bytes", "memory i
 
 
 def make_app(engine: RolloutEngine, updates: WeightUpdates, token: str | None, prefix: str = "") -> FastAPI:
-    """All endpoints below `prefix` (the path part of base_url); with a token, none answers without it."""
+    """Return all endpoints below `prefix` (the path part of base_url); with a token, none answers without it."""
 
     @contextlib.asynccontextmanager
-    async def watched(_: FastAPI) -> Any:
+    async def watching(_: FastAPI) -> Any:
         watch = asyncio.create_task(engine.watch())
         yield
         watch.cancel()
 
-    app = FastAPI(title="rollout server", lifespan=watched, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="rollout server", lifespan=watching, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_generation_routes(engine, updates), prefix=prefix)
     app.include_router(_weight_routes(updates), prefix=prefix)
-    for error, status in ((BadCall, 422), (NotHolder, 403), (Conflict, 409), (Unavailable, 503), (UpdateFailed, 502)):
+    for error, status in ((BadCall, 422), (NotOwner, 403), (Conflict, 409), (Unavailable, 503), (UpdateFailed, 502)):
         app.add_exception_handler(error, _answer_with(status))
-    app.add_exception_handler(RequestValidationError, _name_the_fields)
+    app.add_exception_handler(RequestValidationError, _list_mistakes)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     if token:
         app.add_middleware(TokenCheck, token=token)
@@ -84,7 +76,7 @@ class TokenCheck:
 
 
 class BodyLimit:
-    """Refuses request bodies of more than `max_bytes`, announced or not, without keeping them."""
+    """Refuses request bodies of more than `max_bytes`, announced or not, without storing them."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], max_bytes: int) -> None:
         self.app = app
@@ -106,8 +98,8 @@ class BodyLimit:
 
 
 class StrictJson(APIRoute):
-    """Parses bodies as JSON proper: Python's own parser lets through not-a-number and half characters (lone
-    surrogates), which no answer could repeat and no tokenizer take."""
+    """Parses bodies as strict JSON: Python's own parser accepts not-a-number and half characters (lone surrogates),
+    which no answer could repeat and no tokenizer accept."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
@@ -128,30 +120,29 @@ class _StrictRequest(Request):
 
 def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRouter:
     router = APIRouter(route_class=StrictJson)
-    gate = engine.gate
+    weights = engine.weights
 
     @router.get("/health/")
     async def health() -> Response:
         body = {
-            "state": gate.state,
+            "state": weights.state,
             "boot_id": engine.boot_id,
-            "weight_version": gate.version,
+            "weight_version": weights.version,
             "world_size": engine.world_size,
             "model": engine.model_path,
             "model_digest": engine.model_digest,
             "owner": updates.owner,
             "running": sum(engine.num_running),
-            "waiting": gate.num_waiting,
+            "waiting": weights.num_waiting,
         }
+        problem = {}  # comes first: messages are cut
         try:
             engine.check_alive()
+            if weights.state == "dirty":  # alive, so a learner may open a communicator and send full weights
+                problem = {"status": "dirty", "reason": weights.reason}
         except Unavailable as error:
-            return JSONResponse(
-                {"status": "dead", "reason": str(error)} | body, 503
-            )  # why comes first: messages are cut
-        if gate.state == "dirty":  # alive, so a learner may open a communicator and send full weights
-            return JSONResponse({"status": "dirty", "reason": gate.reason} | body, 503)
-        return JSONResponse({"status": "ok"} | body)
+            problem = {"status": "dead", "reason": str(error)}
+        return JSONResponse((problem or {"status": "ok"}) | body, 503 if problem else 200)
 
     @router.get("/get_world_size/")
     async def get_world_size() -> dict[str, int]:
@@ -159,12 +150,11 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
 
     @router.get("/weight_version/")
     async def weight_version() -> dict[str, str | None]:
-        return {"weight_version": gate.version, "boot_id": engine.boot_id}
+        return {"weight_version": weights.version, "boot_id": engine.boot_id}
 
     @router.post("/infer/")
     async def infer(call: InferCall, request: Request) -> Response:
-        if gate.state == "dirty":
-            raise Unavailable(f"the weights are incomplete until a full update has gone through: {gate.reason}")
+        weights.check()
         outputs = await _unless_hung_up(request, engine.infer(call.infer_requests, call.request_config))
         return JSONResponse([output.model_dump() for output in outputs])
 
@@ -174,10 +164,10 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
 
     @router.get("/metrics/")
     async def metrics() -> Response:
-        WAITING.set(gate.num_waiting)
+        WAITING.set(weights.num_waiting)
         for replica, count in enumerate(engine.num_running):
             RUNNING.labels(replica).set(count)
-        if not updates.is_moving():  # workers that receive weights answer nothing else
+        if not updates.is_busy():  # workers that receive weights answer nothing else
             with contextlib.suppress(TimeoutError, Unavailable, UpdateFailed):
                 async with asyncio.timeout(2.0):
                     for worker, memory in enumerate(await engine.on_all_workers("device_memory")):
@@ -188,51 +178,30 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
 
 
 def _weight_routes(updates: WeightUpdates) -> APIRouter:
-    """Calls of the run that holds the server: all but the one that opens the communicator need its token (SRV-3)."""
+    """Calls of the run that owns the server: all but the one that opens the communicator need its token (SRV-3)."""
 
-    async def check_holder(run_token: RunToken = "") -> None:
-        updates.check_holder(run_token)
+    async def check_token(run_token: RunToken = "") -> None:
+        updates.check_token(run_token)
 
-    opening = APIRouter(route_class=StrictJson)
-    router = APIRouter(route_class=StrictJson, dependencies=[Depends(check_holder)])
+    public = APIRouter(route_class=StrictJson)
+    owned = APIRouter(route_class=StrictJson, dependencies=[Depends(check_token)])
 
-    @opening.post("/init_communicator/")
+    @public.post("/init_communicator/")
     async def init_communicator(call: InitCommunicator, run_token: RunToken = "") -> dict[str, Any]:
         return await updates.init(call, run_token)
 
-    @router.post("/close_communicator/")
-    async def close_communicator(call: OwnedCall) -> dict[str, Any]:
-        await updates.close(call.run_id)
-        return {}
-
-    @router.post("/start_weight_update/")
-    async def start_weight_update(call: StartWeightUpdate) -> dict[str, Any]:
-        await updates.start(call)
-        return {}
-
-    @router.post("/update_weights/")
-    async def update_weights(call: UpdateWeights) -> dict[str, Any]:
-        return await updates.update(call)
-
-    @router.post("/finish_weight_update/")
-    async def finish_weight_update(call: FinishWeightUpdate) -> dict[str, Any]:
-        return await updates.finish(call)
-
-    @router.post("/abort_weight_update/")
-    async def abort_weight_update(call: OwnedCall) -> dict[str, Any]:
-        await updates.abort(call.run_id)
-        return {"state": updates.gate.state}
-
-    @router.post("/reset_prefix_cache/")
-    async def reset_prefix_cache() -> dict[str, bool]:
-        return {"reset": await updates.reset_prefix_cache()}
-
-    opening.include_router(router)
-    return opening
+    owned.post("/close_communicator/")(updates.close)
+    owned.post("/start_weight_update/")(updates.start)
+    owned.post("/update_weights/")(updates.update)
+    owned.post("/finish_weight_update/")(updates.finish)
+    owned.post("/abort_weight_update/")(updates.abort)
+    owned.post("/reset_prefix_cache/")(updates.reset_prefix_cache)
+    public.include_router(owned)
+    return public
 
 
 async def _unless_hung_up(request: Request, work: Awaitable[Any]) -> Any:
-    """Stop working for a client that is gone: its retry would find the engine busy with answers nobody reads."""
+    """Stop working for a client that hung up: its retry would find the engine busy with answers nobody reads."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=1.0))[0]:
@@ -244,8 +213,8 @@ async def _unless_hung_up(request: Request, work: Awaitable[Any]) -> Any:
         task.cancel()
 
 
-async def _name_the_fields(_: Request, error: RequestValidationError) -> Response:
-    """422 with place and rule of each mistake, but without the input, which may be huge or no JSON."""
+async def _list_mistakes(_: Request, error: RequestValidationError) -> Response:
+    """Answer 422 with place and rule of each mistake, but without the input, which may be huge or no JSON."""
     mistakes = [{key: mistake[key] for key in ("type", "loc", "msg")} for mistake in error.errors()[:MAX_ERRORS]]
     return JSONResponse({"detail": mistakes}, 422)
 
