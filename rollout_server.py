@@ -15,7 +15,7 @@ import sys
 
 from utils.config.load import ConfigError, dump_yaml, exit_with, load_config_or_exit
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
-from utils.server.process import LoadingAnswer, begin_as_child, kill_later, listen, set_environment
+from utils.server.process import answer_loading, begin_as_child, kill_later, listen, set_environment
 
 if __name__ == "__mp_main__":  # in a process that vLLM spawned
     begin_as_child()
@@ -46,7 +46,7 @@ def main() -> None:
         return
     server_socket = None
     try:
-        server_socket = None if problems else listen(launch.host, launch.port)
+        server_socket = None if problems else listen(launch.address.host, launch.address.port)
     except OSError as error:
         problems.append(str(error))
     if problems:
@@ -60,7 +60,7 @@ def main() -> None:
 
 async def serve(launch: Launch, server_socket: socket.socket, token: str | None) -> None:
     """Load the model and answer until a signal says stop."""
-    with LoadingAnswer(server_socket):  # importing vLLM alone takes seconds
+    with answer_loading(server_socket):  # importing vLLM alone takes seconds
         import uvicorn
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -78,7 +78,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         engine = RolloutEngine(llm, processor, images, model.path, launch.world_size, launch.stuck_s)
         await engine.warm_up()
     updates = WeightUpdates(engine, "nccl" if launch.device == "cuda" else "gloo")
-    app = make_app(engine, updates, token, launch.prefix)
+    app = make_app(engine, updates, token, launch.address.path_prefix)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=75)
     front = uvicorn.Server(config)
     front.capture_signals = contextlib.nullcontext  # ours below; uvicorn would end the process before the engines
@@ -91,7 +91,8 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    print(f"rollout server: ready on {launch.url}", flush=True)
+    host, port = launch.address.host, launch.address.port
+    print(f"rollout server: ready on http://{host}:{port}{launch.address.path_prefix}/", flush=True)
     try:
         await front.serve(sockets=[server_socket])
     finally:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from utils.config.schema import Model, ServerSettings
+from utils.config.schema import Model, ServerAddress, ServerSettings
 from utils.server.launch import Launch, describe, is_loopback, model_problems, problems_of, resolve
-from utils.server.process import ON_CPU, PARENT_PID, LoadingAnswer, listen, set_environment
+from utils.server.process import ON_CPU, PARENT_PID, answer_loading, listen, set_environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +32,7 @@ def launch_of(model_dir: Path, *, settings: dict | None = None, **changes) -> La
     launch = Launch(
         settings=ServerSettings(**common | (settings or {})),
         model=Model(path=str(model_dir), dtype="float32"),
-        base_url="http://127.0.0.1:8080/x",
+        address=ServerAddress("http://127.0.0.1:8080/x", 8081),
         device="cpu",
         num_devices=None,
         data_parallel_size=2,
@@ -52,8 +52,9 @@ def test_a_sound_launch_has_no_problems(model_dir):
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.3", "gpu-box"])
 def test_beyond_loopback_needs_permission_and_a_token(model_dir, host):
     """SRV-3: both, or it refuses to start."""
-    launch = launch_of(model_dir, base_url=f"http://{host}:8080")
-    allowed = launch_of(model_dir, base_url=f"http://{host}:8080", settings={"allow_remote": True})
+    address = ServerAddress(f"http://{host}:8080", 8081)
+    launch = launch_of(model_dir, address=address)
+    allowed = launch_of(model_dir, address=address, settings={"allow_remote": True})
     assert len(problems_of(launch, token=None)) == 2
     assert "allow_remote" in problems_of(launch, token="t")[0]
     assert "ROLLOUT_SERVER_TOKEN" in problems_of(allowed, token=None)[0]
@@ -81,14 +82,15 @@ def test_model_directory_and_length_are_checked(model_dir, tmp_path):
     assert model_problems(model_dir, 4096) == []
     (model_dir / "model.safetensors").unlink()
     assert "holds no weights" in model_problems(model_dir, 10)[0]
-    both = launch_of(model_dir, base_url="http://0.0.0.0:8080", settings={"allow_remote": True})
+    everywhere = ServerAddress("http://0.0.0.0:8080", 8081)
+    both = launch_of(model_dir, address=everywhere, settings={"allow_remote": True})
     assert len(problems_of(both, None)) == 2
 
 
 def test_the_start_up_print_names_everything(model_dir):
     """SRV-2"""
-    url, settings = "http://127.0.0.1:8123", {"vllm_max_model_len": 12000}
-    text = describe(launch_of(model_dir, base_url=url, settings=settings))
+    address, settings = ServerAddress("http://127.0.0.1:8123", 8081), {"vllm_max_model_len": 12000}
+    text = describe(launch_of(model_dir, address=address, settings=settings))
     for words in ("127.0.0.1", "8123", "tensor parallel   1", "data parallel     2", "12000", "1 GiB", str(model_dir)):
         assert words in text
     assert "0.6 of each device" in describe(launch_of(model_dir, device="cuda"))
@@ -120,7 +122,7 @@ def test_while_loading_every_request_hears_503():
     server = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.getsockname()[1]}/health/"
     try:
-        with LoadingAnswer(server):
+        with answer_loading(server):
             silent = socket.create_connection(server.getsockname())  # a client that says nothing holds nobody up long
             start = time.monotonic()
             with pytest.raises(urllib.error.HTTPError) as error:
@@ -186,7 +188,12 @@ def test_a_grpo_server_uses_up_its_devices_exactly(model_dir, tmp_path, monkeypa
 
     monkeypatch.setattr("utils.server.launch.count_cuda_devices", lambda: num_devices)
     launch = resolve(load_config(grpo_config(model_dir, tmp_path)), 0)
-    assert (launch.host, launch.port, launch.world_size, launch.lora_rank) == ("127.0.0.1", 8080, 6, None)
+    assert (launch.address.host, launch.address.port, launch.world_size, launch.lora_rank) == (
+        "127.0.0.1",
+        8080,
+        6,
+        None,
+    )
     assert launch.stuck_s == 120.0
     found = problems_of(launch, None)
     assert len(found) == (num_devices != 6)

@@ -6,10 +6,9 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from utils.config.load import require_server
-from utils.config.schema import Config, Model, ServerSettings
+from utils.config.schema import Config, Model, ServerAddress, ServerSettings
 
 LORA_SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM offers
 
@@ -20,7 +19,7 @@ class Launch:
 
     settings: ServerSettings
     model: Model
-    base_url: str
+    address: ServerAddress
     device: str  # cuda | cpu
     num_devices: int | None  # visible CUDA devices; None on CPU
     data_parallel_size: int
@@ -28,23 +27,6 @@ class Launch:
     image_roots: tuple[str, ...]
     stuck_s: float  # an engine that has not answered for so long counts as hung
     seed: int
-
-    @property
-    def host(self) -> str:
-        return urlsplit(self.base_url).hostname or "127.0.0.1"
-
-    @property
-    def port(self) -> int:
-        return urlsplit(self.base_url).port or 80
-
-    @property
-    def prefix(self) -> str:
-        """Path part of base_url, without the trailing slash."""
-        return urlsplit(self.base_url).path.rstrip("/")
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}{self.prefix}/"
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -61,7 +43,7 @@ def resolve(cfg: Config, index: int) -> Launch:
     Raises:
         ConfigError: the config does not describe that server.
     """
-    base_url = require_server(cfg, index).base_url
+    address = require_server(cfg, index)
     settings = cfg.server_settings(index)
     num_devices = count_cuda_devices() if settings.device != "cpu" else 0
     device = settings.device if settings.device != "auto" else "cuda" if num_devices else "cpu"
@@ -71,7 +53,7 @@ def resolve(cfg: Config, index: int) -> Launch:
     return Launch(
         settings=settings,
         model=cfg.model,
-        base_url=base_url,
+        address=address,
         device=device,
         num_devices=num_devices if device == "cuda" else None,
         data_parallel_size=replicas,
@@ -99,11 +81,12 @@ def describe(launch: Launch) -> str:
     settings = launch.settings
     on_cuda = f"{settings.vllm_gpu_memory_utilization:g} of each device"
     on_cpu = f"{settings.cpu_kv_cache_gib} GiB key-value cache per engine"
+    host, port = launch.address.host, launch.address.port
     lines = {
         "model": f"{launch.model.path} ({launch.model.dtype})",
-        "listen": launch.url,
-        "host": launch.host,
-        "port": launch.port,
+        "listen": f"http://{host}:{port}{launch.address.path_prefix}/",
+        "host": host,
+        "port": port,
         "device": launch.device,
         "tensor parallel": launch.tensor_parallel_size,
         "data parallel": launch.data_parallel_size,
@@ -118,12 +101,12 @@ def describe(launch: Launch) -> str:
 
 def problems_of(launch: Launch, token: str | None) -> list[str]:
     """List all reasons not to start, found without loading anything (SRV-2, SRV-3)."""
-    problems = []
-    if not is_loopback(launch.host):
+    problems, host = [], launch.address.host
+    if not is_loopback(host):
         if not launch.settings.allow_remote:
-            problems.append(f"host {launch.host} is not loopback; set rollout_server.allow_remote: true to allow that")
+            problems.append(f"host {host} is not loopback; set rollout_server.allow_remote: true to allow that")
         if not token:
-            problems.append(f"host {launch.host} is not loopback; set a token in ROLLOUT_SERVER_TOKEN for all clients")
+            problems.append(f"host {host} is not loopback; set a token in ROLLOUT_SERVER_TOKEN for all clients")
     if launch.device == "cuda" and launch.world_size != launch.num_devices:
         problems.append(
             f"tensor_parallel_size {launch.tensor_parallel_size} x data_parallel_size {launch.data_parallel_size} = "

@@ -10,8 +10,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_S = 8.0  # until processes that have not ended are killed; generous for a loaded machine (SRV-7)
@@ -86,36 +86,36 @@ def listen(host: str, port: int) -> socket.socket:
     return server
 
 
-class LoadingAnswer:
-    """Answers every request with 503 "loading" until the engine is up, so that clients can tell slow from absent."""
+LOADING = b'{"status": "loading", "detail": "the model is being loaded"}'
+LOADING_ANSWER = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(LOADING), LOADING)
+)
 
-    BODY = b'{"status": "loading", "detail": "the model is being loaded"}'
 
-    def __init__(self, server: socket.socket) -> None:
-        self._server = server
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+@contextlib.contextmanager
+def answer_loading(server: socket.socket) -> Iterator[None]:
+    """Answer every request with 503 "loading" inside, so that clients can tell slow from absent."""
+    stopped = threading.Event()
 
-    def __enter__(self) -> "LoadingAnswer":
-        self._server.settimeout(0.2)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stopped.set()
-        self._thread.join()
-        self._server.settimeout(None)
-
-    def _run(self) -> None:
-        head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        answer = head + b"Content-Length: %d\r\n\r\n" % len(self.BODY) + self.BODY
-        while not self._stopped.is_set():
+    def answer() -> None:
+        while not stopped.is_set():
             with contextlib.suppress(OSError):  # accept timed out, or the client went away
-                connection, _ = self._server.accept()
+                connection, _ = server.accept()
                 with connection:
                     connection.settimeout(1.0)
                     connection.recv(65536)
-                    connection.sendall(answer)
+                    connection.sendall(LOADING_ANSWER)
+
+    server.settimeout(0.2)
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        server.settimeout(None)
 
 
 def kill_later() -> None:
