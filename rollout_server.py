@@ -91,8 +91,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    host, port = launch.address.host, launch.address.port
-    print(f"rollout server: ready on http://{host}:{port}{launch.address.path_prefix}/", flush=True)
+    print(f"rollout server: ready on {launch.url}", flush=True)
     try:
         await front.serve(sockets=[server_socket])
     finally:

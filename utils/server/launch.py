@@ -29,6 +29,11 @@ class Launch:
     seed: int
 
     @property
+    def url(self) -> str:
+        """The address as it is listened on: plain HTTP, whatever scheme clients use."""
+        return f"http://{self.address.host}:{self.address.port}{self.address.path_prefix}/"
+
+    @property
     def tensor_parallel_size(self) -> int:
         return self.settings.vllm_tensor_parallel_size
 
@@ -81,12 +86,11 @@ def describe(launch: Launch) -> str:
     settings = launch.settings
     on_cuda = f"{settings.vllm_gpu_memory_utilization:g} of each device"
     on_cpu = f"{settings.cpu_kv_cache_gib} GiB key-value cache per engine"
-    host, port = launch.address.host, launch.address.port
     lines = {
         "model": f"{launch.model.path} ({launch.model.dtype})",
-        "listen": f"http://{host}:{port}{launch.address.path_prefix}/",
-        "host": host,
-        "port": port,
+        "listen": launch.url,
+        "host": launch.address.host,
+        "port": launch.address.port,
         "device": launch.device,
         "tensor parallel": launch.tensor_parallel_size,
         "data parallel": launch.data_parallel_size,
