@@ -197,7 +197,8 @@ def test_an_update_in_order_then_answers_carry_the_version():
         assert answer.pop("run_token") and answer == {"boot_id": engine.boot_id, "transport": "gloo"}
         await updates.start(START)
         late = asyncio.create_task(engine.infer(ask("late"), RequestConfig()))
-        await asyncio.sleep(0.01)
+        while not engine.weights.num_waiting:
+            await asyncio.sleep(0.001)
         assert engine.weights.num_waiting == 1 and not llm.seeds
         answer = {"digests": [{"w": "digest0"}, {"w": "digest1"}], "parameters": {"w": ["model.w"]}}
         assert await updates.update(UPDATE) == answer

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 << 20  # of one request; an image sent as base64 may have 64 MiB
 MAX_ERRORS = 20  # that a 422 lists
 
+Asgi = Callable[..., Awaitable[None]]
 RunToken = Annotated[str, Header()]  # `Run-Token`, from the answer of /init_communicator/
 
 RUNNING = prometheus_client.Gauge("rollout_server_running_requests", "requests a replica is running", ["replica"])
@@ -51,50 +52,44 @@ def make_app(engine: RolloutEngine, updates: WeightUpdates, token: str | None, p
     for error, status in ((BadCall, 422), (NotOwner, 403), (Conflict, 409), (Unavailable, 503), (UpdateFailed, 502)):
         app.add_exception_handler(error, _answer_with(status))
     app.add_exception_handler(RequestValidationError, _list_mistakes)
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.add_middleware(limit_body, max_bytes=MAX_BODY_BYTES)
     if token:
-        app.add_middleware(TokenCheck, token=token)
+        app.add_middleware(require_token, token=token)
     return app
 
 
-class TokenCheck:
-    """Refuses every HTTP request without `Authorization: Bearer TOKEN` before anything of it is read (SRV-3)."""
+def require_token(app: Asgi, token: str) -> Asgi:
+    """Refuse every HTTP request without `Authorization: Bearer TOKEN` before anything of it is read (SRV-3)."""
+    expected = f"Bearer {token}".encode()
+    detail = {"detail": "missing or wrong token (ROLLOUT_SERVER_TOKEN)"}
+    refusal = JSONResponse(detail, 401, headers={"WWW-Authenticate": "Bearer"})
 
-    def __init__(self, app: Callable[..., Awaitable[None]], token: str) -> None:
-        self.app = app
-        self.expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
+    async def checked(scope: dict, receive: Callable, send: Callable) -> None:
         given = dict(scope.get("headers", [])).get(b"authorization", b"")
-        if scope["type"] == "http" and hmac.compare_digest(given, self.expected):
-            return await self.app(scope, receive, send)
-        detail = {"detail": "missing or wrong token (ROLLOUT_SERVER_TOKEN)"}
-        answer = JSONResponse(detail, 401, headers={"WWW-Authenticate": "Bearer"})
-        return await answer(scope, receive, send)
+        is_known = scope["type"] == "http" and hmac.compare_digest(given, expected)
+        await (app if is_known or scope["type"] == "lifespan" else refusal)(scope, receive, send)
+
+    return checked
 
 
-class BodyLimit:
-    """Refuses request bodies of more than `max_bytes`, announced or not, without storing them."""
+def limit_body(app: Asgi, max_bytes: int) -> Asgi:
+    """Refuse request bodies of more than `max_bytes`, announced or not, without storing them."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def limited(scope: dict, receive: Callable, send: Callable) -> None:
         length = dict(scope.get("headers", [])).get(b"content-length", b"")
         announced, received = int(length) if length.isdigit() else 0, 0
 
         async def bounded() -> dict:
             nonlocal received
-            message = await receive() if announced <= self.max_bytes else {}
+            message = await receive() if announced <= max_bytes else {}
             received += len(message.get("body", b""))
-            if max(announced, received) > self.max_bytes:
-                raise HTTPException(413, f"a request body has at most {self.max_bytes >> 20} MiB; send fewer at once")
+            if max(announced, received) > max_bytes:
+                raise HTTPException(413, f"a request body has at most {max_bytes >> 20} MiB; send fewer at once")
             return message
 
-        await self.app(scope, bounded, send)
+        await app(scope, bounded, send)
+
+    return limited
 
 
 class StrictJson(APIRoute):

@@ -10,8 +10,6 @@ from typing import Any
 from utils.config.load import require_server
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
 
-LORA_SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM offers
-
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -34,12 +32,8 @@ class Launch:
         return f"http://{self.address.host}:{self.address.port}{self.address.path_prefix}/"
 
     @property
-    def tensor_parallel_size(self) -> int:
-        return self.settings.vllm_tensor_parallel_size
-
-    @property
     def world_size(self) -> int:
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.settings.vllm_tensor_parallel_size * self.data_parallel_size
 
 
 def resolve(cfg: Config, index: int) -> Launch:
@@ -71,7 +65,7 @@ def resolve(cfg: Config, index: int) -> Launch:
 
 def slot_rank(rank: int) -> int:
     """Return the rank of vLLM's smallest LoRA slot that holds an adapter of `rank`."""
-    return next((size for size in LORA_SLOT_RANKS if size >= rank), rank)
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
 def count_cuda_devices() -> int:
@@ -92,7 +86,7 @@ def describe(launch: Launch) -> str:
         "host": launch.address.host,
         "port": launch.address.port,
         "device": launch.device,
-        "tensor parallel": launch.tensor_parallel_size,
+        "tensor parallel": launch.settings.vllm_tensor_parallel_size,
         "data parallel": launch.data_parallel_size,
         "max model length": settings.vllm_max_model_len,
         "memory": on_cuda if launch.device == "cuda" else on_cpu,
@@ -113,8 +107,9 @@ def problems_of(launch: Launch, token: str | None) -> list[str]:
             problems.append(f"host {host} is not loopback; set a token in ROLLOUT_SERVER_TOKEN for all clients")
     if launch.device == "cuda" and launch.world_size != launch.num_devices:
         problems.append(
-            f"tensor_parallel_size {launch.tensor_parallel_size} x data_parallel_size {launch.data_parallel_size} = "
-            f"{launch.world_size}, but {launch.num_devices} CUDA devices are visible; "
+            f"tensor_parallel_size {launch.settings.vllm_tensor_parallel_size} x "
+            f"data_parallel_size {launch.data_parallel_size} = {launch.world_size}, "
+            f"but {launch.num_devices} CUDA devices are visible; "
             "they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
         )
     return problems + model_problems(Path(launch.model.path), launch.settings.vllm_max_model_len)
@@ -160,7 +155,7 @@ def engine_args(launch: Launch) -> Any:
         "model": launch.model.path,
         "dtype": launch.model.dtype,
         "seed": launch.seed,
-        "tensor_parallel_size": launch.tensor_parallel_size,
+        "tensor_parallel_size": launch.settings.vllm_tensor_parallel_size,
         "data_parallel_size": launch.data_parallel_size,
         "max_model_len": settings.vllm_max_model_len,
         "enable_lora": settings.vllm_enable_lora,

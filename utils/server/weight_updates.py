@@ -1,9 +1,11 @@
 """Weight updates of a running rollout engine, one owner and one update at a time, and the state they leave it in."""
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
+from collections.abc import AsyncIterator
 from typing import Any
 
 from utils.server.engine import ADAPTER, BadCall, Conflict, NotOwner, RolloutEngine, UpdateFailed
@@ -88,21 +90,14 @@ class WeightUpdates:
 
     async def start(self, call: StartWeightUpdate) -> dict[str, Any]:
         """Pause generation as `call.pause` says and prepare the workers for new weights."""
-        async with self._lock:
-            self._check_owner(call)
-            if self.weights.state == "updating":
-                raise Conflict("a weight update is already in progress; finish or abort it first")
+        async with self._step(call, f"start of {call.version}", is_first=True):
             self._must_be_full = self.weights.state == "dirty"
             self._keeps_running = call.pause == "keep"
             self.weights.move("updating", self.weights.version)
-            try:
-                # vLLM's `pause_generation` without its 20 ms of sleep: answers carry the version that made them.
-                # Caches stay: nobody reads them before the end of the update drops them.
-                await self.engine.llm.engine_core.pause_scheduler_async(mode=call.pause, clear_cache=False)
-                await self.engine.on_all_workers("start")
-            except Exception as error:
-                await self._fail(f"start of {call.version} failed: {error}")
-                raise
+            # vLLM's `pause_generation` without its 20 ms of sleep: answers carry the version that made them.
+            # Caches stay: nobody reads them before the end of the update drops them.
+            await self.engine.llm.engine_core.pause_scheduler_async(mode=call.pause, clear_cache=False)
+            await self.engine.on_all_workers("start")
         return {}
 
     async def update(self, call: UpdateWeights) -> dict[str, Any]:
@@ -112,47 +107,34 @@ class WeightUpdates:
             `digests`: per worker, of all tensors that it holds by now, if requested (SYN-7); else empty.
             `parameters`: the engine's parameters that each of these tensors went into, on any worker (SYN-6).
         """
-        async with self._lock:
-            self._check_owner(call)
-            self._check_updating()
+        async with self._step(call, "update"):
             self._carries_adapter = any(is_adapter_tensor(name) for name in call.names)
-            try:
-                if self._carries_adapter and not self._as_loaded:
-                    raise UpdateFailed("an adapter fits only weights as loaded; restart the server, or sync in full")
-                self._as_loaded = self._carries_adapter
-                workers = await self.engine.on_all_workers("update", call.model_dump(exclude={"run_id"}))
-            except Exception as error:
-                await self._fail(f"update failed: {error}")
-                raise
-            parameters = {
-                name: sorted(set().union(*(worker["parameters"].get(name, ()) for worker in workers)))
-                for name in call.names
-            }
-            digests = [worker["digests"] for worker in workers] if call.digest else []
-            return {"digests": digests, "parameters": parameters}
+            if self._carries_adapter and not self._as_loaded:
+                raise UpdateFailed("an adapter fits only weights as loaded; restart the server, or sync in full")
+            self._as_loaded = self._carries_adapter
+            workers = await self.engine.on_all_workers("update", call.model_dump(exclude={"run_id"}))
+        parameters = {
+            name: sorted(set().union(*(worker["parameters"].get(name, ()) for worker in workers)))
+            for name in call.names
+        }
+        return {"digests": [worker["digests"] for worker in workers] if call.digest else [], "parameters": parameters}
 
     async def finish(self, call: FinishWeightUpdate) -> dict[str, Any]:
         """Put the received weights in force, drop every cache made with the old ones, admit requests again.
 
         Returns the version, and the engine's parameters that this update did not touch.
         """
-        async with self._lock:
-            self._check_owner(call)
-            self._check_updating()
-            engine = self.engine
-            try:
-                missing = sorted(set().union(*await engine.on_all_workers("finish")))
-                if missing and self._must_be_full:
-                    names = ", ".join(missing[:5])
-                    raise UpdateFailed(f"after a failed update all tensors are needed; {len(missing)} missing: {names}")
-                engine.adapter = ADAPTER if self._carries_adapter else None
-                await asyncio.gather(engine.llm.update_weight_version(call.version), self._drop_caches())
-                await engine.llm.resume_generation()
-            except Exception as error:
-                await self._fail(f"finish of {call.version} failed: {error}")
-                raise
+        engine = self.engine
+        async with self._step(call, f"finish of {call.version}"):
+            missing = sorted(set().union(*await engine.on_all_workers("finish")))
+            if missing and self._must_be_full:
+                names = ", ".join(missing[:5])
+                raise UpdateFailed(f"after a failed update all tensors are needed; {len(missing)} missing: {names}")
+            engine.adapter = ADAPTER if self._carries_adapter else None
+            await asyncio.gather(engine.llm.update_weight_version(call.version), self._drop_caches())
+            await engine.llm.resume_generation()
             self.weights.move("idle", call.version)
-            return {"weight_version": call.version, "missing": missing}
+        return {"weight_version": call.version, "missing": missing}
 
     async def abort(self, call: OwnedCall) -> dict[str, str]:
         """Give up an update. Without one in progress nothing happens."""
@@ -169,6 +151,21 @@ class WeightUpdates:
     def is_busy(self) -> bool:
         """Return whether a call is being served."""
         return self._lock.locked()
+
+    @contextlib.asynccontextmanager
+    async def _step(self, call: OwnedCall, name: str, is_first: bool = False) -> AsyncIterator[None]:
+        """Serve one step of the owner's update; when it fails, the whole update does."""
+        async with self._lock:
+            self._check_owner(call)
+            if is_first and self.weights.state == "updating":
+                raise Conflict("a weight update is already in progress; finish or abort it first")
+            if not is_first and self.weights.state != "updating":
+                raise Conflict(f"no weight update is in progress (state: {self.weights.state}); start one first")
+            try:
+                yield
+            except Exception as error:
+                await self._fail(f"{name} failed: {error}")
+                raise
 
     def _init_info(self, call: InitCommunicator) -> dict[str, Any]:
         info = call.model_dump(exclude={"run_id"})
@@ -210,7 +207,3 @@ class WeightUpdates:
     def _check_owner(self, call: OwnedCall) -> None:
         if call.run_id != self.owner:
             raise Conflict(f"this server belongs to run {self.owner}, not {call.run_id}; open the communicator first")
-
-    def _check_updating(self) -> None:
-        if self.weights.state != "updating":
-            raise Conflict(f"no weight update is in progress (state: {self.weights.state}); start one first")

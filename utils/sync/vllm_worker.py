@@ -180,17 +180,17 @@ class StreamNcclEngine(StreamedUpdates, NCCLWeightTransferEngine):
 
     def receive_weights(self, update_info: NcclUpdateInfo) -> None:
         model, group = self.model, self.model_update_group
-        watchdog = threading.Timer(self._timeout_s, group.destroy) if group is not None else None
-        if watchdog is not None:
-            watchdog.daemon = True
-            watchdog.start()
+        if group is None:
+            raise RuntimeError("no communicator: init_communicator must come first")
+        watchdog = threading.Timer(self._timeout_s, group.destroy)
+        watchdog.daemon = True
+        watchdog.start()
         self.model = SimpleNamespace(load_weights=self.update.load)  # all that the base class uses of it here
         try:
             super().receive_weights(update_info)
         finally:
             self.model = model
-            if watchdog is not None:
-                watchdog.cancel()
+            watchdog.cancel()
         if group.disabled:
             self.model_update_group = None
             raise RuntimeError(f"weight broadcast not finished after {self._timeout_s:g} s; communicator aborted")
