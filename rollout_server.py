@@ -1,8 +1,8 @@
-"""The rollout server: vLLM behind a small HTTP front, on devices of its own; it generates and takes weights in.
+"""The rollout server: vLLM behind a small HTTP front, on devices of its own. It generates and receives weights.
 
 Launch: `python rollout_server.py --config FILE [--server-index I] [--dry-run]`, or `make server GPUS=0,1 CONFIG=FILE`.
-Host and port are those of `servers[I].base_url` in the config; what vLLM is started with is
-`custom.extra.rollout_server`. Endpoints: utils/server/app.py. Ctrl-C or SIGTERM ends it with all its processes.
+Host and port are those of `servers[I].base_url` in the config; `custom.extra.rollout_server` has vLLM's settings.
+Endpoints: utils/server/app.py. Ctrl-C or SIGTERM ends it with all its processes.
 """
 
 import argparse

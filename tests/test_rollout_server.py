@@ -96,7 +96,7 @@ def test_the_start_up_print_names_everything(model_dir):
     assert "0.6 of each device" in describe(launch_of(model_dir, device="cuda"))
 
 
-def test_a_busy_port_is_an_error_with_its_holder():
+def test_a_busy_port_is_an_error_that_names_its_process():
     """SRV-2"""
     first = listen("127.0.0.1", 0)
     try:
@@ -117,13 +117,13 @@ def test_answers_are_not_held_back_by_nagle():
         server.close()
 
 
-def test_while_loading_every_request_hears_503():
+def test_while_loading_every_request_gets_503():
     """SRV-6"""
     server = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.getsockname()[1]}/health/"
     try:
         with answer_loading(server):
-            silent = socket.create_connection(server.getsockname())  # a client that says nothing holds nobody up long
+            silent = socket.create_connection(server.getsockname())  # a silent client does not block others for long
             start = time.monotonic()
             with pytest.raises(urllib.error.HTTPError) as error:
                 urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10)
@@ -200,7 +200,7 @@ def test_a_grpo_server_uses_up_its_devices_exactly(model_dir, tmp_path, monkeypa
     assert num_devices == 6 or f"= 6, but {num_devices} CUDA devices are visible" in found[0]
 
 
-def test_a_grpo_server_on_a_busy_port_says_who_has_it(model_dir, tmp_path):
+def test_a_grpo_server_on_a_busy_port_names_its_process(model_dir, tmp_path):
     """GRP-2, SRV-2: exit status 2, no other port instead."""
     busy = listen("127.0.0.1", 0)
     try:
@@ -235,7 +235,7 @@ def test_kernels_that_an_engine_keeps_on_cpu_are_bounded_unless_the_user_says_ho
 
 def test_processes_of_vllm_sleep_while_they_wait_on_cpu():
     """One that spins for vLLM's own second takes a core from its worker and from the learner; asleep it may miss the
-    word that a message has come."""
+    notification of a message."""
     program = """
 import os, rollout_server
 rollout_server.begin_as_child()

@@ -1,4 +1,4 @@
-"""SRV-9 placement, SRV-3 token, and the weight-update state machine (SYN-3, SYN-9), with a make-believe vLLM."""
+"""SRV-9 placement, SRV-3 token, and the weight-update state machine (SYN-3, SYN-9), with a fake vLLM."""
 
 import asyncio
 import time
@@ -170,7 +170,7 @@ def test_answers_are_cut_before_the_stop_token_and_fail_alone():
 
 
 def test_the_stop_token_is_the_one_that_the_engine_generated_ROL_1_GRP_6():
-    """ROL-1, GRP-6: of several stop tokens the one sampled, with its log-probability; none behind a stop string or a
+    """ROL-1, GRP-6: of several stop tokens the one sampled, with its log-probability; none after a stop string or a
     cut."""
     _, engine, _ = make()
 
@@ -438,7 +438,7 @@ OWNED = ("close_communicator", "start_weight_update", "update_weights", "finish_
 
 
 def test_weight_and_cache_calls_need_the_token_of_the_run_that_opened_the_communicator():
-    """SRV-3: whoever knows the run's name from /health/ cannot write into the server; the right token goes through."""
+    """SRV-3: the run's name, which /health/ shows, is not enough to write into the server; the right token is."""
     llm, engine, updates = make()
     client = TestClient(make_app(engine, updates, None))
     body = UPDATE.model_dump() | FINISH.model_dump() | {"pause": "wait"}

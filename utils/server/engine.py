@@ -5,8 +5,6 @@
 """
 
 import asyncio
-import base64
-import io
 import itertools
 import logging
 import time
@@ -68,7 +66,7 @@ class UpdateFailed(RuntimeError):
 
 @dataclass
 class EngineWeights:
-    """Which weights the engine holds, and whether requests may use them."""
+    """State and version of the engine's weights; requests wait here while an update is in progress."""
 
     state: str = "idle"  # idle | updating | dirty
     version: str | None = None
@@ -172,13 +170,12 @@ class RolloutEngine:
 
     async def warm_up(self) -> None:
         """Prove that every replica generates, and do what only a first request pays for. Raises if one cannot."""
-        buffer = io.BytesIO()
-        Image.new("RGB", (64, 64)).save(buffer, "PNG")
-        image = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-        with_image = RolloutInferRequest(messages=[{"role": "user", "content": "<image>warm-up"}], images=[image])
-        text_only = RolloutInferRequest(messages=[{"role": "user", "content": "warm-up"}])
-        request = with_image if self.llm.model_config.is_multimodal_model else text_only
-        prompt = await asyncio.to_thread(self._prepare, request)
+        is_multimodal = self.llm.model_config.is_multimodal_model
+        messages = [{"role": "user", "content": "<image>warm-up" if is_multimodal else "warm-up"}]
+        token_ids = render_prompt(self.processor, to_chat_messages(messages, int(is_multimodal)))
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
+        if is_multimodal:
+            prompt["multi_modal_data"] = {"image": [Image.new("RGB", (64, 64))]}
         await self._on_every_replica(prompt, sampling_params(RequestConfig(max_tokens=2), None, {}))
 
     def check_alive(self) -> None:

@@ -1,4 +1,4 @@
-"""What one rollout server is started with: resolved from config and machine, checked, printed, handed to vLLM."""
+"""Launch settings of one rollout server: resolved from config and machine, checked, printed, passed to vLLM."""
 
 import dataclasses
 import ipaddress

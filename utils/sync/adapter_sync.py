@@ -34,15 +34,12 @@ class AdapterWeights(MergedWeights):
         self._scaling: dict[str, float] = {}
         merged, self.entries = self.entries, []
         for entry in merged:
-            if entry.adapter is not None:
+            if (adapter := entry.adapter) is not None:
                 module = f"base_model.model.{entry.name.removesuffix('.weight')}"
-                self._add(f"{module}.lora_A.weight", entry.adapter.a, 1.0)
-                self._add(f"{module}.lora_B.weight", entry.adapter.b, entry.adapter.scaling)
-
-    def _add(self, name: str, weight: nn.Parameter, scaling: float) -> None:
-        shape = tuple(getattr(weight, "ds_shape", weight.shape))
-        self.entries.append(WeightEntry(name, shape, weight, None))
-        self._scaling[name] = scaling
+                for side, weight, scaling in (("A", adapter.a, 1.0), ("B", adapter.b, adapter.scaling)):
+                    name = f"{module}.lora_{side}.weight"
+                    self.entries.append(WeightEntry(name, weight, None))
+                    self._scaling[name] = scaling
 
     def write(self, entry: WeightEntry, out: torch.Tensor) -> None:
         """Write the adapter tensor into `out` (its shape and dtype). Call inside `gathered`."""

@@ -29,12 +29,15 @@ class Adapter:
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One tensor of the merged checkpoint: its name there, its full shape, and the parameters that make it."""
+    """One tensor of the merged checkpoint: its name there, and the parameters that make it."""
 
     name: str
-    shape: tuple[int, ...]
     weight: nn.Parameter
     adapter: Adapter | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self.weight, "ds_shape", self.weight.shape))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +75,7 @@ class MergedWeights:
         for name, weight, adapter in _effective_parameters(base, ""):
             if id(weight) not in seen:  # a tied tensor (lm_head) travels once, under its first name
                 seen.add(id(weight))
-                self.entries.append(WeightEntry(name, _full_shape(weight), weight, adapter))
+                self.entries.append(WeightEntry(name, weight, adapter))
         self.dtype = self.entries[0].dtype  # the engine's, too
 
     @property
@@ -185,7 +188,3 @@ def whole_groups(names: set[str], parameters: Mapping[str, Sequence[str]]) -> se
         touched = set().union(*(modules[name] for name in names))
         names = names | {name for name, own in modules.items() if own & touched}
     return whole
-
-
-def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -21,8 +21,8 @@ from utils.sync.wire import bucket_layouts, loopback_if_local, tensor_digest
 class GlooTransport:
     """Buckets over Gloo, one group per server, every bucket to all servers at the same time (SYN-11); for CPU.
 
-    A bucket is packed while the one before it is on its way. What is in flight, being packed and gathered together
-    never exceeds two buckets (SYN-5): where it would, the bucket in flight is waited for first.
+    A bucket is packed while the previous one is on its way. Bytes in flight, being packed and gathered together never
+    exceed two buckets (SYN-5): where they would, the transport first waits for the bucket in flight.
     """
 
     def __init__(self, bucket_bytes: int, timeout_s: float) -> None:
@@ -46,7 +46,7 @@ class GlooTransport:
             raise
 
     def send(
-        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
+        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, check_servers: Callable[[], None]
     ) -> dict[str, str]:
         """Stream `entries`; return their digests by name if requested, else nothing.
 
@@ -54,11 +54,11 @@ class GlooTransport:
         raised at its end.
 
         Args:
-            alive: raises once a server's side of the transfer failed.
+            check_servers: raises once a server's side of the transfer failed.
         """
         digests: dict[str, str] = {}
         budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
-        broadcasts = _Broadcasts(self._groups, alive, time.monotonic() + self.timeout_s)
+        broadcasts = _Broadcasts(self._groups, check_servers, time.monotonic() + self.timeout_s)
         is_sharded = weights.is_sharded
         for bucket in bucket_layouts([entry.num_bytes for entry in entries], self.bucket_bytes):
             broadcasts.wait(at_most_bytes=budget - bucket.num_bytes)
@@ -113,11 +113,11 @@ class _Broadcasts:
     `spare` is the memory of the bucket that finished last: fresh memory would cost as much as filling it (page faults).
     """
 
-    def __init__(self, groups: list[Any], alive: Callable[[], None], deadline: float) -> None:
+    def __init__(self, groups: list[Any], check_servers: Callable[[], None], deadline: float) -> None:
         self.failure: Exception | None = None
         self.spare: torch.Tensor | None = None
         self._groups = groups
-        self._alive = alive
+        self._check_servers = check_servers
         self._deadline = deadline
         self._under_way: list[tuple[torch.Tensor, list[Any]]] = []
 
@@ -151,7 +151,7 @@ class _Broadcasts:
     def _finish(self, works: list[Any]) -> None:
         pause_s = 1e-5
         while not all(work.is_completed() for work in works):
-            self._alive()
+            self._check_servers()
             if time.monotonic() > self._deadline:
                 raise TimeoutError("a bucket was not taken by all servers before RM.vllm.sync.timeout_s")
             time.sleep(pause_s)
@@ -189,7 +189,7 @@ class NcclTransport:
             self._groups.append(open_nccl(host, port, 0, world_size + 1))
 
     def send(
-        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
+        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, check_servers: Callable[[], None]
     ) -> dict[str, str]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -198,7 +198,7 @@ class NcclTransport:
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in walk:
-                alive()
+                check_servers()
                 if digest:
                     digests[name] = tensor_digest(tensor)
                 yield name, tensor

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: the receiving end of weight transfer.
+"""The receiving end of weight transfer, inside vLLM's worker processes.
 
 Stands on vLLM 0.32's weight-transfer interface, which changes with vLLM releases. Naming `WorkerExtension` as vLLM's
 `worker_extension_cls` imports the module in every worker, which registers two engines:
@@ -27,11 +27,7 @@ from vllm.distributed.utils import (
     stateless_init_torch_distributed_process_group,
 )
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
@@ -259,7 +255,7 @@ class WorkerExtension:
 
 
 def store_answers(store: torch.distributed.Store | None) -> bool:
-    """Return whether the learner behind `store` is alive: it answers on the connection made at the rendezvous."""
+    """Return whether the learner that hosts `store` is alive: it answers on the connection made at the rendezvous."""
     answers: list[bool] = []
 
     def check() -> None:
