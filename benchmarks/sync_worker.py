@@ -14,7 +14,7 @@ class BenchExtension(WorkerExtension):
     _bench_tensors: list[tuple[str, torch.Tensor]] | None = None
 
     def _weight_bench_load(self, path: str) -> float:
-        """vLLM's own reload of tensors that lie in memory already: no transfer, nothing used in place.
+        """vLLM's own reload of tensors that lie in memory already: no transfer.
 
         The output layer takes the embeddings' packed copy of the weight they share, as after a sync: a load that packs
         another one, as vLLM's first does, does what can be avoided.
@@ -24,7 +24,7 @@ class BenchExtension(WorkerExtension):
         engine = self.weight_transfer_engine
         start = time.perf_counter()
         self.start_weight_update()
-        engine.session.loaded = set(engine.model.load_weights(iter(self._bench_tensors)))
+        engine.update.loaded = set(engine.model.load_weights(iter(self._bench_tensors)))
         self.finish_weight_update()
         return time.perf_counter() - start
 

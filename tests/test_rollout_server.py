@@ -13,19 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server import (
-    ON_CPU,
-    PARENT_PID,
-    Launch,
-    LoadingAnswer,
-    describe,
-    is_loopback,
-    listen,
-    model_problems,
-    problems_of,
-    resolve,
-    set_environment,
-)
+from utils.config.schema import Model, ServerAddress, ServerSettings
+from utils.server.launch import Launch, describe, is_loopback, model_problems, problems_of, resolve
+from utils.server.process import ON_CPU, PARENT_PID, answer_loading, listen, set_environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,31 +27,19 @@ def model_dir(tmp_path) -> Path:
     return tmp_path
 
 
-def launch_of(model_dir: Path, **changes) -> Launch:
+def launch_of(model_dir: Path, *, settings: dict | None = None, **changes) -> Launch:
+    common = {"vllm_max_model_len": 1024, "vllm_gpu_memory_utilization": 0.6, "cpu_kv_cache_gib": 1}
     launch = Launch(
-        host="127.0.0.1",
-        port=8080,
-        prefix="/x",
+        settings=ServerSettings(**common | (settings or {})),
+        model=Model(path=str(model_dir), dtype="float32"),
+        address=ServerAddress("http://127.0.0.1:8080/x", 8081),
         device="cpu",
         num_devices=None,
-        tensor_parallel_size=1,
         data_parallel_size=2,
-        model_path=str(model_dir),
-        dtype="float32",
-        seed=1,
-        max_model_len=1024,
-        max_num_seqs=None,
-        gpu_memory_utilization=0.6,
-        cpu_kv_cache_gib=1,
-        max_lora_rank=None,
-        enable_prefix_caching=True,
-        min_pixels=None,
-        max_pixels=None,
+        lora_rank=None,
         image_roots=("/data",),
-        allow_image_urls=False,
-        allow_remote=False,
-        engine_kwargs={},
         stuck_s=120.0,
+        seed=1,
     )
     return dataclasses.replace(launch, **changes)
 
@@ -71,11 +49,12 @@ def test_a_sound_launch_has_no_problems(model_dir):
     assert problems_of(launch_of(model_dir), token=None) == []
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.3", "gpu-box"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.3", "gpu-box"])
 def test_beyond_loopback_needs_permission_and_a_token(model_dir, host):
     """SRV-3: both, or it refuses to start."""
-    launch = launch_of(model_dir, host=host)
-    allowed = dataclasses.replace(launch, allow_remote=True)
+    address = ServerAddress(f"http://{host}:8080", 8081)
+    launch = launch_of(model_dir, address=address)
+    allowed = launch_of(model_dir, address=address, settings={"allow_remote": True})
     assert len(problems_of(launch, token=None)) == 2
     assert "allow_remote" in problems_of(launch, token="t")[0]
     assert "ROLLOUT_SERVER_TOKEN" in problems_of(allowed, token=None)[0]
@@ -90,7 +69,8 @@ def test_loopback_addresses():
 
 def test_devices_must_be_used_up_exactly(model_dir):
     """SRV-2: TP x DP equals the visible devices."""
-    cuda = launch_of(model_dir, device="cuda", num_devices=3, tensor_parallel_size=2, data_parallel_size=1)
+    split = {"vllm_tensor_parallel_size": 2}
+    cuda = launch_of(model_dir, device="cuda", num_devices=3, data_parallel_size=1, settings=split)
     assert "2 x data_parallel_size 1 = 2, but 3 CUDA devices" in problems_of(cuda, None)[0]
     assert problems_of(dataclasses.replace(cuda, num_devices=2), None) == []
 
@@ -102,19 +82,21 @@ def test_model_directory_and_length_are_checked(model_dir, tmp_path):
     assert model_problems(model_dir, 4096) == []
     (model_dir / "model.safetensors").unlink()
     assert "holds no weights" in model_problems(model_dir, 10)[0]
-    both = launch_of(model_dir, host="0.0.0.0", allow_remote=True)
+    everywhere = ServerAddress("http://0.0.0.0:8080", 8081)
+    both = launch_of(model_dir, address=everywhere, settings={"allow_remote": True})
     assert len(problems_of(both, None)) == 2
 
 
 def test_the_start_up_print_names_everything(model_dir):
     """SRV-2"""
-    text = describe(launch_of(model_dir, port=8123, max_model_len=12000))
+    address, settings = ServerAddress("http://127.0.0.1:8123", 8081), {"vllm_max_model_len": 12000}
+    text = describe(launch_of(model_dir, address=address, settings=settings))
     for words in ("127.0.0.1", "8123", "tensor parallel   1", "data parallel     2", "12000", "1 GiB", str(model_dir)):
         assert words in text
     assert "0.6 of each device" in describe(launch_of(model_dir, device="cuda"))
 
 
-def test_a_busy_port_is_an_error_with_its_holder():
+def test_a_busy_port_is_an_error_that_names_its_process():
     """SRV-2"""
     first = listen("127.0.0.1", 0)
     try:
@@ -135,13 +117,13 @@ def test_answers_are_not_held_back_by_nagle():
         server.close()
 
 
-def test_while_loading_every_request_hears_503():
+def test_while_loading_every_request_gets_503():
     """SRV-6"""
     server = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.getsockname()[1]}/health/"
     try:
-        with LoadingAnswer(server):
-            silent = socket.create_connection(server.getsockname())  # a client that says nothing holds nobody up long
+        with answer_loading(server):
+            silent = socket.create_connection(server.getsockname())  # a silent client does not block others for long
             start = time.monotonic()
             with pytest.raises(urllib.error.HTTPError) as error:
                 urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10)
@@ -204,16 +186,21 @@ def test_a_grpo_server_uses_up_its_devices_exactly(model_dir, tmp_path, monkeypa
     """GRP-2, GRP-3, SRV-2: host and port of `rlhf`; TP 1 x DP 6 wants six devices."""
     from utils.config.load import load_config
 
-    monkeypatch.setattr("rollout_server.count_cuda_devices", lambda: num_devices)
+    monkeypatch.setattr("utils.server.launch.count_cuda_devices", lambda: num_devices)
     launch = resolve(load_config(grpo_config(model_dir, tmp_path)), 0)
-    assert (launch.host, launch.port, launch.world_size, launch.max_lora_rank) == ("127.0.0.1", 8080, 6, None)
+    assert (launch.address.host, launch.address.port, launch.world_size, launch.lora_rank) == (
+        "127.0.0.1",
+        8080,
+        6,
+        None,
+    )
     assert launch.stuck_s == 120.0
     found = problems_of(launch, None)
     assert len(found) == (num_devices != 6)
     assert num_devices == 6 or f"= 6, but {num_devices} CUDA devices are visible" in found[0]
 
 
-def test_a_grpo_server_on_a_busy_port_says_who_has_it(model_dir, tmp_path):
+def test_a_grpo_server_on_a_busy_port_names_its_process(model_dir, tmp_path):
     """GRP-2, SRV-2: exit status 2, no other port instead."""
     busy = listen("127.0.0.1", 0)
     try:
@@ -237,18 +224,18 @@ def test_dry_run_of_the_grpo_presets(path):
         assert words in done.stdout
 
 
-def test_kernels_that_an_engine_keeps_on_cpu_are_bounded_unless_the_user_says_how(model_dir, monkeypatch):
+def test_kernels_that_an_engine_keeps_on_cpu_are_bounded_unless_the_user_says_how(monkeypatch):
     """SRV-8: an engine that runs for days stays as large as it is after its first hours."""
     for given, kept in ((None, "256"), ("7", "7")):
         environment = {} if given is None else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": given}
         monkeypatch.setattr(os, "environ", environment)
-        set_environment(launch_of(model_dir))
+        set_environment("cpu", cpu_kv_cache_gib=1, world_size=1)
         assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == kept
 
 
 def test_processes_of_vllm_sleep_while_they_wait_on_cpu():
     """One that spins for vLLM's own second takes a core from its worker and from the learner; asleep it may miss the
-    word that a message has come."""
+    notification of a message."""
     program = """
 import os, rollout_server
 rollout_server.begin_as_child()

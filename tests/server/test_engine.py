@@ -1,4 +1,4 @@
-"""SRV-9 placement, SRV-3 token, and the weight-update state machine (SYN-3, SYN-9), with a make-believe vLLM."""
+"""SRV-9 placement, SRV-3 token, and the weight-update state machine (SYN-3, SYN-9), with a fake vLLM."""
 
 import asyncio
 import time
@@ -16,6 +16,7 @@ from utils.server.engine import BadCall, Conflict, RolloutEngine, Unavailable, U
 from utils.server.protocol import (  # noqa: E402
     FinishWeightUpdate,
     InitCommunicator,
+    OwnedCall,
     RequestConfig,
     RolloutInferRequest,
     StartWeightUpdate,
@@ -78,7 +79,7 @@ class FakeLLM:
         self.log.append(f"{step}@{engine}")
         failed = step == self.failing_step and engine == 1
         report = {"digests": {"w": f"digest{engine}"}, "parameters": {"w": ["model.w"]}}
-        result = {"update": report, "finish": self.missing, "hears_learner": self.learner_is_alive}.get(step)
+        result = {"update": report, "finish": self.missing, "learner_is_alive": self.learner_is_alive}.get(step)
         return [{"result": result, "error": f"engine worker {engine}: boom" if failed else None}]
 
     async def _pause(self, mode, clear_cache):
@@ -169,7 +170,7 @@ def test_answers_are_cut_before_the_stop_token_and_fail_alone():
 
 
 def test_the_stop_token_is_the_one_that_the_engine_generated_ROL_1_GRP_6():
-    """ROL-1, GRP-6: of several stop tokens the one sampled, with its log-probability; none behind a stop string or a
+    """ROL-1, GRP-6: of several stop tokens the one sampled, with its log-probability; none after a stop string or a
     cut."""
     _, engine, _ = make()
 
@@ -196,8 +197,9 @@ def test_an_update_in_order_then_answers_carry_the_version():
         assert answer.pop("run_token") and answer == {"boot_id": engine.boot_id, "transport": "gloo"}
         await updates.start(START)
         late = asyncio.create_task(engine.infer(ask("late"), RequestConfig()))
-        await asyncio.sleep(0.01)
-        assert engine.gate.num_waiting == 1 and not llm.seeds
+        while not engine.weights.num_waiting:
+            await asyncio.sleep(0.001)
+        assert engine.weights.num_waiting == 1 and not llm.seeds
         answer = {"digests": [{"w": "digest0"}, {"w": "digest1"}], "parameters": {"w": ["model.w"]}}
         assert await updates.update(UPDATE) == answer
         assert await updates.finish(FINISH) == {"weight_version": "a:1", "missing": []}
@@ -247,7 +249,7 @@ def test_a_failed_update_leaves_the_server_dirty_until_a_full_one(step):
         if step != "start":
             with pytest.raises(Unavailable, match="boom"):
                 await waiting
-        assert (engine.gate.state, engine.gate.version) == ("dirty", None)
+        assert (engine.weights.state, engine.weights.version) == ("dirty", None)
         assert llm.log[-3:] == ["abort@0", "abort@1", "resume"]
         with pytest.raises(Unavailable, match="incomplete"):
             await engine.infer(ask("x"), RequestConfig())
@@ -278,7 +280,7 @@ def test_a_partial_update_is_fine_on_whole_weights():
         await updates.start(START)
         await updates.update(UPDATE)
         assert (await updates.finish(FINISH))["missing"] == ["frozen"]
-        assert engine.gate.state == "idle"
+        assert engine.weights.state == "idle"
 
     asyncio.run(run())
 
@@ -295,12 +297,12 @@ def test_only_the_owner_updates_and_a_new_run_takes_over():
         with pytest.raises(Conflict, match="already in progress"):
             await updates.start(START)
         with pytest.raises(Conflict, match="belongs to run a, not b"):
-            await updates.abort("b")
+            await updates.abort(OwnedCall(run_id="b"))
         await updates.init(INIT.model_copy(update={"run_id": "b"}))
-        assert engine.gate.state == "dirty" and updates.owner == "b"
+        assert engine.weights.state == "dirty" and updates.owner == "b"
         with pytest.raises(Conflict, match="belongs to run b"):
             await updates.update(UPDATE)
-        await updates.close("b")
+        await updates.close(OwnedCall(run_id="b"))
         assert updates.owner is None
 
     asyncio.run(run())
@@ -310,12 +312,12 @@ def test_abort_gives_up_and_without_an_update_does_nothing():
     async def run():
         _, engine, updates = make()
         await updates.init(INIT)
-        await updates.abort("a")
-        assert engine.gate.state == "idle"
+        await updates.abort(OwnedCall(run_id="a"))
+        assert engine.weights.state == "idle"
         await updates.start(START)
-        await updates.abort("a")
-        assert engine.gate.state == "dirty"
-        await updates.abort("a")
+        await updates.abort(OwnedCall(run_id="a"))
+        assert engine.weights.state == "dirty"
+        await updates.abort(OwnedCall(run_id="a"))
 
     asyncio.run(run())
 
@@ -347,14 +349,14 @@ def test_health_is_good_only_while_the_server_can_generate():
     assert expected.items() <= answer.json().items()
     assert client.get("/get_world_size/").json() == {"world_size": 2}
 
-    engine.gate.move("updating", "a:1")
+    engine.weights.move("updating", "a:1")
     assert client.get("/health/").status_code == 200
-    engine.gate.move("dirty", None, "boom")
+    engine.weights.move("dirty", None, "boom")
     answer = client.get("/health/")
     assert (answer.status_code, answer.json()["status"], answer.json()["reason"]) == (503, "dirty", "boom")
     infer = client.post("/infer/", json={"infer_requests": [{"messages": [{"role": "user", "content": "x"}]}]})
     assert infer.status_code == 503
-    engine.gate.move("idle", "a:2")
+    engine.weights.move("idle", "a:2")
     llm.errored = True
     assert client.get("/health/").json()["status"] == "dead"
 
@@ -365,7 +367,7 @@ def test_an_engine_that_is_silent_for_too_long_counts_as_hung_SRV_6():
     asyncio.run(updates.init(INIT.model_copy(update={"timeout_s": 300.0})))
     client = TestClient(make_app(engine, updates, None))
     for state, limit_s in (("idle", STUCK_S), ("dirty", STUCK_S), ("updating", 300.0)):
-        engine.gate.move(state)
+        engine.weights.move(state)
         engine.last_contact = time.monotonic() - limit_s + 60
         assert client.get("/health/").json()["status"] != "dead"
         engine.last_contact = time.monotonic() - limit_s - 1
@@ -427,37 +429,37 @@ def test_requests_use_the_lora_slot_until_a_full_update_has_the_adapter_merged_i
         await updates.start(START)
         with pytest.raises(UpdateFailed, match="restart the server, or sync in full"):
             await updates.update(adapter)
-        assert engine.gate.state == "dirty"
+        assert engine.weights.state == "dirty"
 
     asyncio.run(run())
 
 
-HELD = ("close_communicator", "start_weight_update", "update_weights", "finish_weight_update", "abort_weight_update")
+OWNED = ("close_communicator", "start_weight_update", "update_weights", "finish_weight_update", "abort_weight_update")
 
 
 def test_weight_and_cache_calls_need_the_token_of_the_run_that_opened_the_communicator():
-    """SRV-3: whoever knows the run's name from /health/ cannot write into the server; the right token goes through."""
+    """SRV-3: the run's name, which /health/ shows, is not enough to write into the server; the right token is."""
     llm, engine, updates = make()
     client = TestClient(make_app(engine, updates, None))
     body = UPDATE.model_dump() | FINISH.model_dump() | {"pause": "wait"}
     tokens = ["", "wrong", "wröng".encode("latin-1"), "None"]
-    for path in (*HELD, "reset_prefix_cache"):  # nobody holds it: there is no right token
+    for path in (*OWNED, "reset_prefix_cache"):  # nobody owns it: there is no right token
         assert {client.post(f"/{path}/", json=body, headers={"Run-Token": t}).status_code for t in tokens} == {403}
     token = client.post("/init_communicator/", json=INIT.model_dump()).json()["run_token"]
     assert client.get("/health/").json()["owner"] == "a" and token not in client.get("/health/").text
     steps = list(llm.log)
-    for path in (*HELD, "reset_prefix_cache"):
+    for path in (*OWNED, "reset_prefix_cache"):
         answers = [client.post(f"/{path}/", json=body, headers={"Run-Token": t}) for t in (*tokens, token[:-1])]
         assert {answer.status_code for answer in answers} == {403}, path
         assert "belongs to run a" in answers[0].json()["detail"] and token not in answers[0].text
         assert client.post(f"/{path}/", json=body).status_code == 403
     assert llm.log == steps
-    holder = {"Run-Token": token}
-    assert client.post("/reset_prefix_cache/", headers=holder).json() == {"reset": True}
+    owner = {"Run-Token": token}
+    assert client.post("/reset_prefix_cache/", headers=owner).json() == {"reset": True}
     for path, call in (("start_weight_update", START), ("update_weights", UPDATE), ("finish_weight_update", FINISH)):
-        assert client.post(f"/{path}/", json=call.model_dump(), headers=holder).status_code == 200, path
-    assert client.post("/close_communicator/", json={"run_id": "a"}, headers=holder).status_code == 200
-    assert client.post("/reset_prefix_cache/", headers=holder).status_code == 403
+        assert client.post(f"/{path}/", json=call.model_dump(), headers=owner).status_code == 200, path
+    assert client.post("/close_communicator/", json={"run_id": "a"}, headers=owner).status_code == 200
+    assert client.post("/reset_prefix_cache/", headers=owner).status_code == 403
 
 
 def test_a_server_is_taken_over_only_from_a_learner_that_is_gone():

@@ -1,5 +1,5 @@
-"""Adapter sync (SYN-10): what is sent, when it is impossible, and how a run goes on without it. The way into a real
-engine's slots is tested in tests/e2e/test_adapter_sync.py."""
+"""Adapter sync (SYN-10): what is sent, when it is impossible, and how a run continues without it. A real engine's
+slots are tested in tests/e2e/test_adapter_sync.py."""
 
 import logging
 

@@ -82,7 +82,7 @@ def stream(transport: GlooTransport, port: int, stop_before: int | None = None) 
     worker.start()
     try:
         transport.open([("127.0.0.1", port)], [1])
-        transport.send(weights, weights.entries, digest=False, alive=lambda: None)
+        transport.send(weights, weights.entries, digest=False, check_servers=lambda: None)
     finally:
         transport.close()
         worker.join()

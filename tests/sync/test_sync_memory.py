@@ -59,7 +59,7 @@ def test_a_sync_adds_at_most_two_buckets_on_rank_0_SYN_5(model):
     transport = GlooTransport(BUCKET, timeout_s=60)
     transport.open([("127.0.0.1", port)], [1])
     with LivePeak() as live:
-        sent = transport.send(weights, weights.entries, digest=False, alive=lambda: None)
+        sent = transport.send(weights, weights.entries, digest=False, check_servers=lambda: None)
     receiver.join()
     transport.close()
     assert sent == {} and len(received) == len(weights.entries)

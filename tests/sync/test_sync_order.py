@@ -81,7 +81,7 @@ class StandIn:
     def open(self, addresses, world_sizes) -> None:
         self.events.append("open")
 
-    def send(self, weights, entries, digest, alive) -> dict[str, str]:
+    def send(self, weights, entries, digest, check_servers) -> dict[str, str]:
         try:
             self.events.append("send")
             if self.fail_at == "send":
@@ -192,8 +192,8 @@ def test_a_closed_port_is_explained_CON_1(weights):
     assert "open" not in server.events  # nobody to meet: that would take a whole time-out
 
 
-def test_a_group_port_that_is_taken_is_found_before_any_server_is_asked_CON_1(weights):
-    """CON-1: a server that was asked would wait at that port, for whoever has it, until its time-out."""
+def test_a_group_port_that_is_taken_is_found_before_any_server_is_called_CON_1(weights):
+    """CON-1: a server that was called would wait at that port, for the process that has it, until its time-out."""
     server = StandIn(weights)
     with socket.create_server(("127.0.0.1", PORTS[1])), pytest.raises(RuntimeError) as raised:
         sync_with(server).open()
@@ -231,7 +231,7 @@ def test_tensors_larger_than_a_bucket_travel_last(tuned):
 
 
 def test_a_communicator_that_was_opened_again_gets_everything_SYN_6(tuned):
-    """SYN-6: the server behind it may be a new one."""
+    """SYN-6: the server at its other end may be a new one."""
     server = StandIn(tuned)
     sync = sync_with(server)
     sync.open()

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 vllm_worker = pytest.importorskip("utils.sync.vllm_worker")
 
@@ -107,13 +108,26 @@ def new_weights() -> dict:
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
+def bucket_memory(engine) -> list[StorageWeakRef]:
+    """The memory of every bucket that the engine receives from now on."""
+    storages, receive = [], engine._receive
+
+    def noted(layout):
+        bucket, work = receive(layout)
+        storages.append(StorageWeakRef(bucket.untyped_storage()))
+        return bucket, work
+
+    engine._receive = noted
+    return storages
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 30, 64, 1 << 20])
 def test_a_streamed_update_loads_every_tensor_bit_for_bit(bucket_bytes):
     """SYN-1, SYN-5, SYN-7: whatever the buckets; digests are of what arrived; tensors in force keep their storage."""
     model = TinyModel()
     engine = make_engine(model)
     storage = model.first.weight.data_ptr()
-    group = meet(engine, bucket_bytes)
+    group, buckets = meet(engine, bucket_bytes), bucket_memory(engine)
     for _ in range(2):
         tensors = new_weights()
         sender = threading.Thread(target=send, args=(group, tensors, bucket_bytes))
@@ -121,7 +135,7 @@ def test_a_streamed_update_loads_every_tensor_bit_for_bit(bucket_bytes):
         engine.start_weight_update()
         engine.update_weights(info_of(tensors))
         sender.join()
-        assert engine.report() == {
+        assert engine.summary() == {
             "digests": {name: tensor_digest(tensor) for name, tensor in tensors.items()},
             "parameters": {name: [name] for name in tensors},
         }
@@ -130,11 +144,10 @@ def test_a_streamed_update_loads_every_tensor_bit_for_bit(bucket_bytes):
         assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in tensors.items())
     assert model.first.weight.data_ptr() == storage
     deadline = time.monotonic() + 10
-    while not engine._memory.spare and time.monotonic() < deadline:
+    while not all(memory.expired() for memory in buckets) and time.monotonic() < deadline:
         time.sleep(0.01)  # Gloo's thread lets go of a bucket a moment after its end
-    assert engine._memory.spare  # what buckets were received in has come back
+    assert buckets and all(memory.expired() for memory in buckets)  # the model holds copies only
     engine.shutdown()
-    assert not engine._memory.spare
 
 
 def test_tensors_that_are_not_sent_keep_their_values_and_are_reported():
@@ -149,7 +162,7 @@ def test_tensors_that_are_not_sent_keep_their_values_and_are_reported():
     sender.start()
     engine.update_weights(info_of(tensors, digest=False))
     sender.join()
-    assert engine.report() == {"digests": {}, "parameters": {"first.weight": ["first.weight"]}}
+    assert engine.summary() == {"digests": {}, "parameters": {"first.weight": ["first.weight"]}}
     engine.finish_weight_update()
     assert engine.missing == ["pair.left", "pair.right", "second.weight"]
     assert torch.equal(model.first.weight, tensors["first.weight"])
@@ -158,15 +171,15 @@ def test_tensors_that_are_not_sent_keep_their_values_and_are_reported():
 
 
 def receive(engine, group, tensors: dict, digest: bool) -> dict:
-    """One finished update; returns the worker's report."""
+    """One finished update; returns the worker's summary of it."""
     engine.start_weight_update()
     sender = threading.Thread(target=send, args=(group, tensors, 64))
     sender.start()
     engine.update_weights(info_of(tensors, digest))
     sender.join()
-    report = engine.report()
+    summary = engine.summary()
     engine.finish_weight_update()
-    return report
+    return summary
 
 
 def test_the_ledger_covers_tensors_that_are_not_sent_again():
@@ -175,9 +188,9 @@ def test_the_ledger_covers_tensors_that_are_not_sent_again():
     group = meet(engine, 64)
     everything, part = new_weights(), {"second.weight": torch.randn(2, 3)}
     receive(engine, group, everything, digest=True)
-    report = receive(engine, group, part, digest=True)
-    assert report["digests"] == {name: tensor_digest(tensor) for name, tensor in (everything | part).items()}
-    assert report["parameters"] == {"second.weight": ["second.weight"]}
+    summary = receive(engine, group, part, digest=True)
+    assert summary["digests"] == {name: tensor_digest(tensor) for name, tensor in (everything | part).items()}
+    assert summary["parameters"] == {"second.weight": ["second.weight"]}
     assert receive(engine, group, part, digest=False)["digests"] == {}
     left = receive(engine, group, {"first.weight": torch.randn(3, 4)}, digest=True)["digests"]
     assert set(left) == {"first.weight", "pair.left", "pair.right"}
@@ -219,7 +232,7 @@ def test_a_tied_output_layer_computes_with_the_new_weights(embeddings_method, bi
     for _ in range(2):
         sent, x = torch.randn(3, 4), torch.randn(2, 4)
         engine.start_weight_update()
-        engine.session.load([("first.weight", sent)])
+        engine.update.load([("first.weight", sent)])
         engine.finish_weight_update()
         assert model.head.weight is model.first.weight
         assert torch.equal(model.head.quant_method.apply(model.head, x), x @ sent.T)
@@ -231,7 +244,7 @@ def test_a_fused_group_that_came_in_part_is_refused():
     """SYN-6: vLLM would finish it with uninitialised memory."""
     engine = make_engine(TinyModel())
     engine.start_weight_update()
-    engine.session.load([("pair.left", torch.zeros(2))])
+    engine.update.load([("pair.left", torch.zeros(2))])
     with pytest.raises(RuntimeError, match="part of a fused tensor arrived for pair"):
         engine.finish_weight_update()
 
@@ -239,7 +252,7 @@ def test_a_fused_group_that_came_in_part_is_refused():
 def test_a_tensor_that_the_model_ignores_is_refused_by_name():
     engine = make_engine(TinyModel())
     engine.start_weight_update()
-    engine.session.load([("first.weight", torch.zeros(3, 4)), ("rotary.inv_freq", torch.zeros(2))])
+    engine.update.load([("first.weight", torch.zeros(3, 4)), ("rotary.inv_freq", torch.zeros(2))])
     with pytest.raises(RuntimeError, match="does not take these tensors: rotary.inv_freq"):
         engine.finish_weight_update()
 
@@ -273,9 +286,9 @@ def test_known_tensors_reach_the_model_in_one_call_however_many_buckets():
     model.load_weights = lambda weights: (calls.append(0), load_weights(weights))[1]
     receive(engine, group, new_weights(), digest=False)
     first, tensors = len(calls), new_weights()
-    report = receive(engine, group, tensors, digest=True)
+    summary = receive(engine, group, tensors, digest=True)
     assert first == 4 and len(calls) == first + 1
-    assert report["digests"] == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    assert summary["digests"] == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in tensors.items())
     engine.shutdown()
 
@@ -319,24 +332,28 @@ def test_after_a_lost_sender_the_engine_takes_a_new_communicator_and_a_full_upda
     engine.shutdown()
 
 
-def test_a_worker_hears_whether_its_learner_is_alive(monkeypatch):
+def test_a_worker_knows_whether_its_learner_is_alive(monkeypatch):
     """SRV-3: on the connection of the rendezvous, so that another store on the same port does not count."""
     engine = make_engine(TinyModel())
-    assert not engine.hears_learner()
+
+    def is_alive() -> bool:
+        return vllm_worker.store_answers(engine.learner_store)
+
+    assert not is_alive()
     group = meet(engine, 64)
-    assert engine.hears_learner()
-    port = engine._learners_store.port
+    assert is_alive()
+    port = engine.learner_store.port
     del group  # closes its connections, as the end of the process would
     gc.collect()
     another = torch.distributed.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
-    assert not engine.hears_learner()
+    assert not is_alive()
     del another
     engine.shutdown()
-    assert not engine.hears_learner()
+    assert not is_alive()
 
-    monkeypatch.setattr(vllm_worker, "HEARING_S", 0.1)
-    engine._learners_store = SimpleNamespace(check=lambda _: threading.Event().wait(5))
-    assert not engine.hears_learner()  # a machine that vanished
+    monkeypatch.setattr(vllm_worker, "LEARNER_TIMEOUT_S", 0.1)
+    engine.learner_store = SimpleNamespace(check=lambda _: threading.Event().wait(5))
+    assert not is_alive()  # a machine that vanished
 
 
 def test_a_learner_in_the_middle_of_a_broadcast_hears_that_the_worker_left():
@@ -357,22 +374,6 @@ def test_a_learner_in_the_middle_of_a_broadcast_hears_that_the_worker_left():
         work.wait()
     group.shutdown()
     assert time.monotonic() - start < 10
-
-
-def test_memory_of_a_bucket_is_used_again_once_no_view_of_it_is_left():
-    memory = vllm_worker.BucketMemory()
-    bucket = memory.take(1 << 20)
-    address, view = bucket.data_ptr(), bucket[128:256].view(torch.bfloat16)
-    del bucket
-    assert memory.take(1 << 10).data_ptr() != address  # the view is still somebody's
-    del view
-    smaller = memory.take(1 << 19)
-    assert smaller.data_ptr() == address and smaller.shape == (1 << 19,)
-    del smaller
-    grown = memory.take(1 << 21)
-    assert len(grown) == 1 << 21
-    del grown
-    assert sum(map(len, memory.spare)) <= (1 << 20) + (1 << 21)  # what was in use at once
 
 
 def test_an_engine_gives_free_memory_back_now_and_then(monkeypatch):
@@ -435,9 +436,9 @@ def test_adapter_tensors_go_past_the_model_and_need_a_slot():
     engine = Worker.weight_transfer_engine
     engine.start_weight_update()
     name, tensor = "base_model.model.first.lora_A.weight", torch.ones(2, 4)
-    engine.session.load([(name, tensor)])
+    engine.update.load([(name, tensor)])
     tensor.zero_()  # the bucket is used again
-    assert torch.equal(engine.session.adapter[name], torch.ones(2, 4)) and not engine.session.unexpected
+    assert torch.equal(engine.update.adapter[name], torch.ones(2, 4)) and not engine.update.unexpected
     assert "no LoRA slots; start it with" in Worker().weight_rpc("finish", {})["error"]
     engine.reset_update()
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
@@ -479,6 +480,6 @@ def test_the_nccl_engine_loads_through_the_same_checks(monkeypatch):
     nccl.start_weight_update()
     nccl.update_weights(info_of(tensors))
     assert nccl.model is model
-    assert nccl.report()["digests"] == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    assert nccl.summary()["digests"] == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     nccl.finish_weight_update()
     assert torch.equal(model.pair.right, tensors["pair.right"])

@@ -37,7 +37,7 @@ class ColocateWorker(WorkerExtension):
     """Mixed into vLLM's worker class: a weight update whose tensors are in this process already."""
 
     def _weight_load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        self.weight_transfer_engine.session.load(weights)
+        self.weight_transfer_engine.update.load(weights)
 
 
 class ColocateEngine:

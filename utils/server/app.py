@@ -1,8 +1,8 @@
-"""HTTP front of the rollout server: routes, tokens, limits, errors as status codes. The work is in server_engine.py.
+"""HTTP front of the rollout server: routes, tokens, limits, errors as status codes.
 
-4xx: the caller's mistake, with the field (422), the wrong state or a server that a living run holds (409), a body that
+4xx: the caller's mistake, with the field (422), the wrong state or a server that a living run owns (409), a body that
 is too large (413), no or a wrong access token (401) or run token (403). 503: cannot generate now. 502: a weight update
-did not go through. What is promised against whom: docs/security.md.
+failed. What protects against whom: docs/security.md. The work is done in engine.py and weight_updates.py.
 """
 
 import asyncio
@@ -20,16 +20,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from utils.server.engine import BadCall, Conflict, NotHolder, RolloutEngine, Unavailable, UpdateFailed
-from utils.server.protocol import (
-    FinishWeightUpdate,
-    InferCall,
-    InitCommunicator,
-    OwnedCall,
-    ProbeCall,
-    StartWeightUpdate,
-    UpdateWeights,
-)
+from utils.server.engine import BadCall, Conflict, NotOwner, RolloutEngine, Unavailable, UpdateFailed
+from utils.server.protocol import InferCall, InitCommunicator, ProbeCall
 from utils.server.weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
@@ -37,7 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 << 20  # of one request; an image sent as base64 may have 64 MiB
 MAX_ERRORS = 20  # that a 422 lists
 
-RunToken = Annotated[str, Header()]  # `Run-Token`, as /init_communicator/ answered it
+Asgi = Callable[..., Awaitable[None]]
+RunToken = Annotated[str, Header()]  # `Run-Token`, from the answer of /init_communicator/
 
 RUNNING = prometheus_client.Gauge("rollout_server_running_requests", "requests a replica is running", ["replica"])
 WAITING = prometheus_client.Gauge("rollout_server_waiting_requests", "requests waiting for a weight update")
@@ -45,69 +38,63 @@ MEMORY = prometheus_client.Gauge("rollout_server_device_memory_bytes", "memory i
 
 
 def make_app(engine: RolloutEngine, updates: WeightUpdates, token: str | None, prefix: str = "") -> FastAPI:
-    """All endpoints below `prefix` (the path part of base_url); with a token, none answers without it."""
+    """Return all endpoints below `prefix` (the path part of base_url); with a token, none answers without it."""
 
     @contextlib.asynccontextmanager
-    async def watched(_: FastAPI) -> Any:
+    async def watching(_: FastAPI) -> Any:
         watch = asyncio.create_task(engine.watch())
         yield
         watch.cancel()
 
-    app = FastAPI(title="rollout server", lifespan=watched, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="rollout server", lifespan=watching, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_generation_routes(engine, updates), prefix=prefix)
     app.include_router(_weight_routes(updates), prefix=prefix)
-    for error, status in ((BadCall, 422), (NotHolder, 403), (Conflict, 409), (Unavailable, 503), (UpdateFailed, 502)):
+    for error, status in ((BadCall, 422), (NotOwner, 403), (Conflict, 409), (Unavailable, 503), (UpdateFailed, 502)):
         app.add_exception_handler(error, _answer_with(status))
-    app.add_exception_handler(RequestValidationError, _name_the_fields)
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.add_exception_handler(RequestValidationError, _list_mistakes)
+    app.add_middleware(limit_body, max_bytes=MAX_BODY_BYTES)
     if token:
-        app.add_middleware(TokenCheck, token=token)
+        app.add_middleware(require_token, token=token)
     return app
 
 
-class TokenCheck:
-    """Refuses every HTTP request without `Authorization: Bearer TOKEN` before anything of it is read (SRV-3)."""
+def require_token(app: Asgi, token: str) -> Asgi:
+    """Refuse every HTTP request without `Authorization: Bearer TOKEN` before anything of it is read (SRV-3)."""
+    expected = f"Bearer {token}".encode()
+    detail = {"detail": "missing or wrong token (ROLLOUT_SERVER_TOKEN)"}
+    refusal = JSONResponse(detail, 401, headers={"WWW-Authenticate": "Bearer"})
 
-    def __init__(self, app: Callable[..., Awaitable[None]], token: str) -> None:
-        self.app = app
-        self.expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
+    async def checked(scope: dict, receive: Callable, send: Callable) -> None:
         given = dict(scope.get("headers", [])).get(b"authorization", b"")
-        if scope["type"] == "http" and hmac.compare_digest(given, self.expected):
-            return await self.app(scope, receive, send)
-        detail = {"detail": "missing or wrong token (ROLLOUT_SERVER_TOKEN)"}
-        answer = JSONResponse(detail, 401, headers={"WWW-Authenticate": "Bearer"})
-        return await answer(scope, receive, send)
+        is_known = scope["type"] == "http" and hmac.compare_digest(given, expected)
+        await (app if is_known or scope["type"] == "lifespan" else refusal)(scope, receive, send)
+
+    return checked
 
 
-class BodyLimit:
-    """Refuses request bodies of more than `max_bytes`, announced or not, without keeping them."""
+def limit_body(app: Asgi, max_bytes: int) -> Asgi:
+    """Refuse request bodies of more than `max_bytes`, announced or not, without storing them."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def limited(scope: dict, receive: Callable, send: Callable) -> None:
         length = dict(scope.get("headers", [])).get(b"content-length", b"")
         announced, received = int(length) if length.isdigit() else 0, 0
 
         async def bounded() -> dict:
             nonlocal received
-            message = await receive() if announced <= self.max_bytes else {}
+            message = await receive() if announced <= max_bytes else {}
             received += len(message.get("body", b""))
-            if max(announced, received) > self.max_bytes:
-                raise HTTPException(413, f"a request body has at most {self.max_bytes >> 20} MiB; send fewer at once")
+            if max(announced, received) > max_bytes:
+                raise HTTPException(413, f"a request body has at most {max_bytes >> 20} MiB; send fewer at once")
             return message
 
-        await self.app(scope, bounded, send)
+        await app(scope, bounded, send)
+
+    return limited
 
 
 class StrictJson(APIRoute):
-    """Parses bodies as JSON proper: Python's own parser lets through not-a-number and half characters (lone
-    surrogates), which no answer could repeat and no tokenizer take."""
+    """Parses bodies as strict JSON: Python's own parser accepts not-a-number and half characters (lone surrogates),
+    which no answer could repeat and no tokenizer accept."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
@@ -128,30 +115,29 @@ class _StrictRequest(Request):
 
 def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRouter:
     router = APIRouter(route_class=StrictJson)
-    gate = engine.gate
+    weights = engine.weights
 
     @router.get("/health/")
     async def health() -> Response:
         body = {
-            "state": gate.state,
+            "state": weights.state,
             "boot_id": engine.boot_id,
-            "weight_version": gate.version,
+            "weight_version": weights.version,
             "world_size": engine.world_size,
             "model": engine.model_path,
             "model_digest": engine.model_digest,
             "owner": updates.owner,
             "running": sum(engine.num_running),
-            "waiting": gate.num_waiting,
+            "waiting": weights.num_waiting,
         }
+        problem = {}  # comes first: messages are cut
         try:
             engine.check_alive()
+            if weights.state == "dirty":  # alive, so a learner may open a communicator and send full weights
+                problem = {"status": "dirty", "reason": weights.reason}
         except Unavailable as error:
-            return JSONResponse(
-                {"status": "dead", "reason": str(error)} | body, 503
-            )  # why comes first: messages are cut
-        if gate.state == "dirty":  # alive, so a learner may open a communicator and send full weights
-            return JSONResponse({"status": "dirty", "reason": gate.reason} | body, 503)
-        return JSONResponse({"status": "ok"} | body)
+            problem = {"status": "dead", "reason": str(error)}
+        return JSONResponse((problem or {"status": "ok"}) | body, 503 if problem else 200)
 
     @router.get("/get_world_size/")
     async def get_world_size() -> dict[str, int]:
@@ -159,12 +145,11 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
 
     @router.get("/weight_version/")
     async def weight_version() -> dict[str, str | None]:
-        return {"weight_version": gate.version, "boot_id": engine.boot_id}
+        return {"weight_version": weights.version, "boot_id": engine.boot_id}
 
     @router.post("/infer/")
     async def infer(call: InferCall, request: Request) -> Response:
-        if gate.state == "dirty":
-            raise Unavailable(f"the weights are incomplete until a full update has gone through: {gate.reason}")
+        weights.check()
         outputs = await _unless_hung_up(request, engine.infer(call.infer_requests, call.request_config))
         return JSONResponse([output.model_dump() for output in outputs])
 
@@ -174,10 +159,10 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
 
     @router.get("/metrics/")
     async def metrics() -> Response:
-        WAITING.set(gate.num_waiting)
+        WAITING.set(weights.num_waiting)
         for replica, count in enumerate(engine.num_running):
             RUNNING.labels(replica).set(count)
-        if not updates.is_moving():  # workers that receive weights answer nothing else
+        if not updates.is_busy():  # workers that receive weights answer nothing else
             with contextlib.suppress(TimeoutError, Unavailable, UpdateFailed):
                 async with asyncio.timeout(2.0):
                     for worker, memory in enumerate(await engine.on_all_workers("device_memory")):
@@ -188,51 +173,30 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
 
 
 def _weight_routes(updates: WeightUpdates) -> APIRouter:
-    """Calls of the run that holds the server: all but the one that opens the communicator need its token (SRV-3)."""
+    """Calls of the run that owns the server: all but the one that opens the communicator need its token (SRV-3)."""
 
-    async def check_holder(run_token: RunToken = "") -> None:
-        updates.check_holder(run_token)
+    async def check_token(run_token: RunToken = "") -> None:
+        updates.check_token(run_token)
 
-    opening = APIRouter(route_class=StrictJson)
-    router = APIRouter(route_class=StrictJson, dependencies=[Depends(check_holder)])
+    public = APIRouter(route_class=StrictJson)
+    owned = APIRouter(route_class=StrictJson, dependencies=[Depends(check_token)])
 
-    @opening.post("/init_communicator/")
+    @public.post("/init_communicator/")
     async def init_communicator(call: InitCommunicator, run_token: RunToken = "") -> dict[str, Any]:
         return await updates.init(call, run_token)
 
-    @router.post("/close_communicator/")
-    async def close_communicator(call: OwnedCall) -> dict[str, Any]:
-        await updates.close(call.run_id)
-        return {}
-
-    @router.post("/start_weight_update/")
-    async def start_weight_update(call: StartWeightUpdate) -> dict[str, Any]:
-        await updates.start(call)
-        return {}
-
-    @router.post("/update_weights/")
-    async def update_weights(call: UpdateWeights) -> dict[str, Any]:
-        return await updates.update(call)
-
-    @router.post("/finish_weight_update/")
-    async def finish_weight_update(call: FinishWeightUpdate) -> dict[str, Any]:
-        return await updates.finish(call)
-
-    @router.post("/abort_weight_update/")
-    async def abort_weight_update(call: OwnedCall) -> dict[str, Any]:
-        await updates.abort(call.run_id)
-        return {"state": updates.gate.state}
-
-    @router.post("/reset_prefix_cache/")
-    async def reset_prefix_cache() -> dict[str, bool]:
-        return {"reset": await updates.reset_prefix_cache()}
-
-    opening.include_router(router)
-    return opening
+    owned.post("/close_communicator/")(updates.close)
+    owned.post("/start_weight_update/")(updates.start)
+    owned.post("/update_weights/")(updates.update)
+    owned.post("/finish_weight_update/")(updates.finish)
+    owned.post("/abort_weight_update/")(updates.abort)
+    owned.post("/reset_prefix_cache/")(updates.reset_prefix_cache)
+    public.include_router(owned)
+    return public
 
 
 async def _unless_hung_up(request: Request, work: Awaitable[Any]) -> Any:
-    """Stop working for a client that is gone: its retry would find the engine busy with answers nobody reads."""
+    """Stop working for a client that hung up: its retry would find the engine busy with answers nobody reads."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=1.0))[0]:
@@ -244,8 +208,8 @@ async def _unless_hung_up(request: Request, work: Awaitable[Any]) -> Any:
         task.cancel()
 
 
-async def _name_the_fields(_: Request, error: RequestValidationError) -> Response:
-    """422 with place and rule of each mistake, but without the input, which may be huge or no JSON."""
+async def _list_mistakes(_: Request, error: RequestValidationError) -> Response:
+    """Answer 422 with place and rule of each mistake, but without the input, which may be huge or no JSON."""
     mistakes = [{key: mistake[key] for key in ("type", "loc", "msg")} for mistake in error.errors()[:MAX_ERRORS]]
     return JSONResponse({"detail": mistakes}, 422)
 

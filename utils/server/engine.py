@@ -1,12 +1,10 @@
-"""The rollout server's engine: vLLM's AsyncLLM with placement, image rules, and a state machine for weight updates.
+"""The rollout server's engine: vLLM's AsyncLLM with placement on replicas, image rules and signs of life.
 
 `RolloutEngine` answers requests (SRV-4, SRV-9); `WeightUpdates` brings new weights in (section SYN). They meet in
-`Gate`: a request passes it only while the weights are whole. No HTTP here, that is utils/server/app.py.
+`EngineWeights`: a request waits there until the weights are whole. HTTP is utils/server/app.py's.
 """
 
 import asyncio
-import base64
-import io
 import itertools
 import logging
 import time
@@ -41,9 +39,9 @@ from utils.sync.wire import ADAPTER_ID
 
 logger = logging.getLogger(__name__)
 
-IN_MEMORY = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # a filled slot is used without a look at the path
+ADAPTER = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # vLLM uses a filled slot without a look at the path
 NO_VERSION = "default"  # vLLM's name for weights that were never updated
-PULSE_S = 5.0  # between two questions whether the engines live, at most
+WATCH_INTERVAL_S = 5.0  # at most, between two checks that the engines are alive
 
 
 class BadCall(ValueError):
@@ -54,32 +52,52 @@ class Unavailable(RuntimeError):
     """The server cannot generate: an engine died, or its weights are a mixture after a failed update."""
 
 
+class Conflict(RuntimeError):
+    """The call does not fit the server's state, or comes from a run that does not own the server."""
+
+
+class NotOwner(RuntimeError):
+    """The call does not carry the token of the run that opened the communicator."""
+
+
+class UpdateFailed(RuntimeError):
+    """A weight update failed; the server is dirty until a full one succeeds."""
+
+
 @dataclass
-class Gate:
-    """Whether requests may go to the engine, and which weights it holds."""
+class EngineWeights:
+    """State and version of the engine's weights; requests wait here while an update is in progress."""
 
     state: str = "idle"  # idle | updating | dirty
     version: str | None = None
     reason: str = ""  # why it is dirty
     num_waiting: int = 0
-    num_pauses: int = 0
-    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    num_updates: int = 0
+    _settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._settled.set()
 
     def move(self, state: str, version: str | None = None, reason: str = "") -> None:
-        self.state, self.version, self.reason = state, version, reason
+        self.state = state
+        self.version = version
+        self.reason = reason
         if state == "updating":
-            self.num_pauses += 1
-            self.opened.clear()
+            self.num_updates += 1
+            self._settled.clear()
         else:
-            self.opened.set()
+            self._settled.set()
 
-    async def passed(self) -> None:
-        """Wait until the weights are whole. Raises `Unavailable` when they are not going to be."""
+    async def wait_whole(self) -> None:
+        """Wait for the end of an update. Raises `Unavailable` when it leaves the weights incomplete."""
         self.num_waiting += 1
         try:
-            await self.opened.wait()
+            await self._settled.wait()
         finally:
             self.num_waiting -= 1
+        self.check()
+
+    def check(self) -> None:
         if self.state == "dirty":
             raise Unavailable(f"the weights are incomplete until a full update has gone through: {self.reason}")
 
@@ -102,33 +120,33 @@ class RolloutEngine:
         self.model_path = model_path
         self.model_digest = model_digest(model_path)
         self.world_size = world_size
-        self.stuck_s, self.update_s = stuck_s, stuck_s
+        self.stuck_s = stuck_s
+        self.update_s = stuck_s
         self.boot_id = uuid.uuid4().hex
-        self.gate = Gate()
-        self.gate.opened.set()
+        self.weights = EngineWeights()
         self.num_running = [0] * len(llm.engine_core.core_engines)  # per replica
         self.last_contact = time.monotonic()
-        self.adapter: LoRARequest | None = None  # what requests use, once an adapter is in its slot (SYN-10)
+        self.adapter: LoRARequest | None = None  # for all requests, once an adapter is in its slot (SYN-10)
         self._defaults = llm.model_config.get_diff_sampling_param()
         self._request_ids = itertools.count()
         self._ids_in_flight: set[str] = set()
 
     async def infer(self, requests: list[RolloutInferRequest], config: RequestConfig) -> list[RolloutOutput]:
-        """Answers in request order; request i samples with `seed + i`. Raises `Unavailable` for all or none."""
+        """Answer in request order; request i samples with `seed + i`. Raises `Unavailable` for all or none."""
         self.check_alive()
         answers = [asyncio.ensure_future(self._answer(r, config, config.seed_of(i))) for i, r in enumerate(requests)]
         try:
             return await asyncio.gather(*answers)
-        except BaseException:  # the caller hung up or the engine died: what still runs is of no use to anyone
+        except BaseException:  # the caller hung up or the engine died: nobody can use what still runs
             for answer in answers:
                 answer.cancel()
             raise
 
     async def probe(self, request: RolloutInferRequest, token_ids: list[int]) -> dict[str, Any]:
-        """Log-probability of every prompt token (null for the first) by every replica, prefix cache not read (SYN-7).
+        """Score every prompt token (null for the first) on every replica, without reading the prefix cache (SYN-7).
 
         Raises:
-            BadCall: the prompt cannot be made or does not fit.
+            BadCall: the prompt cannot be rendered or does not fit.
         """
         self.check_alive()
         params = SamplingParams(
@@ -145,41 +163,42 @@ class RolloutEngine:
         except (ValueError, VLLMClientError) as error:
             raise BadCall(str(error)) from error
         return {
-            "logprobs": [_prompt_logprobs(output) for output in outputs],
+            "logprobs": [prompt_logprobs(output) for output in outputs],
             "prompt_token_ids": outputs[0].prompt_token_ids,
-            "weight_version": self.gate.version,
+            "weight_version": self.weights.version,
         }
 
     async def warm_up(self) -> None:
-        """Prove that every replica generates, and do what only the first request pays for. Raises if one cannot."""
-        image = "data:image/png;base64," + base64.b64encode(_png(64)).decode()
-        with_image = RolloutInferRequest(messages=[{"role": "user", "content": "<image>warm-up"}], images=[image])
-        text_only = RolloutInferRequest(messages=[{"role": "user", "content": "warm-up"}])
-        request = with_image if self.llm.model_config.is_multimodal_model else text_only
-        prompt = await asyncio.to_thread(self._prepare, request)
-        await self._on_every_replica(prompt, _sampling_params(RequestConfig(max_tokens=2), None, {}))
+        """Prove that every replica generates, and do what only a first request pays for. Raises if one cannot."""
+        is_multimodal = self.llm.model_config.is_multimodal_model
+        messages = [{"role": "user", "content": "<image>warm-up" if is_multimodal else "warm-up"}]
+        token_ids = render_prompt(self.processor, to_chat_messages(messages, int(is_multimodal)))
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
+        if is_multimodal:
+            prompt["multi_modal_data"] = {"image": [Image.new("RGB", (64, 64))]}
+        await self._on_every_replica(prompt, sampling_params(RequestConfig(max_tokens=2), None, {}))
 
     def check_alive(self) -> None:
         """Raises `Unavailable` when an engine process died or hangs (SRV-6)."""
         if self.llm.errored:
             raise Unavailable("an engine process died; restart the server")
         silent_s = time.monotonic() - self.last_contact
-        if silent_s > (self.update_s if self.gate.state == "updating" else self.stuck_s):
+        if silent_s > (self.update_s if self.weights.state == "updating" else self.stuck_s):
             raise Unavailable(f"an engine process has not answered for {silent_s:.0f} s; restart the server")
 
     async def watch(self) -> None:
-        """Ask all engines for a sign of life for ever."""
+        """Call all engines in turn for ever, so that `check_alive` knows when one last answered."""
         while True:
             try:
                 await self.on_all_engines("get_weight_version")
-            except Exception:  # whatever it was, it was no sign of life; check_alive says so
+            except Exception:  # no sign of life, whatever the error; check_alive reports it
                 logger.exception("an engine did not answer")
-            await asyncio.sleep(min(PULSE_S, self.stuck_s / 4))
+            await asyncio.sleep(min(WATCH_INTERVAL_S, self.stuck_s / 4))
 
     async def on_all_engines(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine process; waits for all of them, then raises the first error.
+        """Call a method of every engine process; wait for all of them, then raise the first error.
 
-        vLLM's own `collective_rpc` returns the first replica's answer only, and leaves early when one fails.
+        vLLM's own `collective_rpc` returns only the first replica's answer, and returns early when one fails.
         """
         core = self.llm.engine_core
         calls = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
@@ -198,17 +217,16 @@ class RolloutEngine:
         """
         args = ("weight_rpc", None, (step, payload or {}), {})
         answers = [a for engine in await self.on_all_engines("collective_rpc", *args) for a in engine]
-        errors = [answer["error"] for answer in answers if answer["error"]]
-        if errors:
+        if errors := [answer["error"] for answer in answers if answer["error"]]:
             raise UpdateFailed("; ".join(errors))
         return [answer["result"] for answer in answers]
 
     async def abort_running(self) -> None:
-        """End what the engine is running; the requests are made again or fail, as the gate says."""
+        """End what the engine is running; `_generate` runs these requests again or, if the weights are dirty, fails."""
         await self.llm.abort(list(self._ids_in_flight))
 
     async def _unless_dead(self, call: Awaitable[Any]) -> Any:
-        """Await a call to the engines, but not for ever if one of them dies meanwhile."""
+        """Await a call to the engines, but raise `Unavailable` when one of them dies meanwhile."""
         task = asyncio.ensure_future(call)
         while not (await asyncio.wait({task}, timeout=1.0))[0]:
             if self.llm.errored:
@@ -217,19 +235,19 @@ class RolloutEngine:
         return task.result()
 
     async def _answer(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> RolloutOutput:
-        """One request, which fails alone unless the whole server cannot generate."""
+        """Answer one request, which fails alone unless the whole server cannot generate."""
         try:
             prompt = await asyncio.to_thread(self._prepare, request)
-            output = await self._generate(prompt, _sampling_params(config, seed, self._defaults))
+            output = await self._generate(prompt, sampling_params(config, seed, self._defaults))
         except ImageRefused as error:
-            return RolloutOutput.failed(self.model_path, self.gate.version, str(error), refused=True)
+            return RolloutOutput.failed(self.model_path, self.weights.version, str(error), refused=True)
         except (ValueError, VLLMClientError) as error:
-            return RolloutOutput.failed(self.model_path, self.gate.version, str(error))
+            return RolloutOutput.failed(self.model_path, self.weights.version, str(error))
         sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
         return self._rollout_output(output, sizes)
 
     def _prepare(self, request: RolloutInferRequest, extra_ids: list[int] | tuple[int, ...] = ()) -> dict[str, Any]:
-        """vLLM's prompt: token ids with one placeholder per image, and the images. Blocking.
+        """Return vLLM's prompt: token ids with one placeholder per image, and the images. Blocking.
 
         Raises:
             ValueError, ImageRefused: the request's content cannot be used.
@@ -244,29 +262,27 @@ class RolloutEngine:
     async def _generate(
         self, prompt: dict[str, Any], params: SamplingParams, replica: int | None = None
     ) -> RequestOutput:
-        """Run one prompt on the given replica or the one with the fewest running; aborted by an update: made again.
+        """Run one prompt on the given replica or the one with the fewest running; again where an update aborts it.
 
         Raises:
             ValueError: vLLM refuses this prompt (too long, image and placeholder do not match, ...).
             Unavailable: engine dead, or weights incomplete.
         """
         for _ in range(100):
-            await self.gate.passed()
-            num_pauses = self.gate.num_pauses
-            output = await self._run_on(self._least_loaded() if replica is None else replica, prompt, params)
+            await self.weights.wait_whole()
+            num_updates = self.weights.num_updates
+            least_loaded = self.num_running.index(min(self.num_running))
+            output = await self._run_on(least_loaded if replica is None else replica, prompt, params)
             reason = output.outputs[0].finish_reason
             if reason in ("stop", "length"):
                 return output
-            if self.gate.num_pauses == num_pauses:  # not our doing
+            if self.weights.num_updates == num_updates:  # no update aborted it
                 raise ValueError(f"the engine ended this request with {reason!r}")
         raise Unavailable("weight updates keep interrupting this request")
 
     async def _on_every_replica(self, prompt: dict[str, Any], params: SamplingParams) -> list[RequestOutput]:
         replicas = range(len(self.num_running))
         return await asyncio.gather(*(self._generate(prompt, params, replica) for replica in replicas))
-
-    def _least_loaded(self) -> int:
-        return self.num_running.index(min(self.num_running))
 
     async def _run_on(self, replica: int, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
         request_id = f"rollout-{next(self._request_ids)}"
@@ -300,35 +316,34 @@ class RolloutEngine:
             if steps:
                 stopped["stop_logprob"] = steps.pop()[stop_id].logprob
         versions = [span.version for span in answer.weight_versions or []]
-        versions = [None if version == NO_VERSION else version for version in versions] or [self.gate.version]
+        versions = [None if version == NO_VERSION else version for version in versions] or [self.weights.version]
         infos = {"weight_version": versions[0]} | ({"last_weight_version": versions[-1]} if len(versions) > 1 else {})
-        prompt_ids = list(output.prompt_token_ids)
-        num_new = len(answer.token_ids)
-        return RolloutOutput(
-            response=ChatCompletionResponse(
-                model=self.model_path,
-                choices=[
-                    Choice(
-                        message=ChatMessage(content=answer.text),
-                        finish_reason=answer.finish_reason,
-                        token_ids=token_ids,
-                        logprobs={"content": list(map(_logprob_entry, token_ids, steps))} if steps else None,
-                    )
-                ],
-                usage=Usage(
-                    prompt_tokens=len(prompt_ids), completion_tokens=num_new, total_tokens=len(prompt_ids) + num_new
-                ),
-                prompt_token_ids=prompt_ids,
-                images_size=images_size or None,
+        prompt_ids, num_new = list(output.prompt_token_ids), len(answer.token_ids)
+        choice = Choice(
+            message=ChatMessage(content=answer.text),
+            finish_reason=answer.finish_reason,
+            token_ids=token_ids,
+            logprobs={"content": list(map(_logprob_entry, token_ids, steps))} if steps else None,
+        )
+        response = ChatCompletionResponse(
+            model=self.model_path,
+            choices=[choice],
+            usage=Usage(
+                prompt_tokens=len(prompt_ids), completion_tokens=num_new, total_tokens=len(prompt_ids) + num_new
             ),
+            prompt_token_ids=prompt_ids,
+            images_size=images_size or None,
+        )
+        return RolloutOutput(
+            response=response,
             response_token_ids=[token_ids],
             rollout_logprobs=[[step[t].logprob for t, step in zip(token_ids, steps, strict=True)]] if steps else [],
             rollout_infos=infos | stopped,
         )
 
 
-def _sampling_params(config: RequestConfig, seed: int | None, defaults: dict[str, Any]) -> SamplingParams:
-    """vLLM's parameters; settings that are not given come from the model's generation_config."""
+def sampling_params(config: RequestConfig, seed: int | None, defaults: dict[str, Any]) -> SamplingParams:
+    """Return vLLM's parameters; settings that are not given come from the model's generation_config."""
     named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     given = {name: getattr(config, name) for name in named if getattr(config, name) is not None}
     return SamplingParams(
@@ -345,8 +360,14 @@ def _sampling_params(config: RequestConfig, seed: int | None, defaults: dict[str
     )
 
 
+def prompt_logprobs(output: RequestOutput) -> list[float | None]:
+    """Return one value per prompt token; the first has no predecessor."""
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    return [step[token].logprob if step else None for token, step in pairs]
+
+
 def _logprob_entry(token_id: int, step: dict[int, Any]) -> dict[str, Any]:
-    """One position in OpenAI's form, with the token's id."""
+    """Return one position in OpenAI's form, with the token's id."""
     top = [{"token": e.decoded_token, "token_id": t, "logprob": e.logprob} for t, e in step.items()]
     chosen = step[token_id]
     return {
@@ -355,27 +376,3 @@ def _logprob_entry(token_id: int, step: dict[int, Any]) -> dict[str, Any]:
         "logprob": chosen.logprob,
         "top_logprobs": top if len(top) > 1 else [],
     }
-
-
-def _prompt_logprobs(output: RequestOutput) -> list[float | None]:
-    """One value per prompt token; the first has no predecessor."""
-    pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-    return [step[token].logprob if step else None for token, step in pairs]
-
-
-def _png(side: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (side, side)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-class Conflict(RuntimeError):
-    """The call does not fit the server's state, or comes from a run that does not own the server."""
-
-
-class NotHolder(RuntimeError):
-    """The call does not carry the token of the run that opened the communicator."""
-
-
-class UpdateFailed(RuntimeError):
-    """A weight update did not go through; the server is dirty until a full one has."""

@@ -1,4 +1,4 @@
-"""What crosses the wire between the rollout server and its clients: request and answer types of every endpoint. Pure.
+"""The forms that cross the wire between the rollout server and its clients, of every endpoint. Pure.
 
 `/infer/` speaks ms-swift's forms (`RolloutInferRequest`, `RequestConfig`, `RolloutOutput`), as its client posts and
 reads them. Fields of theirs that this server cannot honour are accepted only at their neutral value: a setting that
@@ -9,11 +9,15 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 MAX_SEED = 2**31
 MAX_INT = 2**31 - 1  # of counts and ids: the engine's own messages know no larger ones
 Message = dict[str, Any]  # {"role": ..., "content": str with <image> markers | list of parts}
+
+OneIsAList = BeforeValidator(lambda value: [value] if isinstance(value, str) else [] if value is None else value)
+NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
+Empty = Field(max_length=0)
 
 
 class WireModel(BaseModel):
@@ -23,27 +27,17 @@ class WireModel(BaseModel):
 
 
 class RolloutInferRequest(WireModel):
-    """One conversation to be answered. `images`: local paths, URLs, base64 or data URIs, in order of appearance."""
+    """One conversation to answer. `images`: local paths, URLs, base64 or data URIs, in order of appearance."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    images: list[str] = []
+    images: Annotated[list[str], OneIsAList] = []
     uuid: str | None = None
-    data_dict: dict[str, Any] = {}  # the caller's own notes; not read here
-    audios: Annotated[list[Any], Field(max_length=0)] = []
-    videos: Annotated[list[Any], Field(max_length=0)] = []
-    objects: Annotated[dict[str, Any], Field(max_length=0)] = {}
+    data_dict: Annotated[dict[str, Any], NullIsEmpty] = {}  # the caller's own notes; not read here
+    audios: Annotated[list[Any], Empty, OneIsAList] = []
+    videos: Annotated[list[Any], Empty, OneIsAList] = []
+    objects: Annotated[dict[str, Any], Empty, NullIsEmpty] = {}
     tools: None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] = {}
-
-    @field_validator("images", "audios", "videos", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else [] if value is None else value
-
-    @field_validator("objects", "data_dict", "chat_template_kwargs", mode="before")
-    @classmethod
-    def _null_is_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
+    chat_template_kwargs: Annotated[dict[str, Any], Empty, NullIsEmpty] = {}
 
     @field_validator("messages")
     @classmethod
@@ -57,7 +51,7 @@ class RolloutInferRequest(WireModel):
 
 
 class RequestConfig(WireModel):
-    """How to sample. `None` takes the model's own default (generation_config.json); greedy at temperature 0."""
+    """Sampling settings. `None` takes the model's own default (generation_config.json); greedy at temperature 0."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None  # None: up to the engine's max model length
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -67,7 +61,7 @@ class RequestConfig(WireModel):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], OneIsAList] = []
     seed: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -80,13 +74,8 @@ class RequestConfig(WireModel):
     length_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
     structured_outputs_regex: None = None
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else [] if value is None else value
-
     def seed_of(self, index: int) -> int | None:
-        """Seed of request `index` of a call (SRV-4); None without a seed."""
+        """Return the seed of request `index` of a call (SRV-4); None without a seed."""
         return None if self.seed is None else (self.seed + index) % MAX_SEED
 
 
@@ -94,16 +83,11 @@ class InferCall(WireModel):
     """Body of `/infer/`."""
 
     infer_requests: list[RolloutInferRequest]
-    request_config: RequestConfig = RequestConfig()
+    request_config: Annotated[RequestConfig, NullIsEmpty] = RequestConfig()
     use_tqdm: bool | None = None  # sent by ms-swift's client; means nothing here
     metrics: None = None
     template: None = None
     adapter_request: None = None
-
-    @field_validator("request_config", mode="before")
-    @classmethod
-    def _null_is_default(cls, value: Any) -> Any:
-        return {} if value is None else value
 
 
 class ChatMessage(BaseModel):
@@ -143,9 +127,9 @@ class ChatCompletionResponse(BaseModel):
 class RolloutOutput(BaseModel):
     """One answer. Lists are per turn as in ms-swift, here always one turn (none if the request failed).
 
-    `rollout_infos` holds `weight_version` (with `last_weight_version` where the weights changed under way); where a
-    token ended the answer `stop_token_id`, and `stop_logprob` where asked for; and for a request that failed `error`,
-    with `refused: true` where the content was not allowed rather than unreadable.
+    `rollout_infos` holds `weight_version` (and `last_weight_version` if the weights changed meanwhile); if a token
+    ended the answer, `stop_token_id`, and `stop_logprob` if requested; for a request that failed, `error`, with
+    `refused: true` where the content was not allowed rather than unreadable.
     """
 
     response: ChatCompletionResponse
@@ -157,7 +141,7 @@ class RolloutOutput(BaseModel):
 
     @classmethod
     def failed(cls, model: str, weight_version: str | None, error: str, refused: bool = False) -> "RolloutOutput":
-        """The answer to a request that failed alone."""
+        """Return the answer to a request that failed alone."""
         infos = {"weight_version": weight_version, "error": error} | ({"refused": True} if refused else {})
         return cls(response=ChatCompletionResponse(model=model, choices=[Choice()]), rollout_infos=infos)
 
@@ -179,10 +163,13 @@ class InitCommunicator(OwnedCall):
     timeout_s: Annotated[float, Field(gt=0, le=86400)]
 
 
-class StartWeightUpdate(OwnedCall):
-    """`pause`: running requests finish first, are aborted and made again, or are held over the change (SYN-9)."""
-
+class FinishWeightUpdate(OwnedCall):
     version: Annotated[str, Field(min_length=1)]
+
+
+class StartWeightUpdate(FinishWeightUpdate):
+    """`pause`: running requests finish first, are aborted and run again, or are held over the change (SYN-9)."""
+
     pause: Literal["wait", "abort", "keep"] = "wait"
 
 
@@ -202,19 +189,15 @@ class UpdateWeights(OwnedCall):
         return value
 
 
-class FinishWeightUpdate(OwnedCall):
-    version: Annotated[str, Field(min_length=1)]
-
-
 class ProbeCall(WireModel):
-    """Log-probabilities of a fixed prompt, with `token_ids` put behind the rendered messages, from every replica."""
+    """Log-probabilities of a fixed prompt, with `token_ids` after the rendered messages, from every replica."""
 
     infer_request: RolloutInferRequest
     token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = []
 
 
 def collect_images(messages: list[Message], images: list[str]) -> list[str]:
-    """Image sources in the order of their placeholders.
+    """Return image sources in the order of their placeholders.
 
     A content part that carries its own source (`{"type": "image", "image": src}` or OpenAI's `image_url`) keeps it;
     `<image>` markers and bare parts take the next of `images`; what is left of `images` comes first, where
@@ -229,7 +212,7 @@ def collect_images(messages: list[Message], images: list[str]) -> list[str]:
 
 
 def _image_slots(content: str | list[Any]) -> list[str | None]:
-    """One entry per image placeholder of a message: its source where the part carries one, else None."""
+    """Return the source of each image placeholder of a message, None where the part carries none."""
     if isinstance(content, str):
         return [None] * content.count("<image>")
     slots: list[str | None] = []

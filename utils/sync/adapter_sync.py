@@ -1,8 +1,7 @@
-"""Adapter sync (SYN-10): LoRA tensors only, over the transport of full syncs, into vLLM's LoRA slots in memory.
+"""Adapter sync (SYN-10): only LoRA tensors, over the transport of full syncs, into vLLM's LoRA slots in memory.
 
-The sending side is `WeightSync` with another list of tensors. The receiving side is the same update with tensors whose
-names say that they are an adapter's (`utils.sync.wire.is_adapter_tensor`); utils/sync/vllm_worker.py fills the slot
-with them.
+The sender is `WeightSync` with another list of tensors. The receiver knows an adapter's tensors by their names
+(`utils.sync.wire.is_adapter_tensor`); utils/sync/vllm_worker.py fills the slot with them.
 """
 
 import logging
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from utils.dist import Ranks
 from utils.sync.merged_weights import MergedWeights, WeightEntry
 from utils.sync.weight_sync import SyncResult, WeightSync
 
@@ -19,29 +19,27 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterWeights(MergedWeights):
-    """Every LoRA tensor of the model under PEFT's name (`base_model.model.MODULE.lora_A.weight`); B comes multiplied
-    by the layer's scaling, so that the engine needs no alpha.
+    """Every LoRA tensor of the model under PEFT's name (`base_model.model.MODULE.lora_A.weight`).
+
+    B comes multiplied by the layer's scaling, so the engine needs no alpha.
 
     Raises:
-        ValueError: LoRA slots cannot hold what is trained.
+        ValueError: LoRA slots cannot hold the trained weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        if reason := _what_slots_cannot_hold(self.entries):
+        if reason := _unfit_for_slots(self.entries):
             raise ValueError(reason)
         self._scaling: dict[str, float] = {}
         merged, self.entries = self.entries, []
         for entry in merged:
-            if entry.adapter is not None:
+            if (adapter := entry.adapter) is not None:
                 module = f"base_model.model.{entry.name.removesuffix('.weight')}"
-                self._add(f"{module}.lora_A.weight", entry.adapter.a, 1.0)
-                self._add(f"{module}.lora_B.weight", entry.adapter.b, entry.adapter.scaling)
-
-    def _add(self, name: str, weight: nn.Parameter, scaling: float) -> None:
-        shape = tuple(getattr(weight, "ds_shape", weight.shape))
-        self.entries.append(WeightEntry(name, shape, weight, None))
-        self._scaling[name] = scaling
+                for side, weight, scaling in (("A", adapter.a, 1.0), ("B", adapter.b, adapter.scaling)):
+                    name = f"{module}.lora_{side}.weight"
+                    self.entries.append(WeightEntry(name, weight, None))
+                    self._scaling[name] = scaling
 
     def write(self, entry: WeightEntry, out: torch.Tensor) -> None:
         """Write the adapter tensor into `out` (its shape and dtype). Call inside `gathered`."""
@@ -49,7 +47,7 @@ class AdapterWeights(MergedWeights):
             torch.mul(entry.weight.data, self._scaling[entry.name], out=out)
 
 
-def _what_slots_cannot_hold(entries: list[WeightEntry]) -> str | None:
+def _unfit_for_slots(entries: list[WeightEntry]) -> str | None:
     for entry in entries:
         if entry.adapter is None and entry.can_change:
             return f"{entry.name} is trained itself, without an adapter (tuner.modules_to_save or a full fine-tuning)"
@@ -64,7 +62,7 @@ class AdapterSync(WeightSync):
     mode = "adapter"
 
     def _check_missing(self, index: int, missing: list[str], entries: list[WeightEntry]) -> None:
-        """An adapter's tensors are checked by the engine, which refuses one without a slot."""
+        """Check nothing: the engine refuses an adapter's tensor that has no slot."""
 
 
 class FallbackSync:
@@ -90,11 +88,12 @@ class FallbackSync:
         return self.current.ledger
 
     def open(self) -> None:
-        """As `WeightSync.open`."""
         self.current.open()
 
+    def close(self) -> None:
+        self.current.close()
+
     def sync(self, version: str) -> SyncResult:
-        """As `WeightSync.sync`."""
         if not isinstance(self.current, AdapterSync):
             return self.current.sync(version)
         try:
@@ -103,7 +102,7 @@ class FallbackSync:
             reason = str(error)
             ranks, client = self.current.ranks, self.current.client
             if any(ranks.gather(bool(ranks.is_main and client.lost()))):
-                raise  # not the adapter's fault: recovery brings the server back (CON-4)
+                raise  # not the adapter's fault; recovery restarts the server (CON-4)
             if ranks.is_main:
                 logger.warning("adapter sync failed; full sync from now on: %s", error)
         self.current.close()
@@ -112,35 +111,37 @@ class FallbackSync:
         return self.current.sync(version)
 
     def use_full(self, reason: str) -> None:
-        """Full sync from now on; call it before `open`. So goes on what fell back before it was resumed."""
+        """Sync in full from now on. Call it before `open`, also for a resumed run that had fallen back."""
         self.current = self._make_full()
         self.current.fallback = reason
 
-    def close(self) -> None:
-        """As `WeightSync.close`."""
-        self.current.close()
-
 
 def make_sync(
-    model: nn.Module, mode: str, fallback_to_full: bool, *args: Any, **kwargs: Any
+    model: nn.Module,
+    mode: str,
+    fallback_to_full: bool,
+    ranks: Ranks,
+    client: Any,
+    addresses: list[tuple[str, int]],
+    **options: Any,
 ) -> WeightSync | FallbackSync:
-    """The sync of a run.
+    """Return the sync of a run.
 
     Args:
         mode: `full` or `adapter`.
-        args, kwargs: what `WeightSync` takes after the weights.
+        ranks, client, addresses, options: as `WeightSync` takes them.
 
     Raises:
         ValueError: adapter sync cannot work for this model, and `fallback_to_full` is false.
     """
 
     def make_full() -> WeightSync:
-        return WeightSync(MergedWeights(model), *args, **kwargs)
+        return WeightSync(MergedWeights(model), ranks, client, addresses, **options)
 
     if mode == "full":
         return make_full()
     try:
-        adapter = AdapterSync(AdapterWeights(model), *args, **kwargs)
+        adapter = AdapterSync(AdapterWeights(model), ranks, client, addresses, **options)
     except ValueError as error:
         if not fallback_to_full:
             path = "custom.extra.rollout_matching.vllm.sync"

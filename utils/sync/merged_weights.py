@@ -1,7 +1,7 @@
-"""The training model's weights as the rollout engine takes them: checkpoint names and shapes, adapters merged in.
+"""The training model's weights as the rollout engine loads them: checkpoint names and shapes, adapters merged in.
 
-Tensors are gathered, merged and written one at a time, into memory that the caller gives; the training weights are
-never modified. Who sends them, and where, is `utils.sync.transports`' and `utils.sync.weight_sync`'s.
+Tensors are gathered, merged and written one at a time, into memory that the caller provides; the training weights are
+never modified. Sending them is for `utils.sync.transports` and `utils.sync.weight_sync`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 # Float32 rows merged at once: bounds the scratch memory, whatever the tensor's size. On CPU a block stays in a core's
-# cache, and in memory that malloc does not hand back and fetch again page by page; on CUDA a block is five launches.
+# cache, and in memory that malloc does not return and fetch again page by page; on CUDA a block is five launches.
 _MERGE_BLOCK_BYTES = {"cpu": 512 << 10, "cuda": 4 << 20}
 
 
@@ -29,12 +29,15 @@ class Adapter:
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One tensor of the merged checkpoint: its name there, full shape, dtype, and what it is made of."""
+    """One tensor of the merged checkpoint: its name there, and the parameters that make it."""
 
     name: str
-    shape: tuple[int, ...]
     weight: nn.Parameter
     adapter: Adapter | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self.weight, "ds_shape", self.weight.shape))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,7 +49,7 @@ class WeightEntry:
 
     @property
     def parts(self) -> list[nn.Parameter]:
-        """The parameters that must be whole (gathered) before the tensor can be made."""
+        """Parameters that must be whole (gathered) before the tensor can be merged."""
         if self.adapter is None:
             return [self.weight]
         parts = [self.weight, self.adapter.a, self.adapter.b]
@@ -54,7 +57,7 @@ class WeightEntry:
 
     @property
     def can_change(self) -> bool:
-        """False for frozen tensors without an adapter: training cannot change them."""
+        """False for frozen tensors without an adapter, which training cannot change."""
         return any(part.requires_grad for part in self.parts)
 
 
@@ -72,17 +75,17 @@ class MergedWeights:
         for name, weight, adapter in _effective_parameters(base, ""):
             if id(weight) not in seen:  # a tied tensor (lm_head) travels once, under its first name
                 seen.add(id(weight))
-                self.entries.append(WeightEntry(name, _full_shape(weight), weight, adapter))
-        self.dtype = self.entries[0].dtype  # that the engine computes in
+                self.entries.append(WeightEntry(name, weight, adapter))
+        self.dtype = self.entries[0].dtype  # the engine's, too
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ZeRO-3 holds the parameters in shards, so that reading one is a collective."""
+        """True where ZeRO-3 holds the parameters in shards, so that reading one is a collective."""
         return any(hasattr(entry.weight, "ds_id") for entry in self.entries)
 
     @contextlib.contextmanager
     def gathered(self, entry: WeightEntry) -> Iterator[None]:
-        """The entry's parameters are whole inside. Under ZeRO-3 a collective: all ranks, same entries, same order."""
+        """Gather the entry's parameters inside. Under ZeRO-3 a collective: all ranks, same entries, same order."""
         if not hasattr(entry.weight, "ds_id"):
             yield
             return
@@ -90,7 +93,7 @@ class MergedWeights:
 
         with deepspeed.zero.GatheredParameters(entry.parts):
             yield
-            if entry.weight.is_cuda:  # the memory is taken back when the block ends: the copy must have landed
+            if entry.weight.is_cuda:  # the memory is freed when the block ends: the copy must be complete
                 torch.cuda.current_stream().synchronize()
 
     def write(self, entry: WeightEntry, out: torch.Tensor) -> None:
@@ -104,8 +107,10 @@ class MergedWeights:
     def tensors(
         self, materialize: bool = True, entries: Sequence[WeightEntry] | None = None
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """`(name, merged tensor)` of `entries` (default: all) in order, one alive at a time. Every rank must exhaust it
-        under ZeRO-3; ranks that do not want the tensors pass `materialize=False` and get None."""
+        """Yield `(name, merged tensor)` of `entries` (default: all) in order, one alive at a time.
+
+        Under ZeRO-3 every rank must exhaust it; ranks that do not need the tensors pass `materialize=False` for None.
+        """
         for entry in self.entries if entries is None else entries:
             with self.gathered(entry):
                 merged = None
@@ -116,7 +121,7 @@ class MergedWeights:
 
 
 def _effective_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter, Adapter | None]]:
-    """Walk the model as if PEFT's wrappers were not there: `(checkpoint name, parameter in force, adapter)`."""
+    """Walk the model without PEFT's wrappers: `(checkpoint name, parameter in force, adapter)`."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -151,7 +156,7 @@ def _adapter_of(layer: nn.Module, prefix: str) -> Adapter | None:
 def _merge_into(out: torch.Tensor, weight: torch.Tensor, adapter: Adapter) -> None:
     """`out = W + s * B@A`, or DoRA's `m * (W + s * B@A) / ||W + s * B@A||`, in float32, rounded once into `out`.
 
-    Row by row independent, hence done in blocks of rows; the order of operations is PEFT's, so that float32 results are
+    Rows are independent, so it works in blocks of rows; the order of operations is PEFT's, so that float32 results are
     the same bits. Source: Hu et al. 2021 (LoRA) eq. 3; Liu et al. 2024 (DoRA) eq. 5.
     """
     a = adapter.a.data.float()
@@ -167,7 +172,7 @@ def _merge_into(out: torch.Tensor, weight: torch.Tensor, adapter: Adapter) -> No
 
 
 def whole_groups(names: set[str], parameters: Mapping[str, Sequence[str]]) -> set[str]:
-    """`names` and every tensor that must travel with one of them (SYN-6).
+    """Return `names` with every tensor that must travel with one of them (SYN-6).
 
     An engine rebuilds a module from what an update brings for it, so all tensors of a module travel together: q, k, v
     and their biases; gate and up; a layer's experts.
@@ -183,7 +188,3 @@ def whole_groups(names: set[str], parameters: Mapping[str, Sequence[str]]) -> se
         touched = set().union(*(modules[name] for name in names))
         names = names | {name for name, own in modules.items() if own & touched}
     return whole
-
-
-def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,4 +1,4 @@
-"""How learner and engine workers meet over NCCL: vLLM's rendezvous without its pickles, used by both sides."""
+"""Rendezvous of learner and engine workers over NCCL, used by both sides: vLLM's own, without its pickles."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 
 class PlainGroup(StatelessProcessGroup):
-    """vLLM's group for meeting; what its NCCL communicator sends through it, NCCL's unique id, travels as raw bytes.
+    """vLLM's rendezvous group, through which NCCL's unique id travels as raw bytes.
 
-    vLLM (0.32) pickles it, and whoever reaches the store would have the workers unpickle what he likes.
+    vLLM (0.32) pickles it: anyone who reaches the store could have the workers unpickle anything.
     """
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """`obj` of rank `src`, a ctypes structure; the other ranks pass an empty one of the same type.
+        """Return `obj` of rank `src`, a ctypes structure; the other ranks pass an empty one of the same type.
 
         Raises:
             ValueError: fewer bytes than the structure has.
@@ -25,7 +25,7 @@ class PlainGroup(StatelessProcessGroup):
 
 
 def open_nccl(address: str, port: int, rank: int, world_size: int) -> Any:
-    """A vLLM NCCL communicator on the current CUDA device; rank 0 hosts the store at `address:port`."""
+    """Open a vLLM NCCL communicator on the current CUDA device; rank 0 hosts the store at `address:port`."""
     import torch
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.utils.nccl import unpinned_nccl_env

@@ -1,7 +1,7 @@
-"""How buckets of weights travel from rank 0 to all rollout servers at once: Gloo between CPUs, NCCL between GPUs.
+"""Transports: buckets of weights from rank 0 to all rollout servers at once, over Gloo between CPUs, NCCL between GPUs.
 
-All contact with vLLM's trainer side of weight transfer is in this module; the receiving side is
-utils/sync/vllm_worker.py.
+Both have `open`, `send` and `close`. All contact with vLLM's trainer side of weight transfer is here; the receiving
+side is utils/sync/vllm_worker.py.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,21 +18,11 @@ from utils.sync.merged_weights import MergedWeights, WeightEntry
 from utils.sync.wire import bucket_layouts, loopback_if_local, tensor_digest
 
 
-class Transport(Protocol):
-    """Rank 0's end of the data path to all servers. `alive` raises once a server's side of the transfer failed."""
-
-    def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None: ...
-    def send(
-        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
-    ) -> dict[str, str]: ...
-    def close(self) -> None: ...
-
-
 class GlooTransport:
     """Buckets over Gloo, one group per server, every bucket to all servers at the same time (SYN-11); for CPU.
 
-    A bucket is packed while the one before it is on its way. What is in flight, being packed and gathered together
-    never exceeds two buckets (SYN-5): where it would, the bucket in flight is waited for first.
+    A bucket is packed while the previous one is on its way. Bytes in flight, being packed and gathered together never
+    exceed two buckets (SYN-5): where they would, the transport first waits for the bucket in flight.
     """
 
     def __init__(self, bucket_bytes: int, timeout_s: float) -> None:
@@ -43,8 +33,8 @@ class GlooTransport:
     def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None:
         """Host one store per `(address, group port)` and wait until all workers of that server have joined.
 
-        One after the other: vLLM points the process's stdout elsewhere meanwhile, and two threads doing that at once
-        (vLLM 0.32) lose it for good. It costs nothing, since the workers of all servers are on their way already.
+        One after the other: vLLM redirects the process's stdout meanwhile, and two threads doing that at once
+        (vLLM 0.32) lose it for good. It costs nothing, since the workers of all servers are already on their way.
         """
         timeout = timedelta(seconds=self.timeout_s)
         try:
@@ -52,27 +42,31 @@ class GlooTransport:
                 with loopback_if_local(address[0]):
                     self._groups.append(_open_group(address, world_size + 1, timeout))
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they would keep the store, and with it the port
+            traceback.clear_frames(error.__traceback__)  # its frames keep the store, and with it the port
             raise
 
     def send(
-        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
+        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, check_servers: Callable[[], None]
     ) -> dict[str, str]:
-        """Stream `entries`; returns their digests by name when asked, else nothing.
+        """Stream `entries`; return their digests by name if requested, else nothing.
 
-        After a failure the walk goes on without sending, because other ranks are in the same gathers; it raises after.
+        After a failure the walk continues without sending, because other ranks take part in its gathers; the error is
+        raised at its end.
+
+        Args:
+            check_servers: raises once a server's side of the transfer failed.
         """
         digests: dict[str, str] = {}
         budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
-        broadcasts = _Broadcasts(self._groups, alive, time.monotonic() + self.timeout_s)
+        broadcasts = _Broadcasts(self._groups, check_servers, time.monotonic() + self.timeout_s)
         is_sharded = weights.is_sharded
         for bucket in bucket_layouts([entry.num_bytes for entry in entries], self.bucket_bytes):
             broadcasts.wait(at_most_bytes=budget - bucket.num_bytes)
-            buffer = broadcasts.take(bucket.num_bytes)
+            buffer = broadcasts.allocate(bucket.num_bytes)
             for entry, offset in zip(entries[bucket.first : bucket.last], bucket.offsets, strict=True):
                 if is_sharded:
                     broadcasts.wait(at_most_bytes=budget - bucket.num_bytes - entry.num_bytes)
-                    broadcasts.spare = None  # its bytes are for what is gathered
+                    broadcasts.spare = None  # its bytes count for the gathered tensor
                 view = buffer[offset : offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
                 with weights.gathered(entry):
                     weights.write(entry, view)
@@ -86,8 +80,10 @@ class GlooTransport:
         return digests
 
     def close(self) -> None:
-        """Leave the groups; the receiving side notices and must be opened anew. Frees the ports at once: a store that
-        lived on would hand its old keys to the next one on the same port."""
+        """Leave the groups; the receiving side notices and must be opened anew.
+
+        Frees the ports at once: a store that stayed alive would serve its old keys to the next one on the same port.
+        """
         for group in self._groups:
             with contextlib.suppress(RuntimeError):
                 group.shutdown()
@@ -95,9 +91,9 @@ class GlooTransport:
 
 
 def _open_group(address: tuple[str, int], world_size: int, timeout: timedelta) -> torch.distributed.ProcessGroup:
-    """Rank 0's end of what vLLM's `stateless_init_torch_distributed_process_group` opens on the others.
+    """Open rank 0's end of vLLM's `stateless_init_torch_distributed_process_group`.
 
-    Not by that function, whose store listens on every interface of the machine; this one listens on `address` only.
+    That function's own store listens on every interface of the machine; this one listens on `address` only.
     """
     from vllm.distributed.utils import get_tcp_uri, init_gloo_process_group
 
@@ -112,15 +108,17 @@ def _open_group(address: tuple[str, int], world_size: int, timeout: timedelta) -
 
 
 class _Broadcasts:
-    """Broadcasts under way, oldest first. Keeps the first failure and from then on does nothing.
+    """Broadcasts under way, oldest first. Keeps the first failure and does nothing after it.
 
     `spare` is the memory of the bucket that finished last: fresh memory would cost as much as filling it (page faults).
     """
 
-    def __init__(self, groups: list[Any], alive: Callable[[], None], deadline: float) -> None:
+    def __init__(self, groups: list[Any], check_servers: Callable[[], None], deadline: float) -> None:
         self.failure: Exception | None = None
         self.spare: torch.Tensor | None = None
-        self._groups, self._alive, self._deadline = groups, alive, deadline
+        self._groups = groups
+        self._check_servers = check_servers
+        self._deadline = deadline
         self._under_way: list[tuple[torch.Tensor, list[Any]]] = []
 
     def start(self, buffer: torch.Tensor) -> None:
@@ -132,8 +130,8 @@ class _Broadcasts:
             except RuntimeError as error:
                 self._fail(error)
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Memory for the next bucket, uint8 `[num_bytes]`: the spare one where it is large enough."""
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return memory for the next bucket, uint8 `[num_bytes]`: the spare one where it is large enough."""
         spare, self.spare = self.spare, None
         if spare is not None and _storage_bytes(spare) >= num_bytes:
             return torch.empty(0, dtype=torch.uint8).set_(spare.untyped_storage(), 0, (num_bytes,))
@@ -141,7 +139,7 @@ class _Broadcasts:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def wait(self, at_most_bytes: int) -> None:
-        """Until at most that many bytes are under way."""
+        """Wait until at most that many bytes are under way."""
         while self._under_way and sum(_storage_bytes(buffer) for buffer, _ in self._under_way) > max(0, at_most_bytes):
             try:
                 self._finish(self._under_way[0][1])
@@ -153,7 +151,7 @@ class _Broadcasts:
     def _finish(self, works: list[Any]) -> None:
         pause_s = 1e-5
         while not all(work.is_completed() for work in works):
-            self._alive()
+            self._check_servers()
             if time.monotonic() > self._deadline:
                 raise TimeoutError("a bucket was not taken by all servers before RM.vllm.sync.timeout_s")
             time.sleep(pause_s)
@@ -162,9 +160,11 @@ class _Broadcasts:
             work.wait()  # completed: returns at once, or raises the transport's error
 
     def _fail(self, error: Exception) -> None:
-        traceback.clear_frames(error.__traceback__)  # whoever keeps the error must not keep the groups' ports
+        traceback.clear_frames(error.__traceback__)  # a caller that keeps the error must not keep the groups' ports
         self.failure = error
-        self._under_way, self._groups, self.spare = [], [], None
+        self._under_way = []
+        self._groups = []
+        self.spare = None
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
@@ -172,9 +172,9 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 
 
 class NcclTransport:
-    """vLLM's own NCCL trainer engine functions, the same packed broadcast fanned out to one communicator per server.
+    """vLLM's own packed NCCL broadcast, fanned out to one communicator per server. For CUDA.
 
-    For CUDA. Written over `vllm.distributed.weight_transfer` as it is; not run on the machines this was developed on.
+    Written for `vllm.distributed.weight_transfer` as it is; not run on the machines this was developed on.
     """
 
     def __init__(self, bucket_bytes: int, timeout_s: float) -> None:
@@ -189,7 +189,7 @@ class NcclTransport:
             self._groups.append(open_nccl(host, port, 0, world_size + 1))
 
     def send(
-        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, alive: Callable[[], None]
+        self, weights: MergedWeights, entries: Sequence[WeightEntry], digest: bool, check_servers: Callable[[], None]
     ) -> dict[str, str]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -198,7 +198,7 @@ class NcclTransport:
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in walk:
-                alive()
+                check_servers()
                 if digest:
                     digests[name] = tensor_digest(tensor)
                 yield name, tensor
@@ -221,7 +221,7 @@ class NcclTransport:
         return digests
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
-        """What vLLM's producer calls for every bucket: enqueue it on every server's communicator."""
+        """Enqueue a bucket on every server's communicator; vLLM's producer calls this."""
         for group in self._groups:
             group.broadcast(tensor, src=src, stream=stream)
 

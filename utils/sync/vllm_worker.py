@@ -1,14 +1,12 @@
-"""What runs inside vLLM's worker processes: the receiving end of weight transfer, with digests and checks of its own.
+"""The receiving end of weight transfer, inside vLLM's worker processes.
 
-Everything here stands on vLLM 0.32's weight-transfer interface and on its layerwise reload, both of which change with
-vLLM releases; all contact with them on the engine's side is here and in `utils.sync.in_place`. Naming `WorkerExtension`
-as vLLM's `worker_extension_cls` imports the module in every worker, which registers two engines:
+Stands on vLLM 0.32's weight-transfer interface, which changes with vLLM releases. Naming `WorkerExtension` as vLLM's
+`worker_extension_cls` imports the module in every worker, which registers two engines:
 
 - `stream_gloo`: buckets over Gloo, laid out by `utils.sync.wire`. For CPU engines.
 - `stream_nccl`: vLLM's own NCCL engine; only loading is wrapped, for digests and checks. For CUDA engines.
 
-Both load through `model.load_weights` between layerwise `start` and `finish`: on CPU vLLM has packed the weights for
-its kernels and freed the originals, so a plain `load_weights` into a live engine fails.
+Both load through `utils.sync.vllm_reload`.
 """
 
 import contextlib
@@ -16,16 +14,12 @@ import ctypes
 import itertools
 import logging
 import threading
-import weakref
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.utils import (
@@ -33,299 +27,24 @@ from vllm.distributed.utils import (
     stateless_init_torch_distributed_process_group,
 )
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from utils.sync.in_place import parameters_in_place
 from utils.sync.rendezvous import open_nccl
-from utils.sync.wire import (
-    ADAPTER_ID,
-    BucketLayout,
-    bucket_layouts,
-    is_adapter_tensor,
-    loopback_if_local,
-    tensor_digest,
-)
+from utils.sync.vllm_reload import NamedTensor, StreamBroken, StreamedUpdates
+from utils.sync.wire import ADAPTER_ID, BucketLayout, bucket_layouts, loopback_if_local
 
 logger = logging.getLogger(__name__)
 
-NamedTensor = tuple[str, torch.Tensor]
-UPDATES_PER_TRIM = 10  # how often a CPU engine gives the system back what malloc keeps in pieces
-HEARING_S = 5.0  # a learner whose store has not answered for so long counts as gone
-
-
-class UpdateSession:
-    """One weight update as this worker sees it: what arrived, what the model took, and what went wrong.
-
-    Loading never raises. A worker that left the stream at a bad tensor would leave its peers hanging in the next
-    bucket, so errors are kept, the stream is read to its end, and the caller gets the first error then.
-    """
-
-    def __init__(self, model: torch.nn.Module, parameters: dict[str, set[str]], ledger: dict[str, str]) -> None:
-        self.model = model
-        self.parameters = parameters  # vLLM's parameters that a tensor goes into; grows, shared with the engine
-        self.ledger = ledger  # digest of every tensor as it last arrived, if it was digested; shared with the engine
-        self.digest = False
-        self.received: list[str] = []
-        self.loaded: set[str] = set()  # vLLM's parameter names
-        self.adapter: dict[str, torch.Tensor] = {}  # tensors for the LoRA slot (SYN-10), by PEFT's names
-        self.unexpected: list[str] = []
-        self.error: str | None = None
-
-    def load(self, weights: Iterable[NamedTensor]) -> None:
-        """Hand tensors in checkpoint names to the model; names never seen before one by one, to see which it takes."""
-        weights = list(weights)
-        for name, tensor in weights:
-            self._note(name, tensor)
-        self.adapter.update((name, tensor.clone()) for name, tensor in weights if is_adapter_tensor(name))
-        weights = [pair for pair in weights if not is_adapter_tensor(pair[0])]
-        self._attempt([pair for pair in weights if pair[0] in self.parameters])
-        for pair in weights:
-            if pair[0] not in self.parameters and (loaded := self._attempt([pair])):
-                self.parameters[pair[0]] = loaded
-
-    def load_known(self, weights: Iterable[NamedTensor]) -> None:
-        """The same for a stream of tensors that the model has taken before, in one call: each call walks the model.
-
-        Raises:
-            RuntimeError: what the stream itself raised.
-        """
-        broken: list[RuntimeError] = []
-
-        def noted() -> Iterator[NamedTensor]:
-            try:
-                for name, tensor in weights:
-                    self._note(name, tensor)
-                    yield name, tensor
-            except RuntimeError as error:
-                broken.append(error)
-                raise
-
-        stream = noted()
-        self._attempt(stream)
-        if not broken:
-            for _ in stream:  # after a bad tensor
-                pass
-        if broken:
-            raise broken[0]
-
-    def _note(self, name: str, tensor: torch.Tensor) -> None:
-        self.received.append(name)
-        self.ledger.pop(name, None)
-        if self.digest:
-            self.ledger[name] = tensor_digest(tensor)
-
-    def _attempt(self, weights: Iterable[NamedTensor]) -> set[str]:
-        """The parameters that the model loaded something into."""
-        if not weights or self.error:
-            return set()
-        current = "the first tensor"
-
-        def tracked() -> Iterator[NamedTensor]:
-            nonlocal current
-            for name, tensor in weights:
-                current = name
-                yield name, tensor
-
-        try:
-            loaded = set(self.model.load_weights(tracked()) or ())
-        except Exception as error:  # the model's loaders raise whatever they like for a bad name or shape
-            logger.exception("weight update: loading %s failed", current)
-            self.error = f"loading {current} failed: {type(error).__name__}: {error}"
-            return set()
-        if not loaded:
-            self.unexpected.extend(name for name, _ in weights)
-        self.loaded |= loaded
-        return loaded
-
-
-class _StreamedUpdates:
-    """Mixin for vLLM weight-transfer engines: layerwise reload with checks, and a way back after a failed update."""
-
-    model: torch.nn.Module
-    model_config: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._parameters: dict[str, set[str]] = {}
-        self._ledger: dict[str, str] = {}
-        self.session: UpdateSession | None = None
-        self.missing: list[str] = []  # parameters that the last finished update did not touch
-        self._wrappers: dict[str, BaseLayerWithLoRA] = {}
-
-    def start_weight_update(self) -> None:
-        if self.session is not None:
-            self.reset_update()
-        self._unwrap()
-        initialize_layerwise_reload(self.model)
-        self.session = UpdateSession(self.model, self._parameters, self._ledger)
-
-    def finish_weight_update(self) -> None:
-        """Put the received weights in force.
-
-        Raises:
-            RuntimeError: the update must not be used: a load failed, a tensor is unknown to the model, or a fused
-                tensor (q, k, v; gate, up) came in part. vLLM would finish the last with uninitialised memory.
-        """
-        session = self.session
-        if session is None:
-            raise RuntimeError("no weight update is in progress")
-        if session.error:
-            raise RuntimeError(session.error)
-        if session.unexpected:
-            raise RuntimeError(f"the engine's model does not take these tensors: {_some(session.unexpected)}")
-        if partial := self._partly_loaded_modules():
-            raise RuntimeError(f"only a part of a fused tensor arrived for {_some(partial)}; send whole groups")
-        with _no_warning_per_layer():
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._process_tied_modules(session.loaded)
-        self.session = None
-        takes = {name for name, _ in self.model.named_parameters()}.union(*self._parameters.values())
-        self.missing = sorted(takes - session.loaded)
-        self._rewrap()
-
-    def _unwrap(self) -> None:
-        """Take vLLM's LoRA wrappers off while weights come in: its loaders do not know the wrapped names."""
-        self._wrappers = {
-            n: module for n, module in self.model.named_modules() if isinstance(module, BaseLayerWithLoRA)
-        }
-        for name, wrapper in self._wrappers.items():
-            self.model.set_submodule(name, wrapper.base_layer)
-
-    def _rewrap(self) -> None:
-        for name, wrapper in self._wrappers.items():
-            self.model.set_submodule(name, wrapper)
-        self._wrappers = {}
-
-    def _process_tied_modules(self, loaded: set[str]) -> None:
-        """Process modules that share a weight with one that was sent, under whose name it did not come.
-
-        vLLM's reload processes only modules that received something. An output layer tied to the embeddings does not,
-        and on CPU it would go on with a packed copy of the old weights (vLLM 0.32; the shared tensor itself is new).
-        vLLM packs the embeddings for products, too, so that the output layer can use that copy.
-        """
-        fresh, others = {}, []
-        for name, module in self.model.named_modules():
-            weight = module._parameters.get("weight")
-            if weight is not None and f"{name}.weight" in loaded:
-                fresh[id(weight)] = module
-            elif weight is not None and hasattr(module, "quant_method"):
-                others.append(module)
-        for module in others:
-            twin = fresh.get(id(module.weight))
-            if twin is not None and _packed_alike(module, twin):
-                module.cpu_linear = twin.cpu_linear
-            elif twin is not None:
-                module.quant_method.process_weights_after_loading(module)
-
-    def _partly_loaded_modules(self) -> list[str]:
-        """Modules that vLLM would process unfinished. A vocabulary padded to a round size is never quite full."""
-        partial = []
-        for name, layer in self.model.named_modules():
-            info = get_layerwise_info(layer)
-            if not info.can_load() or is_deferred_attention_layer(layer) or isinstance(layer, VocabParallelEmbedding):
-                continue
-            if 0 < info.load_numel < (info.load_numel_total or 0):
-                partial.append(name)
-        return partial
-
-    def reset_update(self) -> None:
-        """Leave an unfinished update: forget what is buffered and give every unfinished module its old tensors back.
-
-        Modules that were complete before the failure keep their new values, so the weights as a whole are a mixture
-        and must not be used until a full update has gone through. Does nothing when no update is in progress.
-        """
-        if self.session is None:
-            return
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            info.loaded_weights.clear()
-            info.load_numel = 0
-        with _no_warning_per_layer():
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._rewrap()
-        self._ledger.clear()
-        self.session = None
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load one update. Raises RuntimeError with the first loading error after the last bucket."""
-        if self.session is None:
-            raise RuntimeError("start_weight_update must come before update_weights")
-        info = self.parse_update_info(update_info)
-        self.session.digest = info.digest
-        self.receive_weights(info)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # NCCL and the copies into the model are asynchronous
-        if self.session.error:
-            raise RuntimeError(self.session.error)
-
-    def hears_learner(self) -> bool:
-        """Whether the learner that opened the communicator is alive: its store answers on the connection made then."""
-        store = self._store()
-        answers: list[bool] = []
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):  # the connection is gone
-                store.check(["anything"])
-                answers.append(True)
-
-        if store is not None:
-            asking = threading.Thread(target=ask, daemon=True)  # a machine that vanished never answers
-            asking.start()
-            asking.join(HEARING_S)
-        return bool(answers)
-
-    def _store(self) -> torch.distributed.Store | None:
-        """The learner's store, seen from here; None without a communicator."""
-        raise NotImplementedError
-
-    def report(self) -> dict[str, Any]:
-        """What the sender must know of the update in progress.
-
-        Returns:
-            `parameters`: the vLLM parameters that every tensor of this update went into, by name; tensors that meet in
-            one module (q, k, v; an expert's parts) must always come together.
-            `digests`: if asked for, the digest of every tensor this worker holds, received now or in an earlier update.
-        """
-        parameters = {name: sorted(self._parameters.get(name, ())) for name in self.session.received}
-        return {"parameters": parameters, "digests": dict(self._ledger) if self.session.digest else {}}
-
-
-class BucketMemory:
-    """Where buckets are received. Memory is used again once nobody holds a view of it: fresh pages cost as much as what
-    arrives in them. vLLM keeps views of the tensors of a module until that module is complete."""
-
-    def __init__(self) -> None:
-        self.spare: list[np.ndarray] = []  # uint8, smallest first
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Uint8 `[num_bytes]`, uninitialised. Its memory comes back by itself when the last view is gone."""
-        index = bisect_left(self.spare, num_bytes, key=len)
-        if index < len(self.spare):
-            memory = self.spare.pop(index)
-        else:
-            # Not from the heap, whose large free blocks the model's loading uses again.
-            memory = np.frombuffer(mmap(-1, num_bytes, MAP_PRIVATE | MAP_ANONYMOUS), np.uint8)
-            del self.spare[:1]  # grown out of: no more memory is kept than was ever in use at once
-        view = memory[:num_bytes]
-        weakref.finalize(view, insort, self.spare, memory, key=len).atexit = False
-        return torch.from_numpy(view)
+UPDATES_PER_TRIM = 10  # how often a CPU engine returns what malloc keeps in pieces to the system
+LEARNER_TIMEOUT_S = 5.0  # a learner whose store has not answered for so long counts as dead
 
 
 @dataclass
@@ -348,23 +67,22 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     digest: bool = False
 
 
-class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """Buckets over Gloo: one uint8 broadcast from rank 0 per bucket; the next one travels while the last is loaded."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
+    learner_store: torch.distributed.Store | None = None  # None without a communicator
     _group: torch.distributed.ProcessGroup | None = None
-    _learners_store: torch.distributed.Store | None = None
     _bucket_bytes = 0
     _num_updates = 0
-    _memory: BucketMemory
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()  # left over from a learner that died
         self._bucket_bytes = init_info.bucket_bytes
         with loopback_if_local(init_info.master_address):
-            self._group, self._learners_store = stateless_init_torch_distributed_process_group(
+            self._group, self.learner_store = stateless_init_torch_distributed_process_group(
                 init_info.master_address,
                 init_info.master_port,
                 rank=_global_worker_rank(self.parallel_config) + init_info.rank_offset,
@@ -375,35 +93,31 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
             )
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Raises RuntimeError when the sender is gone or `timeout_s` passes; the group is unusable afterwards."""
+        """Raises StreamBroken when the sender is gone or `timeout_s` passes; the group is unusable afterwards."""
         if self._group is None:
             raise RuntimeError("no communicator: init_communicator must come first")
         tensors = list(_metadata(update_info))
         layouts = bucket_layouts([_num_bytes(dtype, shape) for _, dtype, shape in tensors], self._bucket_bytes)
-        try:
-            with disable_mtp_completeness_check(), parameters_in_place():
-                arriving = (_unpack(bucket, layout, tensors) for layout, bucket in self._buckets(layouts))
-                if self.session.parameters.keys() >= set(update_info.names):
-                    self.session.load_known(itertools.chain.from_iterable(arriving))
-                else:
-                    for weights in arriving:
-                        self.session.load(weights)
-        except RuntimeError as error:
-            self.shutdown()
-            raise RuntimeError(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error
+        arriving = (_unpack(bucket, layout, tensors) for layout, bucket in self._buckets(layouts))
+        with disable_mtp_completeness_check():
+            self.update.load_stream(itertools.chain.from_iterable(arriving), update_info.names)
 
     def _buckets(self, layouts: list[BucketLayout]) -> Iterator[tuple[BucketLayout, torch.Tensor]]:
-        """Buckets in order, the next one on its way."""
-        arriving = self._receive(layouts[0])
-        for index, layout in enumerate(layouts):
-            bucket, work = arriving
-            work.wait()
-            if index + 1 < len(layouts):
-                arriving = self._receive(layouts[index + 1])
-            yield layout, bucket
+        """Yield buckets in order, the next one already under way."""
+        try:
+            arriving = self._receive(layouts[0])
+            for index, layout in enumerate(layouts):
+                bucket, work = arriving
+                work.wait()
+                if index + 1 < len(layouts):
+                    arriving = self._receive(layouts[index + 1])
+                yield layout, bucket
+        except RuntimeError as error:
+            self.shutdown()
+            raise StreamBroken(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error
 
     def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, torch.distributed.Work]:
-        bucket = self._memory.take(layout.num_bytes)
+        bucket = torch.empty(layout.num_bytes, dtype=torch.uint8)  # vLLM keeps views until their module is complete
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -416,14 +130,11 @@ class StreamGlooEngine(_StreamedUpdates, WeightTransferEngine[GlooInitInfo, Gloo
             _trim_heap()
 
     def shutdown(self) -> None:
-        self._memory = BucketMemory()
         if self._group is not None:
             with contextlib.suppress(RuntimeError, KeyError):
                 stateless_destroy_torch_distributed_process_group(self._group)
-            self._group = self._learners_store = None
-
-    def _store(self) -> torch.distributed.Store | None:
-        return self._learners_store
+            self._group = None
+            self.learner_store = None
 
 
 @dataclass(kw_only=True)
@@ -436,8 +147,8 @@ class NcclUpdateInfo(NCCLWeightTransferUpdateInfo):
     digest: bool = False
 
 
-class StreamNcclEngine(_StreamedUpdates, NCCLWeightTransferEngine):
-    """vLLM's packed NCCL broadcast as it is, with our meeting, loading checks and digests, and a limit on its waiting.
+class StreamNcclEngine(StreamedUpdates, NCCLWeightTransferEngine):
+    """vLLM's packed NCCL broadcast, with our rendezvous, loading checks and digests, and a time limit.
 
     `ncclBroadcast` cannot time out: after `timeout_s` without the end of an update the communicator is aborted.
     """
@@ -445,6 +156,10 @@ class StreamNcclEngine(_StreamedUpdates, NCCLWeightTransferEngine):
     init_info_cls = NcclInitInfo
     update_info_cls = NcclUpdateInfo
     _timeout_s = 300.0
+
+    @property
+    def learner_store(self) -> torch.distributed.Store | None:
+        return None if self.model_update_group is None else self.model_update_group.group.store
 
     def init_transfer_engine(self, init_info: NcclInitInfo) -> None:
         self.shutdown()  # left over from a learner that died
@@ -461,23 +176,20 @@ class StreamNcclEngine(_StreamedUpdates, NCCLWeightTransferEngine):
 
     def receive_weights(self, update_info: NcclUpdateInfo) -> None:
         model, group = self.model, self.model_update_group
-        watchdog = threading.Timer(self._timeout_s, group.destroy) if group is not None else None
-        if watchdog is not None:
-            watchdog.daemon = True
-            watchdog.start()
-        self.model = SimpleNamespace(load_weights=self.session.load)  # all that the base class uses of it here
+        if group is None:
+            raise RuntimeError("no communicator: init_communicator must come first")
+        watchdog = threading.Timer(self._timeout_s, group.destroy)
+        watchdog.daemon = True
+        watchdog.start()
+        self.model = SimpleNamespace(load_weights=self.update.load)  # all that the base class uses of it here
         try:
             super().receive_weights(update_info)
         finally:
             self.model = model
-            if watchdog is not None:
-                watchdog.cancel()
+            watchdog.cancel()
         if group.disabled:
             self.model_update_group = None
             raise RuntimeError(f"weight broadcast not finished after {self._timeout_s:g} s; communicator aborted")
-
-    def _store(self) -> torch.distributed.Store | None:
-        return None if self.model_update_group is None else self.model_update_group.group.store
 
 
 class WorkerExtension:
@@ -488,7 +200,7 @@ class WorkerExtension:
     """
 
     def weight_rpc(self, step: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run one step of a weight update: init, hears_learner, start, update, finish, abort or close."""
+        """Run the step `_weight_STEP` below, e.g. of a weight update: init, start, update, finish, abort or close."""
         try:
             return {"result": getattr(self, f"_weight_{step}")(**payload), "error": None}
         except Exception as error:
@@ -500,24 +212,25 @@ class WorkerExtension:
         self._weight_abort()
         self.init_weight_transfer_engine(init_info)
 
-    def _weight_hears_learner(self) -> bool:
-        return self.weight_transfer_engine.hears_learner()
+    def _weight_learner_is_alive(self) -> bool:
+        return store_answers(self.weight_transfer_engine.learner_store)
 
     def _weight_start(self) -> None:
         self.start_weight_update()
 
     def _weight_update(self, **update_info: Any) -> dict[str, Any]:
         self.update_weights(update_info)
-        return self.weight_transfer_engine.report()
+        return self.weight_transfer_engine.summary()
 
     def _weight_finish(self) -> list[str]:
-        adapter = self.weight_transfer_engine.session.adapter if self.weight_transfer_engine.session else {}
+        update = self.weight_transfer_engine.update
+        adapter = update.adapter if update else {}
         slots = getattr(self.model_runner, "lora_manager", None)
         if adapter and slots is None:
             raise RuntimeError("the engine has no LoRA slots; start it with rollout_server.vllm_enable_lora: true")
         self.finish_weight_update()
         if adapter:
-            _put_adapter(slots, adapter)
+            _fill_slot(slots, adapter)
         elif slots is not None:
             slots.remove_adapter(ADAPTER_ID)  # the weights that came have it merged in
         return self.weight_transfer_engine.missing
@@ -526,13 +239,13 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.reset_update()
         self._weight_update_active = False
-        self._weight_close()  # a learner in the middle of a broadcast would else wait for its time-out
+        self._weight_close()  # a learner in the middle of a broadcast would otherwise wait for its time-out
 
     def _weight_close(self) -> None:
         self.weight_transfer_engine.shutdown()
 
     def _weight_device_memory(self) -> dict[str, int]:
-        """Bytes in use on this worker's device (CUDA) and in its process (CPU)."""
+        """Bytes in use on this worker's device (CUDA) or in its process (CPU)."""
         import psutil
 
         if torch.cuda.is_available():
@@ -541,8 +254,24 @@ class WorkerExtension:
         return {"used": psutil.Process().memory_info().rss, "total": psutil.virtual_memory().total}
 
 
-def _put_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the adapter into its slot, replacing the one from the last sync (SYN-10).
+def store_answers(store: torch.distributed.Store | None) -> bool:
+    """Return whether the learner that hosts `store` is alive: it answers on the connection made at the rendezvous."""
+    answers: list[bool] = []
+
+    def check() -> None:
+        with contextlib.suppress(RuntimeError):  # the connection is gone
+            store.check(["anything"])
+            answers.append(True)
+
+    if store is not None:
+        thread = threading.Thread(target=check, daemon=True)  # a machine that vanished never answers
+        thread.start()
+        thread.join(LEARNER_TIMEOUT_S)
+    return bool(answers)
+
+
+def _fill_slot(lora_manager: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Put an adapter into its slot, replacing the one from the last sync (SYN-10).
 
     vLLM's `LoRARequest` has no field for tensors, but a request whose slot is filled never looks at its path.
 
@@ -566,24 +295,17 @@ def _put_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor]) -> None:
         dtype=settings.lora_dtype,
         weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
     )
-    takes = set(slots.modules).union(*slots.packed_modules.values())
-    if homeless := sorted(set(lora.loras) - takes):  # vLLM itself would ignore them
-        raise ValueError(f"no LoRA slot in the engine for {', '.join(homeless[:5])}")
+    with_slot = set(slots.modules).union(*slots.packed_modules.values())
+    if without_slot := sorted(set(lora.loras) - with_slot):  # vLLM itself would ignore them
+        raise ValueError(f"no LoRA slot in the engine for {', '.join(without_slot[:5])}")
     slots.remove_adapter(ADAPTER_ID)
     slots.add_adapter(lora)
     slots.activate_adapter(ADAPTER_ID)
 
 
-def _packed_alike(module: torch.nn.Module, twin: torch.nn.Module) -> bool:
-    """Whether what vLLM made of the twin's weight for its CPU kernels is what it would make of the module's, the same
-    tensor. A bias may be changed on the way."""
-    same_method = type(module.quant_method) is type(getattr(twin, "quant_method", None))
-    return same_method and hasattr(twin, "cpu_linear") and getattr(module, "bias", None) is None
-
-
 def _trim_heap() -> None:
-    """Give free memory back. Kernels that oneDNN keeps lie scattered between blocks that come and go with every request
-    and update: glibc's heap goes on growing for thousands of steps without more of it in use."""
+    """Return free memory to the system. Kernels that oneDNN keeps lie scattered between blocks that come and go with
+    every request and update: glibc's heap would grow for thousands of steps without more of it in use."""
     with contextlib.suppress(AttributeError):  # another malloc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -606,29 +328,9 @@ def _num_bytes(dtype: torch.dtype, shape: list[int]) -> int:
 
 
 def _unpack(bucket: torch.Tensor, layout: BucketLayout, tensors: list) -> Iterator[NamedTensor]:
-    """Views into the bucket; nothing is copied."""
+    """Yield views into the bucket; nothing is copied."""
     for (name, dtype, shape), offset in zip(tensors[layout.first : layout.last], layout.offsets, strict=True):
         yield name, bucket[offset : offset + _num_bytes(dtype, shape)].view(dtype).view(shape)
-
-
-@contextlib.contextmanager
-def _no_warning_per_layer() -> Iterator[None]:
-    """vLLM warns once per layer that received nothing, which is the normal case for frozen layers (SYN-6)."""
-    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-
-    def not_that_one(record: logging.LogRecord) -> bool:
-        return "Failed to load weights" not in str(record.msg)
-
-    reload_logger.addFilter(not_that_one)
-    try:
-        yield
-    finally:
-        reload_logger.removeFilter(not_that_one)
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 for _name, _engine in (("stream_gloo", StreamGlooEngine), ("stream_nccl", StreamNcclEngine)):

@@ -1,37 +1,31 @@
-"""Merged weights, streamed from the learner's shards into the rollout engines' memory (section SYN of the contract).
+"""Weight syncs as the learner drives them: the servers' update calls, the fences and the proofs (section SYN).
 
-Three parts, in the order a tensor passes them: `MergedWeights` lists every checkpoint tensor of the training model and
-writes it, adapters merged in, into a given buffer; a transport (`GlooTransport`, `NcclTransport`) broadcasts buckets to
-the engines of all servers at the same time; `WeightSync` drives the servers' update calls, the fences and the proofs.
-All contact with vLLM's trainer side of weight transfer is in this module; the receiving side is
-utils/sync/vllm_worker.py.
+A tensor passes `MergedWeights`, which writes it, adapters merged in, into a given buffer; then a transport, which
+broadcasts buffers to the engines of all servers at the same time; then utils/sync/vllm_worker.py, the receiving side.
 """
 
 import contextlib
-import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from utils.dist import Ranks, capture_error
 from utils.sync.merged_weights import MergedWeights, WeightEntry, whole_groups
-from utils.sync.transports import GlooTransport, NcclTransport, Transport
+from utils.sync.transports import GlooTransport, NcclTransport
 
-logger = logging.getLogger(__name__)
-
-# A server that another run holds says so at once; meeting one that does not come takes a whole time-out.
-REFUSAL_S = 0.5
+# A server that another run owns refuses at once; a rendezvous with one that does not come takes a whole time-out.
+REFUSAL_WAIT_S = 0.5
 
 
 @dataclass
 class SyncResult:
-    """What one sync did: for the log and TensorBoard. Tensors and bytes are those that were sent (SYN-6)."""
+    """Outcome of one sync, for the log and TensorBoard. Counts tensors and bytes that were sent (SYN-6)."""
 
     version: str
     num_tensors: int
@@ -56,7 +50,7 @@ class Probe:
     logprobs: Callable[[], np.ndarray]
 
     def check(self, ours: np.ndarray, theirs: Sequence[float], dtype: torch.dtype, where: str) -> None:
-        """Raises RuntimeError where the engine is further off than rounding explains: in float32 1e-3 for every token,
+        """Raise RuntimeError where the engine is further off than rounding explains: in float32 1e-3 for every token,
         in half precision 0.05 on average (two correct engines round differently there, token by token)."""
         gap = np.abs(ours - np.asarray(theirs, dtype=np.float64))
         worst = float(gap.max() if dtype == torch.float32 else gap.mean())
@@ -65,54 +59,42 @@ class Probe:
             raise RuntimeError(f"{where}: log-probabilities of the probe are off by {worst:.3g}, allowed {bound}")
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Drives syncs of merged weights on all ranks (SYN-2): fence, rank 0 sends, fence.
 
     The first sync through a communicator sends everything, later ones what can have changed, in whole groups (SYN-6).
-    After `open` and after any failure the next one is full again. `mode` is in force; `fallback` says why it is not the
-    configured one, where it is not.
-
-    Args:
-        weights: what to send.
-        ranks: the learner's ranks; rank 0 alone talks to servers.
-        client: `post(server index, path, body, timeout_s)`, `health(server index)`, `run_tokens` and `world_sizes`;
-            used on rank 0 only.
-        addresses: `(host of this learner as the server reaches it, group port)` per server.
-        verify: `off`, `first` or `always` (SYN-7).
-        probe: what the second step of verification compares; None leaves it out.
-        on_running: what becomes of running requests: `wait`, `abort` (made again) or `keep` (SYN-9).
+    After `open` and after any failure the next one is full again.
     """
 
-    mode = "full"
-    fallback: str | None = None
+    mode: ClassVar[str] = "full"
 
-    def __init__(
-        self,
-        weights: MergedWeights,
-        ranks: Ranks,
-        client: Any,
-        addresses: list[tuple[str, int]],
-        *,
-        run_id: str,
-        bucket_bytes: int,
-        timeout_s: float,
-        open_timeout_s: float,
-        verify: str = "first",
-        probe: Probe | None = None,
-        on_running: str = "wait",
-    ) -> None:
-        self.weights, self.ranks, self.client, self.addresses = weights, ranks, client, addresses
-        self.run_id, self.bucket_bytes, self.timeout_s, self.verify = run_id, bucket_bytes, timeout_s, verify
-        self.open_timeout_s, self.probe, self.on_running = open_timeout_s, probe, on_running
-        transport = NcclTransport if ranks.device.type == "cuda" else GlooTransport
-        self.transport: Transport = transport(bucket_bytes, timeout_s)
-        self.num_syncs = 0
-        self.ledger: dict[str, str] = {}  # digest of every tensor the servers hold, as of the last verified sync
-        self._servers_are_whole = False  # they hold all tensors of one sync; else the next one is full
-        self._parameters: list[dict[str, list[str]]] = []  # rank 0, per server: what each tensor goes into there
+    weights: MergedWeights
+    ranks: Ranks
+    client: Any  # `post`, `health`, `url`, `run_tokens` and `world_sizes` of each server; used on rank 0 only
+    addresses: list[tuple[str, int]]  # host of this learner as the server reaches it, and group port, per server
+    _: KW_ONLY
+    run_id: str
+    bucket_bytes: int
+    timeout_s: float
+    open_timeout_s: float
+    verify: str = "first"  # off | first | always (SYN-7)
+    probe: Probe | None = None  # for the second step of verification; None leaves it out
+    on_running: str = "wait"  # running requests wait, abort (and run again) or keep (SYN-9)
+
+    fallback: str | None = field(default=None, init=False)  # why `mode` is not the configured one
+    num_syncs: int = field(default=0, init=False)
+    ledger: dict[str, str] = field(default_factory=dict, init=False)  # digests as of the last verified sync
+    _servers_are_whole: bool = field(default=False, init=False)  # all hold one whole sync; else the next one is full
+    # On rank 0, per server: the engine's parameters that each tensor goes into.
+    _parameters: list[dict[str, list[str]]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        transport = NcclTransport if self.ranks.device.type == "cuda" else GlooTransport
+        self.transport: GlooTransport | NcclTransport = transport(self.bucket_bytes, self.timeout_s)
 
     def open(self) -> None:
-        """Open the communicator of every server (rank 0) and let all ranks know the outcome.
+        """Open the communicator of every server (rank 0) and tell all ranks the outcome.
 
         Raises:
             RuntimeError: on every rank, with each server's url, group port and answer.
@@ -124,13 +106,12 @@ class WeightSync:
         sizes = self.client.world_sizes
         self._servers_are_whole = False
         self.transport.close()  # left over from before a failure
-        if (
-            taken := capture_error(_check_free, self.addresses)
-        ) is not None:  # or a server would wait for us at that port
+        # Checked before any server is called, which would wait for us at that port.
+        if (taken := capture_error(_check_free, self.addresses)) is not None:
             raise ConnectionError(_open_message(self.addresses, self._owners(), taken)) from taken
         with ThreadPoolExecutor(len(sizes)) as pool:
             answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
-            wait(answers, REFUSAL_S, FIRST_EXCEPTION)
+            wait(answers, REFUSAL_WAIT_S, FIRST_EXCEPTION)
             is_refused = any(answer.done() and answer.exception() for answer in answers)
             ours = None if is_refused else capture_error(self.transport.open, self.addresses, sizes)
             problems = [error for error in (capture_error(answer.result) for answer in answers) if error is not None]
@@ -139,10 +120,10 @@ class WeightSync:
             raise ConnectionError(_open_message(self.addresses, problems, ours)) from (problems or [ours])[0]
 
     def _owners(self) -> list[str]:
-        """Whose the servers are, as far as they say: most likely the group ports' holder, too."""
+        """List the owners of servers that answer: most likely the group port is one of theirs, too."""
         owners = []
         for index in range(len(self.addresses)):
-            with contextlib.suppress(RuntimeError):  # one that does not answer
+            with contextlib.suppress(RuntimeError):  # does not answer
                 if (owner := self.client.health(index)["owner"]) is not None:
                     owners.append(f"{self.client.url(index)} belongs to run {owner}")
         return owners
@@ -165,7 +146,7 @@ class WeightSync:
         """Bring every server to the learner's current merged weights under the name `version`.
 
         Raises:
-            RuntimeError: on every rank, whatever rank failed, with run, version and server.
+            RuntimeError: on every rank, whichever failed, with run, version and server.
         """
         # The first fence also tells the other ranks, which take part in the same gathers, what rank 0 sends.
         chosen = self.ranks.gather(self._choose() if self.ranks.is_main else [])[0]
@@ -177,7 +158,8 @@ class WeightSync:
         if self.ranks.is_main:
             error = capture_error(self._send, version, entries, verify)
         elif self.weights.is_sharded:
-            self._walk(entries)
+            for _ in self.weights.tensors(materialize=False, entries=entries):  # takes part in the gathers
+                pass
         self.ranks.raise_on_all_ranks(error, f"weight sync {version}")
         if verify and self.probe is not None:
             ours = self.probe.logprobs()
@@ -196,10 +178,8 @@ class WeightSync:
             self.transport.close()
 
     def _choose(self) -> list[int]:
-        """Indices of the entries that the next sync sends, in the model's order but for tensors larger than a bucket.
-
-        Those come last: the engine has nothing to load before the first bucket has arrived whole.
-        """
+        """Return indices of the entries that the next sync sends, in the model's order, tensors larger than a bucket
+        last: the engine has nothing to load before the first bucket has arrived whole."""
         entries = self.weights.entries
         chosen = {entry.name for entry in entries}
         if self._servers_are_whole:
@@ -208,13 +188,8 @@ class WeightSync:
         order = sorted(range(len(entries)), key=lambda index: entries[index].num_bytes > self.bucket_bytes)  # stable
         return [index for index in order if entries[index].name in chosen]
 
-    def _walk(self, entries: Sequence[WeightEntry]) -> None:
-        """Take part in the gathers of a sync without sending."""
-        for _ in self.weights.tensors(materialize=False, entries=entries):
-            pass
-
     def _send(self, version: str, entries: list[WeightEntry], verify: bool) -> None:
-        """Rank 0's part. After a failure no server is left waiting for a bucket, nor answers with half an update."""
+        """Update all servers. After a failure none is left waiting for a bucket, or answers with half an update."""
         with ThreadPoolExecutor(len(self.addresses)) as pool:
             try:
                 self._update_all(pool, version, entries, verify)
@@ -226,23 +201,33 @@ class WeightSync:
 
     def _update_all(self, pool: ThreadPoolExecutor, version: str, entries: list[WeightEntry], verify: bool) -> None:
         label = {"run_id": self.run_id, "version": version}
-        metadata = self._metadata(entries, verify)
+        metadata = {
+            "run_id": self.run_id,
+            "names": [entry.name for entry in entries],
+            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in entries],
+            "shapes": [list(entry.shape) for entry in entries],
+            "digest": verify,
+        }
+        servers = range(len(self.addresses))
 
         def start_and_receive(index: int) -> dict[str, Any]:
-            """While the server finishes its requests and makes ready, the first bucket is packed here."""
+            """While the server finishes its requests and prepares, the first bucket is packed here."""
             self.client.post(index, "/start_weight_update/", {**label, "pause": self.on_running}, self.timeout_s)
             return self.client.post(index, "/update_weights/", metadata, self.timeout_s)
 
-        receiving = [pool.submit(start_and_receive, index) for index in range(len(self.addresses))]
+        def finish(index: int) -> dict[str, Any]:
+            return self.client.post(index, "/finish_weight_update/", label, self.timeout_s)
+
+        receiving = [pool.submit(start_and_receive, index) for index in servers]
         try:
             digests = self.transport.send(self.weights, entries, verify, lambda: _raise_early(receiving))
         except Exception:
             self.transport.close()  # frees workers that still wait for a bucket, so that their servers answer
             for future in receiving:
-                future.result()  # a server's own words say more than a broken connection
+                future.result()  # a server's own error says more than a broken connection
             raise
         answers = [future.result() for future in receiving]
-        finished = self._post_all(pool, "/finish_weight_update/", label)
+        finished = list(pool.map(finish, servers))
         self.ledger.update(digests)
         if len(entries) == len(self.weights.entries):
             self._parameters = [answer["parameters"] for answer in answers]
@@ -252,24 +237,15 @@ class WeightSync:
                 self._compare(index, answer["digests"])
 
     def _check_missing(self, index: int, missing: list[str], entries: list[WeightEntry]) -> None:
-        """What the engine did not get is exactly what was left out on purpose: after a full update, nothing."""
+        """Check that the engine missed exactly what was left out on purpose: after a full update, nothing."""
         parameters = self._parameters[index]
         sent = set().union(*(parameters[entry.name] for entry in entries))
         left_out = set().union(*parameters.values()) - sent
         if wrong := sorted(left_out ^ set(missing)):
             raise RuntimeError(f"{self.client.url(index)}: parameters the engine did not get as sent: {wrong[:5]}")
 
-    def _metadata(self, entries: list[WeightEntry], verify: bool) -> dict[str, Any]:
-        return {
-            "run_id": self.run_id,
-            "names": [entry.name for entry in entries],
-            "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in entries],
-            "shapes": [list(entry.shape) for entry in entries],
-            "digest": verify,
-        }
-
     def _check_probe(self, ours: np.ndarray) -> None:
-        """SYN-7, second step: every replica of every server computes with the weights that the learner has."""
+        """Check that every replica of every server computes with the learner's weights (SYN-7, second step)."""
         body = {"infer_request": self.probe.infer_request, "token_ids": self.probe.token_ids}
         for index in range(len(self.addresses)):
             answer = self.client.post(index, "/probe/", body, self.timeout_s)
@@ -278,7 +254,7 @@ class WeightSync:
                 self.probe.check(ours, logprobs[-len(self.probe.token_ids) :], self.weights.dtype, where)
 
     def _compare(self, index: int, received: list[dict[str, str]]) -> None:
-        """SYN-7, first step: what each worker holds is, byte for byte, what was sent, now or in earlier syncs."""
+        """Check that each worker holds, byte for byte, what was sent, now or in earlier syncs (SYN-7, first step)."""
         if len(received) != self.client.world_sizes[index]:
             raise RuntimeError(f"{self.client.url(index)}: {len(received)} workers reported digests")
         for worker, digests in enumerate(received):
@@ -286,13 +262,6 @@ class WeightSync:
                 if digests.get(name) != digest:
                     where = f"{self.client.url(index)}, worker {worker}, tensor {name}"
                     raise RuntimeError(f"{where}: sent digest {digest}, received {digests.get(name)}")
-
-    def _submit_all(self, pool: ThreadPoolExecutor, path: str, body: dict[str, Any]) -> list[Future]:
-        posts = range(len(self.addresses))
-        return [pool.submit(self.client.post, index, path, body, self.timeout_s) for index in posts]
-
-    def _post_all(self, pool: ThreadPoolExecutor, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return [future.result() for future in self._submit_all(pool, path, body)]
 
 
 def _raise_early(futures: list[Future]) -> None:
@@ -302,7 +271,7 @@ def _raise_early(futures: list[Future]) -> None:
 
 
 def _check_free(addresses: Sequence[tuple[str, int]]) -> None:
-    """Raises OSError, with the address, where one cannot be listened at."""
+    """Raise OSError, with the address, for one that cannot be listened on."""
     for address in addresses:
         socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET).close()
 

@@ -1,5 +1,4 @@
-"""What sender and receiver of a weight stream must agree on: bucket borders, byte layout, tensor digests, and the
-network interface they meet on. Everything but the last is pure."""
+"""Conventions of both ends of a weight stream: bucket borders, byte layout, tensor digests, network interface."""
 
 import contextlib
 import os
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 ADAPTER_ID = 1  # the engine's LoRA slot that adapter sync fills
-ALIGNMENT = 64  # bytes, as torch's own memory has it: an engine uses tensors where they arrive
+ALIGNMENT = 64  # bytes, as in memory that torch allocates: tensors are read where they arrived
 _DIGEST_CHUNK = 1 << 22  # elements hashed at once, so that hashing never needs a copy of a large tensor
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant as a signed integer
 
@@ -29,8 +28,8 @@ def bucket_layouts(sizes: Sequence[int], bucket_bytes: int) -> list[BucketLayout
     """Cut tensors of `sizes` bytes into consecutive buckets of at most `bucket_bytes`.
 
     The first bucket is an eighth of that, the next a quarter, then a half: the engine has nothing to load before the
-    first one is packed and sent. A tensor is never split: one that is larger than its bucket's limit travels alone in a
-    bucket of its own size. Both ends call this with the same arguments, so no border ever has to be sent.
+    first one is packed and sent. A tensor is never split: one larger than its bucket's limit travels alone in a bucket
+    of its own size. Both ends call this with the same arguments, so no border is ever sent.
     """
     buckets: list[BucketLayout] = []
     first, end, offsets = 0, 0, []
@@ -47,12 +46,12 @@ def bucket_layouts(sizes: Sequence[int], bucket_bytes: int) -> list[BucketLayout
 
 
 def is_adapter_tensor(name: str) -> bool:
-    """Whether a tensor of an update belongs into a LoRA slot (PEFT's names)."""
+    """Return whether a tensor of an update belongs in a LoRA slot (PEFT's names)."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """64-bit digest of a tensor's bytes, computed on the tensor's own device; equal bytes give equal digests anywhere.
+    """Return a 64-bit digest of a tensor's bytes, computed on its own device; equal bytes give equal digests anywhere.
 
     Every 32-bit word is mixed with its position before summation, so swapped or shifted values change the digest.
     It guards against faults, not against an adversary.
@@ -72,8 +71,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 @contextlib.contextmanager
 def loopback_if_local(address: str) -> Iterator[None]:
-    """Gloo groups opened inside listen on the loopback interface only, if the learner's `address` is on this machine:
-    Gloo knows no passwords. Not thread-safe: Gloo takes its interface from the environment."""
+    """Have Gloo groups opened inside listen on loopback only, if the learner's `address` is on this machine.
+
+    Gloo knows no passwords. Not thread-safe: Gloo reads its interface from the environment.
+    """
     key = "GLOO_SOCKET_IFNAME"
     local = address in ("127.0.0.1", "localhost") and key not in os.environ
     if not local or "lo" not in (name for _, name in socket.if_nameindex()):

@@ -1,0 +1,176 @@
+"""Launch settings of one rollout server: resolved from config and machine, checked, printed, passed to vLLM."""
+
+import dataclasses
+import ipaddress
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from utils.config.load import require_server
+from utils.config.schema import Config, Model, ServerAddress, ServerSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The sections of the config that the server reads, and what is resolved for this server on this machine."""
+
+    settings: ServerSettings
+    model: Model
+    address: ServerAddress
+    device: str  # cuda | cpu
+    num_devices: int | None  # visible CUDA devices; None on CPU
+    data_parallel_size: int
+    lora_rank: int | None  # of the engine's slots; None without slots
+    image_roots: tuple[str, ...]
+    stuck_s: float  # an engine that has not answered for so long counts as hung
+    seed: int
+
+    @property
+    def url(self) -> str:
+        """The address as it is listened on: plain HTTP, whatever scheme clients use."""
+        return f"http://{self.address.host}:{self.address.port}{self.address.path_prefix}/"
+
+    @property
+    def world_size(self) -> int:
+        return self.settings.vllm_tensor_parallel_size * self.data_parallel_size
+
+
+def resolve(cfg: Config, index: int) -> Launch:
+    """Return the launch of server `index`. Counts devices, touches none.
+
+    Raises:
+        ConfigError: the config does not describe that server.
+    """
+    address = require_server(cfg, index)
+    settings = cfg.server_settings(index)
+    num_devices = count_cuda_devices() if settings.device != "cpu" else 0
+    device = settings.device if settings.device != "auto" else "cuda" if num_devices else "cpu"
+    replicas = settings.vllm_data_parallel_size
+    if replicas == "auto":
+        replicas = max(1, num_devices // settings.vllm_tensor_parallel_size) if device == "cuda" else 1
+    return Launch(
+        settings=settings,
+        model=cfg.model,
+        address=address,
+        device=device,
+        num_devices=num_devices if device == "cuda" else None,
+        data_parallel_size=replicas,
+        lora_rank=slot_rank(cfg.tuner.rank) if settings.vllm_enable_lora else None,
+        image_roots=tuple(cfg.image_roots(index)),
+        stuck_s=cfg.connection.timeout_s / 2,
+        seed=cfg.training.seed,
+    )
+
+
+def slot_rank(rank: int) -> int:
+    """Return the rank of vLLM's smallest LoRA slot that holds an adapter of `rank`."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def count_cuda_devices() -> int:
+    """Count visible CUDA devices through the driver's management library, without a CUDA context."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def describe(launch: Launch) -> str:
+    """Return the start-up print of SRV-2."""
+    settings = launch.settings
+    on_cuda = f"{settings.vllm_gpu_memory_utilization:g} of each device"
+    on_cpu = f"{settings.cpu_kv_cache_gib} GiB key-value cache per engine"
+    lines = {
+        "model": f"{launch.model.path} ({launch.model.dtype})",
+        "listen": launch.url,
+        "host": launch.address.host,
+        "port": launch.address.port,
+        "device": launch.device,
+        "tensor parallel": launch.settings.vllm_tensor_parallel_size,
+        "data parallel": launch.data_parallel_size,
+        "max model length": settings.vllm_max_model_len,
+        "memory": on_cuda if launch.device == "cuda" else on_cpu,
+        "image roots": ", ".join(launch.image_roots) or "(none)",
+        "image urls": "fetched" if settings.allow_image_urls else "refused",
+        "access": "token required" if os.environ.get("ROLLOUT_SERVER_TOKEN") else "no token, loopback only",
+    }
+    return "rollout server\n" + "\n".join(f"  {key:<17} {value}" for key, value in lines.items())
+
+
+def problems_of(launch: Launch, token: str | None) -> list[str]:
+    """List all reasons not to start, found without loading anything (SRV-2, SRV-3)."""
+    problems, host = [], launch.address.host
+    if not is_loopback(host):
+        if not launch.settings.allow_remote:
+            problems.append(f"host {host} is not loopback; set rollout_server.allow_remote: true to allow that")
+        if not token:
+            problems.append(f"host {host} is not loopback; set a token in ROLLOUT_SERVER_TOKEN for all clients")
+    if launch.device == "cuda" and launch.world_size != launch.num_devices:
+        problems.append(
+            f"tensor_parallel_size {launch.settings.vllm_tensor_parallel_size} x "
+            f"data_parallel_size {launch.data_parallel_size} = {launch.world_size}, "
+            f"but {launch.num_devices} CUDA devices are visible; "
+            "they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
+        )
+    return problems + model_problems(Path(launch.model.path), launch.settings.vllm_max_model_len)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def model_problems(path: Path, max_model_len: int) -> list[str]:
+    """List what is wrong with the model directory, and a length that the model cannot hold."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        return [f"model.path={path}: config.json cannot be read ({error}); it must be a local checkpoint directory"]
+    weights = [file for pattern in ("*.safetensors", "*.bin", "*.gguf") for file in path.glob(pattern)]
+    unreadable = [file.name for file in weights if not os.access(file, os.R_OK)]
+    if not weights or unreadable:
+        return [f"model.path={path}: {'cannot read ' + ', '.join(unreadable) if unreadable else 'holds no weights'}"]
+    text_config = config.get("text_config", config)
+    longest = text_config.get("max_position_embeddings")
+    scaled = (text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}).get("factor")
+    if longest and not scaled and max_model_len > longest:
+        rule = f"the model in {path} ends at {longest} positions; lower it"
+        return [f"rollout_server.vllm_max_model_len={max_model_len}: {rule}"]
+    return []
+
+
+def engine_args(launch: Launch) -> Any:
+    """Return vLLM's engine arguments. Raises ValueError for a name in `vllm_engine_kwargs` that vLLM does not know."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    settings, on_cuda = launch.settings, launch.device == "cuda"
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if unknown := sorted(set(settings.vllm_engine_kwargs) - known):
+        raise ValueError(f"rollout_server.vllm_engine_kwargs: vLLM has no argument {', '.join(unknown)}")
+    pixels = {"min_pixels": launch.model.image_min_pixels, "max_pixels": launch.model.image_max_pixels}
+    kwargs: dict[str, Any] = {
+        "model": launch.model.path,
+        "dtype": launch.model.dtype,
+        "seed": launch.seed,
+        "tensor_parallel_size": launch.settings.vllm_tensor_parallel_size,
+        "data_parallel_size": launch.data_parallel_size,
+        "max_model_len": settings.vllm_max_model_len,
+        "enable_lora": settings.vllm_enable_lora,
+        "enable_prefix_caching": settings.vllm_enable_prefix_caching,
+        "worker_extension_cls": "utils.sync.vllm_worker.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend="stream_nccl" if on_cuda else "stream_gloo"),
+        "mm_processor_kwargs": {key: value for key, value in pixels.items() if value is not None} or None,
+    }
+    if launch.lora_rank is not None:
+        kwargs["max_lora_rank"] = launch.lora_rank
+    if settings.vllm_max_num_seqs is not None:
+        kwargs["max_num_seqs"] = settings.vllm_max_num_seqs
+    if on_cuda:
+        kwargs["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
+    else:
+        kwargs["enforce_eager"] = True
+        kwargs["enable_chunked_prefill"] = False  # vLLM 0.32 on CPU dies at a chunk of a prompt with a seed of its own
+    return AsyncEngineArgs(**kwargs | settings.vllm_engine_kwargs)

@@ -1,0 +1,130 @@
+"""The server's processes and its socket: how they begin, what they answer while the model loads, how they end.
+
+Imports nothing heavy, because every process that vLLM spawns imports this module first.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SHUTDOWN_S = 8.0  # until processes that have not ended are killed; generous for a loaded machine (SRV-7)
+PARENT_PID = "ROLLOUT_SERVER_PARENT_PID"  # environment variable: the process that spawns children
+ON_CPU = "ROLLOUT_SERVER_ON_CPU"  # environment variable: set where the engines compute on the CPU
+
+
+def begin_as_child() -> None:
+    """Set up a process that vLLM spawns (engine, worker, coordinator); it imports the main file first."""
+    die_with_parent()
+    if os.environ.get(ON_CPU):
+        sleep_while_waiting()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that happens (SRV-7)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(os.environ.get(PARENT_PID, os.getppid())):  # it ended before the line above
+            os._exit(1)
+    os.environ[PARENT_PID] = str(os.getpid())  # for this process's own children
+
+
+def sleep_while_waiting() -> None:
+    """Have this vLLM process sleep until the next message comes.
+
+    vLLM 0.32 spins for a second first, so an engine spins while its worker works and takes a core from others. A
+    process that sleeps can miss the notification of a message, which it would find only after 5 s.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)  # busy_loop_s
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 5
+
+
+def set_environment(device: str, cpu_kv_cache_gib: int, world_size: int) -> None:
+    """Set the variables that vLLM reads at import and in its processes. It never contacts anything outside."""
+    for name in ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ[name] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # children begin with die_with_parent
+    os.environ[PARENT_PID] = str(os.getpid())
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
+    os.environ.pop("ROLLOUT_SERVER_TOKEN", None)  # the engines' processes need none
+    if device == "cpu":
+        os.environ[ON_CPU] = "1"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # One kernel, some 100 KB, per layer shape and number of tokens: the default of 1024 grows for hours.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+        threads = max(1, (os.cpu_count() or 1) // (2 * world_size))  # half the cores are the learner's
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return the server's listening socket: a busy port is found before anything is loaded.
+
+    Raises:
+        OSError: the port is taken (names the process, where that can be seen) or the address is not this machine's.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # asyncio sets TCP_NODELAY only where the protocol is named; else every answer waits 40 ms for an acknowledgement.
+    server = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former server may linger
+    try:
+        server.bind(address)
+        server.listen(1024)
+    except OSError as error:
+        from utils.dist import port_holder
+
+        server.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{port_holder(port)}") from error
+    return server
+
+
+LOADING = b'{"status": "loading", "detail": "the model is being loaded"}'
+LOADING_ANSWER = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(LOADING), LOADING)
+)
+
+
+@contextlib.contextmanager
+def answer_loading(server: socket.socket) -> Iterator[None]:
+    """Answer every request with 503 "loading" inside, so that clients can tell slow from absent."""
+    stopped = threading.Event()
+
+    def answer() -> None:
+        while not stopped.is_set():
+            with contextlib.suppress(OSError):  # accept timed out, or the client went away
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(1.0)
+                    connection.recv(65536)
+                    connection.sendall(LOADING_ANSWER)
+
+    server.settimeout(0.2)
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        server.settimeout(None)
+
+
+def kill_later() -> None:
+    """Kill the server after `SHUTDOWN_S`, as the last resort: when this process ends, the kernel ends its children."""
+
+    def kill() -> None:
+        print("rollout server: engines did not end in time and are killed", file=sys.stderr, flush=True)
+        os._exit(0)
+
+    timer = threading.Timer(SHUTDOWN_S, kill)
+    timer.daemon = True
+    timer.start()
