@@ -131,7 +131,7 @@ def test_CFG_9_learner_and_server_agree_on_lora() -> None:
     ],
 )
 def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, expected: str) -> None:
-    """CFG-9."""
+    """CFG-9, CFG-10."""
     base = build_config(minimal())
     vllm = base.rm.vllm.model_copy(update={"enable_lora": enable_lora})
     vllm = vllm.model_copy(update={"sync": vllm.sync.model_copy(update={"mode": sync})})
