@@ -2,7 +2,7 @@
 
 The real server on one core and the real learner (one rank) on another, so that neither takes time from the other. One
 run: its prefetch is off and on by turns (overlap_learner.py). What its steps without prefetch cost is also what
-tools/predict.py calculates with, and a second, short run of another geometry tells how well that does.
+tools/plan.py calculates with, and a second, short run of another geometry tells how well that does.
 """
 
 import math
@@ -19,7 +19,7 @@ from benchmarks.harness import Result, at_most, reported
 from benchmarks.overlap_learner import NUM_STEPS, WARM_UP_STEPS, counts, is_ahead
 from tests.e2e.processes import Server, run_learner, write_yaml
 from tools.make_demo import build_start_model, make_dataset
-from tools.predict import (
+from tools.plan import (
     Constants,
     calibrate,
     median_step,
@@ -75,7 +75,7 @@ def compared(steps: list[dict[str, float]]) -> list[Result]:
 
 
 def prediction(other: dict[str, float], size: ModelSize, constants: dict[str, float]) -> Result:
-    """The demo's step in another geometry as tools/predict.py predicts it, over the measured one."""
+    """The demo's step in another geometry as tools/plan.py predicts it, over the measured one."""
     known = Constants(**constants, sync_bytes_per_s=math.inf)  # the demo's model is too small for it to show
     predicted = predict(work_of_step(other, size), known, learners=1, rollout_devices=1, prefetch=False)
     return reported("plan: predicted over measured step of the demo", "s", predicted.step, time_of_step(other).step)

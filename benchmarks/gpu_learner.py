@@ -26,7 +26,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.baselines.padded_full_logits import padded_loss_sums
 from benchmarks.bench_learner import answer_lengths, carried_rows
-from tools.predict import write_constants
+from tools.plan import write_constants
 from utils.config.memory import known_config
 from utils.learner import attention
 from utils.learner.model import RowModel, dummy_segment, position_ids_for

@@ -24,7 +24,7 @@ from benchmarks.baselines.token_scanner import Scanner
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
 from tools.demo_grpo import CONFIG as GRPO_CONFIG
 from tools.make_demo import build_tokenizer
-from tools.predict import calibrate, time_of_step, work_of_step
+from tools.plan import calibrate, time_of_step, work_of_step
 from utils.config.load import load_config
 from utils.config.memory import ModelSize, parameter_shapes
 from utils.geometry import iou_matrix

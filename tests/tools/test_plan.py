@@ -1,4 +1,4 @@
-"""`tools.predict` and `tools.plan`: seconds worked out by hand, and what is said when nothing was measured (CFG-16)."""
+"""`tools.plan`: seconds worked out by hand, and the message when nothing was measured (CFG-16)."""
 
 import subprocess
 import sys
@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_load import edited
-from tools.plan import measure, splits
-from tools.predict import Constants, StepTime, Work, calibrate, load_constants, predict, write_constants
+from tools.plan import (
+    Constants,
+    StepTime,
+    StepWork,
+    calibrate,
+    load_constants,
+    measure,
+    predict,
+    splits,
+    write_constants,
+)
 from utils.config.load import build_config, load_config
 from utils.run.monitor import write_run_json
 
@@ -18,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 CONSTANTS = Constants(
     train_flops_per_s=1e6, rollout_flops_per_s=2e5, prepare_s=0.1, sync_fixed_s=0.5, sync_bytes_per_s=1e3
 )
-WORK = Work(num_answers=10, new_tokens=50, num_tokens=1000, parameters=1000, trainable=500, sync_bytes=2000)
+WORK = StepWork(num_answers=10, new_tokens=50, num_tokens=1000, parameters=1000, trainable=500, sync_bytes=2000)
 
 
 def test_a_step_by_hand():
