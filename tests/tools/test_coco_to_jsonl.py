@@ -13,7 +13,8 @@ from faster_coco_eval.core import mask as rle_masks
 from PIL import Image
 
 from tools.check_jsonl import check
-from tools.coco_to_jsonl import Options, convert, convert_object, main, parse_splits, split_of
+from tools.coco import Options, convert_object
+from tools.coco_to_jsonl import convert, main, parse_splits, split_of
 from utils.data.samples import load_samples
 
 WIDTH, HEIGHT = 100, 80
@@ -152,7 +153,7 @@ def test_no_outline_with_an_area_leaves_the_box(tmp_path, segmentation):
 
 
 BAD_MASKS = {
-    "another size": ({"size": [5, 5], "counts": [0, 25]}, "malformed: the mask has another size than the image"),
+    "another size": ({"size": [5, 5], "counts": [0, 25]}, "malformed: the mask's size differs from the image's"),
     "too long": ({"size": [HEIGHT, WIDTH], "counts": [0, HEIGHT * WIDTH + 1]}, "malformed: segmentation"),
     "too short": ({"size": [HEIGHT, WIDTH], "counts": [5, 5]}, "malformed: segmentation"),
     "negative": ({"size": [HEIGHT, WIDTH], "counts": [5, -5, HEIGHT * WIDTH]}, "malformed: segmentation"),
@@ -277,7 +278,7 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
     reasons = {reason: entry for (what, reason), entry in report.reasons.items() if what == IMAGES}
     assert reasons == {
         "no such image file": (1, 2),
-        "the image file has another size than the annotations say (turned by EXIF, or resized?)": (1, 3),
+        "the image file's size differs from the annotations' (rotated by EXIF, or resized?)": (1, 3),
         "image file cannot be read": (1, 4),
         "malformed: neither file_name nor coco_url": (1, 5),
         "malformed: no id": (1, None),
@@ -362,8 +363,8 @@ def test_dat_1_what_is_written_passes_every_check_of_training(tmp_path):
     ("content", "words"),
     [
         ("{", "not valid JSON"),
-        ("[]", "no COCO file"),
-        ('{"images": [3]}', "images: must be a list of objects, holds 3"),
+        ("[]", "not a COCO file"),
+        ('{"images": [3]}', "images: must be a list of objects, contains 3"),
         (
             '{"images": [{"id": 1}], "categories": [{"id": 1, "name": "<|im_end|>"}]}',
             "cannot be an object's description",
@@ -419,7 +420,8 @@ def test_the_program(tmp_path, monkeypatch, capsys):
 PEAK = """
 import re, sys
 from pathlib import Path
-from tools.coco_to_jsonl import Options, convert
+from tools.coco import Options
+from tools.coco_to_jsonl import convert
 def peak():  # of this program alone; getrusage's starts at that of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 before = peak()
