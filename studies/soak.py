@@ -29,7 +29,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tools import demo
-from tools.launch import family_of, ranks_below
+from tools.launch import process_tree, ranks_of
 from tools.make_demo import build_start_model, make_dataset
 from utils.run.shutdown import STOPPED_STATUS
 
@@ -144,7 +144,7 @@ def watch(learner: subprocess.Popen, server_pid: int, folder: Path, seconds: flo
 
 def end_all(learner: subprocess.Popen) -> None:
     """What is left of a learner, launcher first: it would wait for the ranks."""
-    for process in family_of(learner.pid):
+    for process in process_tree(learner.pid):
         process.kill()
 
 
@@ -158,7 +158,7 @@ def sample(server_pid: int, learner_pid: int) -> Sample:
     found: Sample = defaultdict(lambda: {"pss": 0.0, "fds": 0.0})
     front = psutil.Process(server_pid)
     roles = [("front", front), *(("engines", child) for child in front.children(recursive=True))]
-    roles += [("learner", rank) for rank in ranks_below(learner_pid)]
+    roles += [("learner", rank) for rank in ranks_of(learner_pid)]
     for role, process in roles:
         try:
             found[role]["pss"] += process.memory_full_info().pss

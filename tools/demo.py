@@ -19,7 +19,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from tools.launch import family_of
+from tools.launch import process_tree
 from utils.config.load import load_config_or_exit
 from utils.geometry import Object
 from utils.run.draw import GROUND_TRUTH, PREDICTION, draw_objects, sheet
@@ -104,7 +104,7 @@ def run(command: list[str], environment: dict[str, str]) -> None:
     try:
         status = process.wait()
     finally:
-        for left in family_of(process.pid):
+        for left in process_tree(process.pid):
             left.kill()
     if status:
         sys.exit(f"{' '.join(command)} ended with status {status}")

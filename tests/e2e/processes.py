@@ -13,7 +13,7 @@ import psutil
 import requests
 import yaml
 
-from tools.launch import family_of
+from tools.launch import process_tree
 
 ROOT = Path(__file__).parents[2]
 START_S = 400  # a loaded two-core machine; about 30 s on an idle one
@@ -81,7 +81,7 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL to the front and all engines at once."""
-        for process in alive(family_of(self.process.pid)):
+        for process in alive(process_tree(self.process.pid)):
             process.kill()
         self.process.wait()
 

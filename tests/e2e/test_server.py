@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from tests import ms_swift
 from tests.e2e import traffic
 from tests.e2e.processes import START_S, Server, alive, launch
-from tools.launch import family_of
+from tools.launch import process_tree
 from utils.sync.wire import bucket_layouts, tensor_digest
 
 pytestmark = pytest.mark.e2e
@@ -329,7 +329,7 @@ def test_engines_leave_the_cores_alone_while_their_workers_work(server, other_mo
         share = 0.0  # of a core, used by all processes of the server while workers wait for the first bucket
 
         def _send(self, tensors: list[torch.Tensor], stop_before: int | None) -> None:
-            processes = family_of(self.server.process.pid)
+            processes = process_tree(self.server.process.pid)
             before = sum(sum(process.cpu_times()[:2]) for process in processes)
             time.sleep(1.0)
             self.share = sum(sum(process.cpu_times()[:2]) for process in processes) - before

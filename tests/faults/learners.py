@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.processes import ENVIRONMENT, ROOT, START_S, alive, free_port, write_yaml
-from tools.launch import family_of, ranks_below
+from tools.launch import process_tree, ranks_of
 from utils.run.resume import checkpoint_folders, problem_of_sizes, rank_file
 
 DORA = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "dropout": 0.1, "modules_to_save": ["embed_tokens"]}
@@ -96,12 +96,12 @@ class LearnerProcess:
 
     def rank(self, number: int) -> psutil.Process:
         """The process of one rank."""
-        (process,) = [p for p in ranks_below(self.process.pid) if f"--local_rank={number}" in p.cmdline()]
+        (process,) = [p for p in ranks_of(self.process.pid) if f"--local_rank={number}" in p.cmdline()]
         return process
 
     def kill(self) -> None:
         """SIGKILL to the launcher and all ranks at once; and to those that a launcher keeps in another session."""
-        family = family_of(self.process.pid)
+        family = process_tree(self.process.pid)
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         for process in alive(family):

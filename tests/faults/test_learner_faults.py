@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.processes import ENVIRONMENT
 from tests.faults.learners import LearnerProcess, assert_clean_end, config_of, curves, newest_step
-from tools.launch import family_of
+from tools.launch import process_tree
 from tools.make_demo import make_dataset
 
 pytestmark = pytest.mark.e2e
@@ -38,7 +38,7 @@ def stop_at_step_2(config: Path, run: Path, victim: int, number: signal.Signals)
     learner = LearnerProcess(config, launcher=(sys.executable, "-m", "tools.launch"))
     try:
         assert learner.wait_for(lambda: newest_step(run) >= 2), learner.output[-6000:]
-        family = family_of(learner.process.pid)
+        family = process_tree(learner.process.pid)
         learner.rank(victim).send_signal(number)
         start = time.monotonic()
         learner.end(RANK_TIMEOUT_S + LAUNCHER_S + SLACK_S)
@@ -73,7 +73,7 @@ def test_a_loss_that_is_nan_stops_the_run_with_the_samples_named_LRN_5(folder, s
     run = folder / "stops"
     learner = poisoned(config_of(folder, start_model, "stops", max_steps=8, save_steps=1), monkeypatch)
     assert learner.wait_for(learner.steps), learner.output[-6000:]
-    family = family_of(learner.process.pid)
+    family = process_tree(learner.process.pid)
     learner.end(LAUNCHER_S + SLACK_S + 60)
     step = newest_step(run)
     words = f"the loss of optimizer step {step + 1} is not finite; samples: "

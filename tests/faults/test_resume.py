@@ -20,7 +20,7 @@ from tests.faults.learners import (
     dumps,
     newest_step,
 )
-from tools.launch import family_of, ranks_below
+from tools.launch import process_tree, ranks_of
 from tools.make_demo import make_dataset
 from utils.run.shutdown import STOPPED_STATUS
 
@@ -136,7 +136,7 @@ def test_a_full_disk_on_one_rank_ends_all_with_last_words_LRN_5(folder, start_mo
     run = folder / "full"
     learner = LearnerProcess(config_of(folder, start_model, run.name, **GEOMETRY | {"save_steps": 1}))
     assert learner.wait_for(lambda: newest_step(run) == 1), learner.output[-6000:]
-    (rank_1,) = [p for p in ranks_below(learner.process.pid) if "--local_rank=1" in p.cmdline()]
+    (rank_1,) = [p for p in ranks_of(learner.process.pid) if "--local_rank=1" in p.cmdline()]
     assert isinstance(rank_1, psutil.Process)
     resource.prlimit(rank_1.pid, resource.RLIMIT_FSIZE, (1000, 1000))
     assert learner.end(timeout_s=200) == 1, learner.output[-6000:]
@@ -154,7 +154,7 @@ def test_ctrl_c_on_a_bare_launcher_saves_within_its_30_seconds_LRN_5(folder, sta
     config = config_of(folder, start_model, run.name, **GEOMETRY | {"max_steps": 200, "save_steps": 0})
     learner = LearnerProcess(config)
     assert learner.wait_for(learner.steps), learner.output[-6000:]
-    family = family_of(learner.process.pid)
+    family = process_tree(learner.process.pid)
     os.killpg(learner.process.pid, signal.SIGINT)
     psutil.wait_procs(family, timeout=60)  # the outer launcher does not wait for the ranks
     assert not alive(family)

@@ -18,7 +18,7 @@ from tests.e2e.processes import Server, write_yaml
 from tests.faults import proxy as faults
 from tests.faults.learners import LearnerProcess, assert_clean_end, curves
 from tests.faults.proxy import Proxy
-from tools.launch import family_of
+from tools.launch import process_tree
 from tools.make_demo import make_dataset
 from utils.run.rollout_log import read_rollout_log
 
@@ -145,7 +145,7 @@ def test_an_answer_that_must_not_be_trained_on_ends_the_run_SYN_8_ROL_3(folder, 
     proxy.faults.extend([None] * PER_STEP + [fault])
     with learner_of(config_of(folder, fault.__name__, server, proxy.url)) as learner:
         assert learner.wait_for(lambda: not proxy.faults), learner.output[-6000:]
-        family = family_of(learner.process.pid)
+        family = process_tree(learner.process.pid)
         learner.end(END_S)
     assert_clean_end(learner, family, words, folder / fault.__name__, step=1)
     assert server.get("/health/").status_code == 200
@@ -158,7 +158,7 @@ def test_a_server_that_never_answers_well_ends_the_run_CON_3(folder, server, pro
     config = config_of(folder, "never", server, proxy.url, matching={"max_failed_fraction": 0.0})
     with learner_of(config) as learner:
         assert learner.wait_for(lambda: len(proxy.faults) < 1000), learner.output[-6000:]
-        family = family_of(learner.process.pid)
+        family = process_tree(learner.process.pid)
         learner.end(END_S)
     assert_clean_end(learner, family, "max_failed_fraction=0 allows; last: ", folder / "never", step=1)
 
@@ -206,12 +206,12 @@ class Strike:
 
 
 def freeze(server: Server) -> None:
-    for process in family_of(server.process.pid):
+    for process in process_tree(server.process.pid):
         process.suspend()
 
 
 def thaw(server: Server) -> None:
-    for process in family_of(server.process.pid):
+    for process in process_tree(server.process.pid):
         process.resume()
 
 
@@ -243,7 +243,7 @@ def test_a_server_that_does_not_come_back_ends_the_run_in_time_CON_4_CON_5_SYN_3
     with learner_of(config_of(folder, name, server, proxy.url)) as learner:
         try:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
-            family, start = family_of(learner.process.pid), time.monotonic()
+            family, start = process_tree(learner.process.pid), time.monotonic()
             learner.end(END_S)
             print(f"{name}: ended after {time.monotonic() - start:.1f} s")
         finally:
@@ -288,7 +288,7 @@ def test_one_of_two_engines_killed_SRV_6_CON_4(folder, start_model, comes_back):
         proxy.on_request = Strike(server, "generating", 3, engines[1].kill)
         with learner_of(config) as learner:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
-            family = family_of(learner.process.pid)
+            family = process_tree(learner.process.pid)
             if comes_back:
                 server.kill()
                 server.start_again()
@@ -320,7 +320,7 @@ def test_an_engine_that_hangs_while_the_front_answers_SRV_6_CON_5_SYN_3(folder, 
         proxy.on_request = Strike(server, moment, count, engines[1].suspend)
         with learner_of(config_of(folder, name, server, proxy.url)) as learner:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
-            family, start = family_of(learner.process.pid), time.monotonic()
+            family, start = process_tree(learner.process.pid), time.monotonic()
             answer = server.get("/health/")
             while answer.status_code == 200 and time.monotonic() < start + END_S:
                 time.sleep(0.2)

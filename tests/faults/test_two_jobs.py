@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.processes import Server, free_port
 from tests.faults.learners import newest_step
 from tests.faults.test_server_faults import config_of, learner_of
-from tools.launch import ranks_below
+from tools.launch import ranks_of
 from tools.make_demo import make_dataset
 from utils.run.rollout_log import read_rollout_log
 from utils.run.shutdown import STOPPED_STATUS
@@ -64,7 +64,7 @@ def test_what_a_living_run_holds_is_refused_by_name_and_the_run_goes_on_LRN_5_CO
     master_port = free_port()
     with learner_of(endless(folder, "first", servers[0]), master_port=master_port) as first:
         assert first.wait_for(lambda: newest_step(folder / "first") >= 1), first.output[-6000:]
-        holder = ranks_below(first.process.pid)[0].pid
+        holder = ranks_of(first.process.pid)[0].pid
 
         with learner_of(endless(folder, "first", servers[1])) as other:
             assert other.end() != 0
@@ -94,7 +94,7 @@ def test_what_a_living_run_holds_is_refused_by_name_and_the_run_goes_on_LRN_5_CO
 
         step = newest_step(folder / "first")
         assert first.wait_for(lambda: newest_step(folder / "first") >= step + 2), first.output[-6000:]
-        for rank in ranks_below(first.process.pid):
+        for rank in ranks_of(first.process.pid):
             os.kill(rank.pid, signal.SIGTERM)
         assert first.end() in (1, STOPPED_STATUS), first.output[-6000:]
     assert "stopped by SIGTERM after step" in first.output and "failed" not in first.output

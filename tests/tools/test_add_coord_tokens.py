@@ -148,7 +148,7 @@ def test_rows_start_from_the_digits() -> None:
         (lambda source: (source.parent / "out").mkdir(), "out: exists; name another directory"),
         (lambda source: (source / "config.json").write_text('{"model_type": "qwen2"}'), "only qwen3_vl is supported"),
         (lambda source: (source / "config.json").unlink(), "config.json cannot be read"),
-        (lambda source: [file.unlink() for file in source.glob("*.safetensors")], "holds no *.safetensors"),
+        (lambda source: [file.unlink() for file in source.glob("*.safetensors")], "no *.safetensors files"),
     ],
 )
 def test_what_cannot_be_extended_is_refused_with_one_line(tmp_path, monkeypatch, capsys, change, message) -> None:
