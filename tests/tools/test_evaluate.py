@@ -169,7 +169,7 @@ def test_images_prompt_and_length_are_the_configs_CFG_17(start_model, tmp_path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "model" / "merged").mkdir(parents=True), "holds no config.json; use"),
+        (lambda folder: (folder / "model" / "merged").mkdir(parents=True), "no config.json there; use"),
         (lambda folder: (folder / "model").mkdir(), "name a directory in Hugging Face form"),
     ],
 )
