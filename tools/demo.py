@@ -9,10 +9,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import requests
@@ -70,6 +72,15 @@ def serve_and_train(script: str, config: str, environment: dict[str, str]) -> di
     finally:
         stop(server)
     return seconds
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of the loopback interface that are free right now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def start_server(config: str, environment: dict[str, str], log: Path) -> subprocess.Popen:
