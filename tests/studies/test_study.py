@@ -1,4 +1,4 @@
-"""The study: which runs it makes, how it resumes, and that its report says what the records say."""
+"""The study: its runs, how it resumes, and that its report agrees with the records."""
 
 import json
 import math

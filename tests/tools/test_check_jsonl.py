@@ -17,7 +17,7 @@ NUM_LINES = 200_000
 
 
 def mixed(folder: Path) -> Path:
-    """Nine lines: 2, 5 and 7 bad, 7 in two classes, a blank one in between."""
+    """Write nine lines: 2, 5 and 7 are bad, 7 in two classes, and one is blank."""
     far = {"desc": "cat", "bbox_2d": [0, 0, 500, 20]}
     rows = [line(), "{", line(), "", line(objects=[far]), line(), line(images=["no.png"], objects=[far, far]), line()]
     return write(folder, *rows)
@@ -97,7 +97,7 @@ def test_dat_3_skipping_keeps_the_good_samples_and_lists_the_others(tmp_path):
 
 
 def test_dat_3_skipping_needs_something_left(tmp_path):
-    """DAT-3: a file of bad lines only, an empty and an absent one stop the run even where bad samples are skipped."""
+    """DAT-3: a file of bad lines only, an empty file and an absent one stop the run even if bad samples are skipped."""
     all_bad, empty = write(tmp_path, "{", "[1]", name="bad.jsonl"), write(tmp_path, name="empty.jsonl")
     for path, words in [(all_bad, "bad.jsonl:2"), (empty, "empty"), (tmp_path / "absent.jsonl", "cannot be read")]:
         with pytest.raises(DataError, match=words):
@@ -142,14 +142,14 @@ print(counts.num_bad, (peak() - before) / 1024)
 
 
 def peak_growth_mib(path: Path) -> tuple[int, float]:
-    """Bad lines found, and by how much the checker's peak memory grew over its imports."""
+    """Return the bad lines found, and how much the checker's peak memory grew over its imports."""
     done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
     num_bad, growth = done.stdout.split()
     return int(num_bad), float(growth)
 
 
 def write_big(path: Path, num_lines: int) -> Path:
-    """A line with 7 objects over and over, every tenth one with an object outside its image."""
+    """Write a line with 7 objects many times, every tenth time with an object outside its image."""
     Image.new("RGB", (64, 48)).save(path.parent / "a.png")
     objects = [{"desc": "traffic light", "bbox_2d": [1, 2, 30, 40.5]}] * 7
     good = json.dumps({"images": ["a.png"], "width": 64, "height": 48, "objects": objects}) + "\n"

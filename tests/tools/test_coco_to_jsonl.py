@@ -1,4 +1,4 @@
-"""tools.coco_to_jsonl: what becomes of annotations (DAT-1), against hand-worked values and the mask library itself."""
+"""tools.coco_to_jsonl: conversion of annotations (DAT-1), against values by hand and the mask library itself."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def annotation(image_id=1, category_id=1, **item) -> dict:
 
 
 def coco_file(folder: Path, annotations: list[dict], images: list[dict] | None = None, **more) -> Path:
-    """An annotation file with its keys in LVIS's order: what refers to images and categories comes first."""
+    """Write an annotation file with its keys in LVIS's order: references to images and categories come first."""
     Image.new("RGB", (WIDTH, HEIGHT)).save(folder / "1.png")
     images = images or [{"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT}]
     categories = [{"id": key, "name": name} for key, name in CATEGORIES.items()]
@@ -124,7 +124,7 @@ def area(coords: list[float]) -> float:
 
 
 def test_several_rings(tmp_path):
-    """Apart: the main part or the box by the share of the area; touching: one outline."""
+    """Apart: the main part or the box, by the share of the area; touching: one outline."""
     large, small = [0, 0, 40, 0, 40, 40, 0, 40], [60, 60, 70, 60, 70, 70, 60, 70]  # 1600 and 100 of area
     item = annotation(segmentation=[small, large], bbox=[0, 0, 70, 70])
     rows, report = converted(tmp_path, [item], geometry="poly")
@@ -174,7 +174,7 @@ def test_malformed_outlines_are_counted_not_met_with_a_crash(tmp_path, name):
 
 
 def random_mask(seed: int) -> np.ndarray:
-    """One blob: a disc with a bite and a rough border, uint8 [HEIGHT, WIDTH], without holes."""
+    """Return one blob: a disc with a bite and a rough border, uint8 [HEIGHT, WIDTH], without holes."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:HEIGHT, :WIDTH]
     angle = np.arctan2(y - 40, x - 50)
@@ -194,7 +194,7 @@ def as_rle(mask: np.ndarray, compressed: bool) -> dict:
 @pytest.mark.parametrize("compressed", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mask_becomes_its_outline(tmp_path, seed, compressed):
-    """Unsimplified it covers exactly the mask's pixels, by the library's area and box and by each pixel's centre."""
+    """Unsimplified, it covers exactly the mask's pixels: by the library's area and box, and by each pixel's centre."""
     mask = random_mask(seed)
     rle = as_rle(mask, compressed)
     truth = rle_masks.encode(np.asfortranarray(mask))
@@ -314,7 +314,7 @@ def test_splits_are_disjoint_deterministic_and_of_the_right_size(tmp_path):
     assert not set(first["train"]) & set(first["val"]) and not (tmp_path / "d.jsonl").exists()
     assert abs(len(first["train"]) - 800) < 50 and abs(len(first["val"]) - 100) < 40
     assert ids(0) == first and ids(1) != first
-    grown = coco_file(tmp_path, [], many_images(1500))  # an image stays where it is when others come
+    grown = coco_file(tmp_path, [], many_images(1500))  # an image stays in its split when others are added
     convert(grown, tmp_path, tmp_path / "d.jsonl", splits=splits)
     assert [json.loads(row)["id"] for row in (tmp_path / "d_val.jsonl").open()][: len(first["val"])] == first["val"]
     assert Counter(split_of(i, {"a": 0.5, "b": 0.5}, 3) for i in range(4000))[None] == 0
@@ -432,7 +432,7 @@ print(report.objects["poly"], (peak() - before) / 1024)
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    """A file of 60 MB, its outlines in an order in which none can be written before all are read."""
+    """A file of 60 MB, with outlines in an order in which none can be written before all are read."""
     num_images, num_objects = 300, 1800
     angle = np.linspace(0, 6, 1000)
     ring = np.stack([50 + 30 * np.cos(angle), 40 + 30 * np.sin(angle)], 1).ravel()

@@ -1,4 +1,4 @@
-"""What the launcher says where a rank was killed, and where the port at which the ranks meet is taken."""
+"""The launcher's messages when a rank is killed, and when the port where the ranks meet is in use."""
 
 import json
 import os

@@ -58,7 +58,7 @@ def test_what_was_not_measured_is_named(tmp_path):
 
 
 def test_the_best_split_balances_learner_and_rollouts():
-    """The 8B preset on 16 GPUs: every split is one of 16 devices, best first, memory is that of --dry-run."""
+    """The 8B preset on 16 GPUs: every split uses at most 16 devices, best first; memory is that of --dry-run."""
     cfg = load_config(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml")
     constants = replace(CONSTANTS, train_flops_per_s=3e14, rollout_flops_per_s=3e13, sync_bytes_per_s=1e10)
     args = Namespace(new_tokens=None, segment_tokens=None, device_gib=80.0)
@@ -79,7 +79,7 @@ def test_without_constants_the_tool_says_how_to_measure_them():
 
 
 def finished_run(folder: Path, **changes) -> Path:
-    """What a run of two learners and a server of two devices leaves: five steps, the first three of them slow."""
+    """Write what a run of two learners and a server of two devices leaves: five steps, the first three of them slow."""
     from torch.utils.tensorboard import SummaryWriter
 
     from tests.config.test_plan import checkpoint
