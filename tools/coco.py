@@ -91,7 +91,7 @@ class CocoFile:
                 yield item
 
     def _fill(self) -> None:
-        self.categories = {_key(item.get("id")): self._name(item) for item in self._items("categories")}
+        self.categories = {_valid_id(item.get("id")): self._name(item) for item in self._items("categories")}
         db = self._db
         db.execute("PRAGMA journal_mode = OFF")
         db.execute("CREATE TABLE images (id UNIQUE, item)")
@@ -134,7 +134,7 @@ class CocoFile:
             yield image_id, item, [row[0] for row in self._db.execute(query, (image_id,))]
 
 
-def _key(value: Any) -> int | str | None:
+def _valid_id(value: Any) -> int | str | None:
     """Return an id that fits the database and a dictionary; None for a value that is no id."""
     fits = isinstance(value, str) or isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
     return value if fits else None
@@ -142,7 +142,7 @@ def _key(value: Any) -> int | str | None:
 
 def _rows(items: Iterable[dict[str, Any]], id_name: str, keys: Sequence[str]) -> Iterator[tuple[int | str | None, str]]:
     for item in items:
-        yield _key(item.get(id_name)), json.dumps({key: item[key] for key in keys if key in item})
+        yield _valid_id(item.get(id_name)), json.dumps({key: item[key] for key in keys if key in item})
 
 
 # ---- one object ----------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def convert_object(
     Raises:
         LeftOut: the object is not to be written.
     """
-    name = categories.get(_key(item.get("category_id")))
+    name = categories.get(_valid_id(item.get("category_id")))
     if name is None:
         raise LeftOut("category not in the file's list")
     if options.categories is not None and name not in options.categories:
@@ -192,7 +192,7 @@ def _clipped_box(bbox: Any, shape: shapely.Geometry | None, width: int, height: 
     inside = [max(x1, 0), max(y1, 0), min(x2, width), min(y2, height)]
     if inside[2] <= inside[0] or inside[3] <= inside[1]:
         raise LeftOut("outside the image")
-    coords = [_short(value) for value in inside]
+    coords = [_rounded(value) for value in inside]
     if coords[2] <= coords[0] or coords[3] <= coords[1]:
         raise LeftOut("degenerate: no area")
     if inside != [x1, y1, x2, y2]:
@@ -233,7 +233,7 @@ def _ring(
     if simplify is None and isinstance(drawn, dict):
         simplify = min(MASK_SIMPLIFY_PX, MASK_SIMPLIFY_SHARE * math.sqrt(part.area))
     points = shapely.get_coordinates(part.exterior.simplify(simplify) if simplify else part.exterior)[:-1]
-    coords = [_short(value) for value in points.reshape(-1).tolist()]
+    coords = [_rounded(value) for value in points.reshape(-1).tolist()]
     if len(coords) < 6:
         remarks.append("box instead of outline: no ring or mask with an area")
         return None
@@ -288,7 +288,7 @@ def _is_numbers(values: Any, count: int | None = None) -> bool:
     )
 
 
-def _short(value: float) -> float | int:
+def _rounded(value: float) -> float | int:
     """Round to two decimals, as in COCO's own files; whole numbers lose their `.0`."""
     rounded = round(float(value), 2)
     return int(rounded) if rounded.is_integer() else rounded

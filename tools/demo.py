@@ -33,7 +33,7 @@ NUM_SHOWN = 6
 METRICS = ("f1", "f1_no_label", "precision", "recall", "parse_rate")
 PARTS = ("rollout", "sync", "train", "prepare", "eval", "total")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-ALL_CORES = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count())}  # for what runs alone: data, warm-up
+ALL_CORES = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count())}  # for steps that run alone: data, warm-up
 
 
 def main() -> None:
