@@ -1,7 +1,7 @@
-"""`make bench`: measure ours against the baselines, print the table, write benchmarks/results.json.
+"""`make bench`: compare this project with the baselines, print a table, write benchmarks/results.json.
 
-`python -m benchmarks [TOPIC ...]` runs the named topics only and replaces their entries. What each line means:
-docs/performance.md.
+`python -m benchmarks [TOPIC ...]` runs only the named topics and replaces their entries. docs/performance.md explains
+each line.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: engine and learner share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported; engine and learner share the cores
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 TOPICS = ("cpu_work", "learner", "sync", "overlap")
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(TOPICS)}; default: all")
+    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"any of {', '.join(TOPICS)} (default: all)")
     topics = parser.parse_args().topics or TOPICS
     if unknown := set(topics) - set(TOPICS):
         parser.error(f"no such topic: {', '.join(sorted(unknown))}")

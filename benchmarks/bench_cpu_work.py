@@ -1,7 +1,7 @@
-"""What the learner's processor does per answer: parse, match, build the target, pack (sections TGT and PCK).
+"""CPU work of the learner per answer: parse, match, build the target, pack (sections TGT and PCK).
 
-Timed by processor time, since nothing waits here. Answers are made, not generated: of a scene's objects 70 % are found
-with shifted corners, a tenth of them under a wrong name; the rest is missed, and something else is seen instead.
+Measured in processor time, since nothing waits here. Answers are made up, not generated: 70 % of a scene's objects are
+found with shifted corners, a tenth of them with a wrong name; the others are missed, and random objects stand in.
 """
 
 import random
@@ -44,7 +44,7 @@ def run() -> list[Result]:
 
 
 def against_scanner(tokenizer: Any, table: TokenTable, kind: str) -> list[Result]:
-    """Answers of 100 objects against the straightforward way, as it is and with its cheapest improvements."""
+    """Answers of 100 objects, against the straightforward implementation with and without its cheapest improvements."""
     answers = [make_answer(table, 100, kind, seed) for seed in range(NUM_ANSWERS)]
     seconds = take_turns(
         {
@@ -65,7 +65,7 @@ def against_scanner(tokenizer: Any, table: TokenTable, kind: str) -> list[Result
 
 
 def ours(answers: list[tuple[list[int], list[Object]]], table: TokenTable) -> Batch:
-    """What train_stage2.py does with answers, but for images and multimodal positions."""
+    """Turn answers into a batch as train_stage2.py does, without images and multimodal positions."""
     buffer = CarryBuffer(CAP, max_segments=64)
     buffer.extend([segment_of(ids, gt, table) for ids, gt in answers])
     row = buffer.pop_row()
@@ -84,7 +84,7 @@ def text_positions(input_ids: torch.Tensor, _: Any) -> torch.Tensor:
 
 
 def straightforward(answers: list[tuple[list[int], list[Object]]], scanner: Scanner) -> dict[str, torch.Tensor]:
-    """The same by loops: benchmarks/baselines/token_scanner.py."""
+    """Do the same with loops (benchmarks/baselines/token_scanner.py)."""
     made = []
     for ids, gt in answers:
         parsed = scanner.parse(ids)
@@ -94,7 +94,7 @@ def straightforward(answers: list[tuple[list[int], list[Object]]], scanner: Scan
 
 
 def make_answer(table: TokenTable, num_objects: int, kind: str, seed: int) -> tuple[list[int], list[Object]]:
-    """`(token ids, ground truth)` of a scene of random shapes."""
+    """Make up an answer to a scene of random shapes: `(token ids, ground truth)`."""
     rng = random.Random(seed)
     gt = [random_shape(rng, kind) for _ in range(num_objects)]
     seen = found(gt, rng)
@@ -104,7 +104,7 @@ def make_answer(table: TokenTable, num_objects: int, kind: str, seed: int) -> tu
 
 
 def random_shape(rng: random.Random, kind: str) -> Object:
-    """A box, or a polygon of 8 to 16 points around a centre; sides 40 to 240 bins."""
+    """Return a box, or a polygon of 8 to 16 points around a centre; sides of 40 to 240 bins."""
     width, height = rng.randint(40, 240), rng.randint(40, 240)
     x, y = rng.randint(10, 989 - width), rng.randint(10, 989 - height)
     if kind == "bbox_2d":
@@ -116,8 +116,10 @@ def random_shape(rng: random.Random, kind: str) -> Object:
 
 
 def linearity(table: TokenTable) -> Result:
-    """Processor time per token of parsing and building at 16k tokens, over that at 4k. Matching depends on objects, not
-    on tokens, and is left out: the ground truth is the same 40 objects."""
+    """Processor time per token of parsing and building the target at 16k tokens, over that at 4k.
+
+    Matching is left out, as it depends on objects, not on tokens: the ground truth is the same 40 objects.
+    """
     answers = {size: make_answer(table, size // 26, "bbox_2d", seed=1)[0] for size in (4_000, 16_000)}
     gt = make_answer(table, 40, "bbox_2d", seed=1)[1]
 
@@ -132,8 +134,10 @@ def linearity(table: TokenTable) -> Result:
 
 
 def share_of_demo_step() -> Result:
-    """This work for the samples of one optimizer step of the demo, over that step's forward, backward and update alone:
-    rollouts and sync, which belong to the step as well, would make the share smaller still."""
+    """This work for one optimizer step of the demo, over that step's forward, backward and update.
+
+    Rollouts and sync are left out of the step; with them the share would be even smaller.
+    """
     with tempfile.TemporaryDirectory() as folder:
         demo = Demo(Path(folder))
         num = len(demo.samples) // 2
@@ -149,14 +153,14 @@ def share_of_demo_step() -> Result:
 
 
 def vocabulary(size: int = 151_936) -> Result:
-    """Reading a byte table off a vocabulary of Qwen's size, over the second that it may take."""
+    """Time to build the byte table of a vocabulary of Qwen's size, over the second that it may take."""
     tokenizer = big_tokenizer(size)
     seconds = take_turns({"table": cpu(lambda: TokenTable.from_tokenizer(tokenizer))}, rounds=3)["table"]
     return at_most(f"cpu: byte table of {size:,} tokens, over one second", "s", seconds, 1.0, 1.0)
 
 
 def big_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """A byte-level vocabulary of `size` random words, coordinate tokens among them."""
+    """Return a tokenizer with `size` random byte-level tokens, coordinate tokens included."""
     small = build_tokenizer().backend_tokenizer.get_vocab(with_added_tokens=False)
     alphabet = [token for token in small if len(token) == 1]
     rng = random.Random(0)

@@ -1,8 +1,8 @@
-"""The learner's loss, and its packed rows (LRN-4, PCK).
+"""The learner's loss and its packed rows (LRN-4, PCK).
 
-Answers have log-normal lengths of mean 600 and at most 4,000 tokens. Which tokens are labelled follows from the real
-pipeline: 70 % of the objects are found, so their coordinates and names are labelled in the prefix; the others are
-appended and labelled whole. Prompt tokens (an image of 128) carry no loss.
+Answers have log-normal lengths with a mean of 600 and at most 4,000 tokens. The real pipeline decides which tokens have
+labels: 70 % of the objects are found, so their coordinates and names are labelled in the prefix; the others are
+appended and labelled completely. Prompt tokens (an image of 128) have no loss.
 """
 
 import dataclasses
@@ -31,9 +31,7 @@ VOCAB_SIZE = 151_936
 HIDDEN_SIZE = 64
 PROMPT = [1] * 128
 TOKENS_PER_OBJECT = 26
-MAX_PADDED = (
-    1_400  # tokens; the padded logits of longer batches, four copies at the peak, would not fit a small machine
-)
+MAX_PADDED = 1_400  # tokens: padded logits of longer batches, four copies at the peak, would not fit a small machine
 NUM_BATCHES = 2
 ROW_TOKENS = 1024
 Sums = dict[str, torch.Tensor]
@@ -44,7 +42,7 @@ def run() -> list[Result]:
 
 
 def loss_part() -> list[Result]:
-    """Forward and backward of the head and the losses, the same batches of two segments packed and padded."""
+    """Forward and backward of head and losses on the same batches of two segments, packed and padded."""
     table = TokenTable.from_tokenizer(build_tokenizer())
     segments = [long_segment(length, table, seed) for seed, length in enumerate(answer_lengths(32))]
     pairs = [segments[index : index + 2] for index in range(0, len(segments), 2)]
@@ -80,7 +78,7 @@ def padded_sums(batch: Batch, head: torch.nn.Module) -> Sums:
 
 
 def hidden_states(batch: Batch) -> torch.Tensor:
-    """What the model would hand to its head, `[B, T, D]`; equal for equal tokens, so that both layouts agree."""
+    """Made-up hidden states `[B, T, D]`: equal for equal tokens, so that both layouts agree."""
     table = torch.randn(len(PROMPT) + 2048, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
     return table[batch.input_ids].requires_grad_()
 
@@ -90,14 +88,14 @@ def backward(batch: Batch, sums: Sums) -> None:
 
 
 def answer_lengths(count: int, seed: int = 0) -> list[int]:
-    """Log-normal of mean 600 and sigma 0.8, 60 to 4,000 tokens."""
+    """Draw log-normal lengths: mean 600, sigma 0.8, clipped to 60..4,000 tokens."""
     rng, sigma = random.Random(seed), 0.8
     lengths = [rng.lognormvariate(np.log(600) - sigma**2 / 2, sigma) for _ in range(count)]
     return [int(min(max(length, 60), 4000)) for length in lengths]
 
 
 def long_segment(num_tokens: int, table: TokenTable, seed: int) -> Segment:
-    """A finished segment whose answer has about `num_tokens` tokens."""
+    """Return a segment whose answer has about `num_tokens` tokens."""
     ids, gt = make_answer(table, max(2, num_tokens // TOKENS_PER_OBJECT), "bbox_2d", seed)
     parsed = parse_answer(ids, table)
     target = build_target(parsed, gt, match(iou_matrix(parsed.pred_objects, gt), 0.5), table, TargetOptions())
@@ -105,15 +103,18 @@ def long_segment(num_tokens: int, table: TokenTable, seed: int) -> Segment:
 
 
 def peak_bytes(function: Callable[[], object]) -> float:
-    """Bytes of all tensors alive at once while `function` runs, those from before left out."""
+    """Return the peak bytes of live tensors made while `function` runs."""
     with LivePeak() as live:
         function()
     return float(live.peak)
 
 
 def packed_rows() -> list[Result]:
-    """Forward and backward of the demo's model, per real token: rows as the carry buffer fills them, against the same
-    rows filled up to their last token, and against padded batches of the same segments."""
+    """Forward and backward of the demo's model, per real token.
+
+    Compared are rows as the carry buffer fills them, the same rows filled to the last token, and padded batches of the
+    same segments.
+    """
     with tempfile.TemporaryDirectory() as folder:
         demo = Demo(Path(folder), num_samples=48)
         segments = [demo.segment(index) for index in range(len(demo.samples))]
@@ -140,7 +141,7 @@ def packed_rows() -> list[Result]:
 
 
 def carried_rows(segments: Sequence[Segment], cap: int) -> list[list[Segment]]:
-    """Rows of a run whose micro-steps bring as many segments as fit on average."""
+    """Return the rows of a run whose micro-steps add as many segments as fit on average."""
     buffer, rows = CarryBuffer(cap, max_segments=len(segments)), []
     per_step = int(cap * len(segments) / sum(len(segment) for segment in segments))
     for start in range(0, len(segments) - per_step + 1, per_step):
@@ -150,7 +151,7 @@ def carried_rows(segments: Sequence[Segment], cap: int) -> list[list[Segment]]:
 
 
 def filled_up(row: Sequence[Segment], cap: int) -> list[Segment]:
-    """The row with its last segment continued, so that it is exactly `cap` tokens long and has no gap."""
+    """Return the row with its last segment extended, so that it is exactly `cap` tokens long."""
     missing = cap - sum(len(segment) for segment in row)
     last = row[-1]
     tail = np.repeat(last.input_ids[-1:], missing)

@@ -1,8 +1,8 @@
-"""Prefetch (LRN-8): one optimizer step against the larger of its two halves, rollouts and learner, and their sum.
+"""Prefetch (LRN-8): an optimizer step against the larger of its two parts, rollouts and learner, and against their sum.
 
-The real server on one core and the real learner (one rank) on another, so that neither takes time from the other. One
-run: its prefetch is off and on by turns (overlap_learner.py). What its steps without prefetch cost is also what
-tools/predict.py calculates with, and a second, short run of another geometry tells how well that does.
+The real server runs on one core and the real learner (one rank) on another, so that neither slows down the other. In
+one run, prefetch is switched off and on in turns (overlap_learner.py). Its steps without prefetch also give the
+constants of tools/plan.py; a second, short run with another batch geometry shows how well they predict.
 """
 
 import math
@@ -19,7 +19,7 @@ from benchmarks.harness import Result, at_most, reported
 from benchmarks.overlap_learner import NUM_STEPS, WARM_UP_STEPS, counts, is_ahead
 from tests.e2e.processes import Server, run_learner, write_yaml
 from tools.make_demo import build_start_model, make_dataset
-from tools.predict import (
+from tools.plan import (
     Constants,
     calibrate,
     median_step,
@@ -32,9 +32,9 @@ from tools.predict import (
 from utils.config.memory import ModelSize, model_size
 from utils.config.schema import Tuner
 
-NEW_TOKENS = 40  # an untrained model never stops by itself; with these rollouts take about as long as training
+NEW_TOKENS = 40  # an untrained model never stops by itself; with 40 tokens, rollouts take about as long as training
 PREFETCH = {"enabled": True, "version_window": 1, "queue_limit": 2}
-OTHER, OTHER_STEPS = (6, 24), WARM_UP_STEPS + 6  # samples per micro-step and new tokens, for the prediction's test
+OTHER, OTHER_STEPS = (6, 24), WARM_UP_STEPS + 6  # samples per micro-step and new tokens, to test the prediction
 TUNER = Tuner(type="lora", use_dora=True, freeze_vit=False, freeze_aligner=False)
 
 
@@ -61,7 +61,7 @@ def run() -> list[Result]:
 
 
 def compared(steps: list[dict[str, float]]) -> list[Result]:
-    """Bars from the seconds by part of every step of a run, in order."""
+    """Compare steps with and without prefetch. `steps`: seconds by part of every step of a run, in order."""
     plain, ahead = ([steps[i] for i in range(NUM_STEPS) if counts(i) and is_ahead(i) is side] for side in (False, True))
     rollout = statistics.median(step["rollout"] for step in plain)
     learner = statistics.median(step["train"] + step["sync"] + step["prepare"] for step in plain)
@@ -75,8 +75,8 @@ def compared(steps: list[dict[str, float]]) -> list[Result]:
 
 
 def prediction(other: dict[str, float], size: ModelSize, constants: dict[str, float]) -> Result:
-    """The demo's step in another geometry as tools/predict.py predicts it, over the measured one."""
-    known = Constants(**constants, sync_bytes_per_s=math.inf)  # the demo's model is too small for it to show
+    """Seconds of the demo's step in another geometry: predicted by tools/plan.py, over measured."""
+    known = Constants(**constants, sync_bytes_per_s=math.inf)  # not measurable with the demo's small model
     predicted = predict(work_of_step(other, size), known, learners=1, rollout_devices=1, prefetch=False)
     return reported("plan: predicted over measured step of the demo", "s", predicted.step, time_of_step(other).step)
 
@@ -84,7 +84,7 @@ def prediction(other: dict[str, float], size: ModelSize, constants: dict[str, fl
 def train(
     server: Server, run_dir: Path, script: str, num_steps: int, batch_size: int, new_tokens: int, prefetch: dict
 ) -> list[dict[str, float]]:
-    """Seconds by part of every step, and how much work it was."""
+    """Run the learner; return metrics of every step (see tools.plan.read_steps)."""
     config = yaml.safe_load(server.config.read_text())
     matching = config["custom"]["extra"]["rollout_matching"]
     matching |= {"decode_batch_size": 32, "max_new_tokens": new_tokens, "async": prefetch}
@@ -96,7 +96,7 @@ def train(
         "gradient_accumulation_steps": 2,
         "packing_buffer": 64,
         "gradient_checkpointing": False,
-        "learning_rate": 1e-5,  # the same work in every step
+        "learning_rate": 1e-5,  # so low that every step is the same work
     }
     config["global_max_length"] = 3072
     with on_core(1):
@@ -108,7 +108,7 @@ def train(
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """What is started inside runs on this core only, where there is more than one."""
+    """Pin processes started inside the context to one core, if there is more than one."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(before)[core % len(before)]})
     try:

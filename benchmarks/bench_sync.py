@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.baselines.per_tensor_sync import sync_per_tensor
 from benchmarks.harness import Result, at_least, at_most, reported, take_turns, wall
 from tests.e2e.processes import run_program
-from tools.predict import write_constants
+from tools.plan import write_constants
 from utils.config.rollout import ServerAddress
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient

@@ -1,4 +1,4 @@
-"""The demo's model, samples and optimizer step in this process, for benchmarks that need a real step."""
+"""The demo's model, samples and optimizer step in one process, for benchmarks that need a real step."""
 
 import random
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ CONFIG = Path(__file__).parents[1] / "configs/demo/stage2.yaml"
 
 
 class Demo:
-    """One learner rank of `make demo` without DeepSpeed, server and launcher; its start model is untrained.
+    """One learner rank of `make demo` without DeepSpeed, server and launcher; the model is untrained.
 
     Attributes:
         samples, prompts: scenes and their encoded prompts.
-        answers: what a half-trained model would have said: most objects, shifted a little.
+        answers: token ids as from a half-trained model: most objects, slightly shifted.
     """
 
     def __init__(self, folder: Path, num_samples: int = 16) -> None:
@@ -54,7 +54,7 @@ class Demo:
         self.optimizer = torch.optim.AdamW(param_groups(model, Training(output_dir="", learning_rate=1e-4)))
 
     def segment(self, index: int) -> Segment:
-        """What train_stage2.py makes of one answer."""
+        """Turn an answer into a segment as train_stage2.py does."""
         sample, prompt = self.samples[index], self.prompts[index]
         parsed = parse_answer(self.answers[index], self.table)
         pairs = match(iou_matrix(parsed.pred_objects, sample.objects), self.cfg.rm.matching.iou_threshold)
@@ -75,7 +75,7 @@ class Demo:
         loss.backward()
 
     def step(self, batches: Sequence[Batch]) -> None:
-        """One optimizer step over micro-steps."""
+        """Take one optimizer step; `batches`: one per micro-step."""
         for batch in batches:
             self.forward_backward(batch, denominators(batches))
         self.optimizer.step()
@@ -83,7 +83,7 @@ class Demo:
 
 
 def found(objects: Sequence[Object], rng: random.Random, share: float = 0.7, shift: int = 8) -> list[Object]:
-    """`share` of the objects, each coordinate up to `shift` bins off."""
+    """Return a `share` of the objects, with each coordinate up to `shift` bins off."""
 
     def moved(obj: Object) -> Object:
         coords = tuple(min(max(value + rng.randint(-shift, shift), 0), 999) for value in obj.coords)

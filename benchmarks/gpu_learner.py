@@ -1,10 +1,10 @@
-"""The learner alone on one GPU: Qwen3-VL of about 2B parameters, weights at random, bf16; no server, no vLLM.
+"""The learner alone on one GPU: a Qwen3-VL of about 2B parameters with random weights in bf16; no server, no vLLM.
 
     python -m benchmarks.gpu_learner            # needs torch 2.11+, transformers, peft, shapely, scipy; no checkpoint
-    python -m benchmarks.gpu_learner --small    # a toy model in float32; on CPU too, to see that it works
+    python -m benchmarks.gpu_learner --small    # a toy model in float32, which also runs on CPU
 
 Reports tokens/s and model-FLOP utilisation of packed rows against padded batches, the loss with and without full
-logits, the merge stream's bandwidth against the device's own copies, and peak memory; writes
+logits, the bandwidth of the merge stream against plain device copies, and peak memory. Writes
 benchmarks/gpu_results.json, and `train_flops_per_s` for `tools.plan`. FLOPs per token are 6 per parameter of the
 language model's layers; attention over the length, the head (at labels only) and the vision tower are left out.
 """
@@ -26,7 +26,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.baselines.padded_full_logits import padded_loss_sums
 from benchmarks.bench_learner import answer_lengths, carried_rows
-from tools.predict import write_constants
+from tools.plan import write_constants
 from utils.config.memory import known_config
 from utils.learner import attention
 from utils.learner.model import RowModel, dummy_segment, position_ids_for
@@ -38,13 +38,14 @@ from utils.targets import Segment
 
 RESULTS = Path(__file__).parent / "gpu_results.json"
 OBJECTIVE = MatchingObjective(LossWeights())
-FIRST_COORD, PROMPT_TOKENS, LABELLED = 1000, 128, 0.5  # about half of an answer's tokens carry a label in a run
+FIRST_COORD, PROMPT_TOKENS = 1000, 128
+LABELLED = 0.5  # in a run, about half of an answer's tokens have a label
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}  # dense bf16, data sheets
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured. `cap`: tokens of a row; `num_segments` of log-normal lengths fill the rows."""
+    """Size of the benchmark. `cap`: tokens of a row; `num_segments` of log-normal lengths fill the rows."""
 
     config: dict[str, Any]
     dtype: torch.dtype
@@ -54,7 +55,7 @@ class Size:
 
 
 def small_config() -> dict[str, Any]:
-    """A toy of the same shape: 2 layers, vocabulary 4,096."""
+    """Config of a toy model of the same kind: 2 layers, vocabulary of 4,096."""
     config = known_config("2B")
     config["text_config"] |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
     config["text_config"] |= {"num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 4096}
@@ -72,7 +73,7 @@ SMALL = Size(small_config(), torch.float32, cap=512, num_segments=16, scale=0.15
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a toy model, to see that everything runs")
+    parser.add_argument("--small", action="store_true", help="use a toy model, to check that everything runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def measure(size: Size, device: torch.device, rounds: int) -> dict[str, float | str | None]:
-    """All figures by name; None where the device cannot tell."""
+    """Measure all figures, by name; None if the device cannot tell."""
     torch.manual_seed(0)
     model = make_model(size, device)
     segments = make_segments(size)
@@ -122,7 +123,7 @@ def measure(size: Size, device: torch.device, rounds: int) -> dict[str, float | 
 
 
 def make_model(size: Size, device: torch.device) -> Qwen3VLForConditionalGeneration:
-    """Weights at random: speed does not depend on values. Gradient checkpointing off."""
+    """Return a model with random weights, as speed does not depend on values; no gradient checkpointing."""
     config = Qwen3VLConfig.from_dict(size.config)
     default = torch.get_default_dtype()
     torch.set_default_dtype(size.dtype)
@@ -135,7 +136,7 @@ def make_model(size: Size, device: torch.device) -> Qwen3VLForConditionalGenerat
 
 
 def make_segments(size: Size) -> list[Segment]:
-    """Sequences of text only, with labels on half of the answer's tokens, a third of them coordinates."""
+    """Return segments of text only, with labels on half of the answer's tokens, a third of them coordinates."""
     generator = torch.Generator().manual_seed(0)
     prompt = max(4, int(PROMPT_TOKENS * size.scale))
     segments = []
@@ -161,7 +162,7 @@ def make_segments(size: Size) -> list[Segment]:
 
 
 def train(model: RowModel, batch: Batch) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     totals, num_chunks = denominators([batch]), num_chunks_for(batch.num_labels)
     loss, _ = model(batch, partial(OBJECTIVE.loss, totals=totals, num_chunks=num_chunks))
     loss.backward()
@@ -170,7 +171,7 @@ def train(model: RowModel, batch: Batch) -> None:
 def loss_part(
     model: Qwen3VLForConditionalGeneration, packed: Batch, padded: Batch, device: torch.device, rounds: int
 ) -> dict[str, float | None]:
-    """Head and losses alone, at labels in chunks against the logits of every position."""
+    """Measure head and losses alone: at labels in chunks, against the logits of every position."""
     results: dict[str, float | None] = {}
     sigma, head = LossWeights.sigma, model.lm_head
     for kind, batch in (("at labels", packed), ("full logits", padded)):
@@ -192,7 +193,7 @@ def loss_part(
 
 
 def merge_stream(model: Qwen3VLForConditionalGeneration, device: torch.device, rounds: int) -> dict[str, float]:
-    """GB/s of merged DoRA weights as a sync makes them, and of plain copies of as many bytes."""
+    """Measure GB/s of merged DoRA weights as a sync makes them, and of plain copies."""
     config = LoraConfig(r=16, lora_alpha=32, use_dora=True, target_modules=r".*language_model.*_proj")
     weights = MergedWeights(get_peft_model(model, config, autocast_adapter_dtype=False))
     num_bytes = sum(entry.num_bytes for entry in weights.entries)
@@ -209,7 +210,7 @@ def merge_stream(model: Qwen3VLForConditionalGeneration, device: torch.device, r
 
 
 def median_seconds(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Of `rounds` runs after one that does not count, the device's work finished."""
+    """Return the median over `rounds` runs, each until the device has finished; one more run before is warm-up."""
     seconds = []
     for turn in range(rounds + 1):
         synchronize(device)
@@ -235,7 +236,7 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 def language_parameters(model: Qwen3VLForConditionalGeneration) -> int:
-    """Parameters that work on every token: the language model's layers; the head works at labels only."""
+    """Number of parameters used by every token: the language model's layers. The head is used at labels only."""
     return sum(parameter.numel() for parameter in model.model.language_model.layers.parameters())
 
 

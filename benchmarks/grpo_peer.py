@@ -1,11 +1,11 @@
-"""GRPO here and in TRL on the same task: seconds per optimizer step, and the reward after equally many.
+"""GRPO here and in TRL on the same task: seconds per optimizer step, and the reward after equally many steps.
 
     python -m benchmarks.grpo_peer --trl-python PATH/bin/python [--steps 30] [--rounds 2]
 
-Not part of `make bench`: TRL has its own environment, which has to be made first (docs/performance.md). Both train the
-start model of `make demo-grpo` by the settings of its config (model, data, rewards, prompts, answers, LoRA, learning
-rate, held constant), each with two learner processes of one thread. TRL generates with transformers in the learners, as
-it does out of the box; ours asks the rollout server, which counts: it runs on the same cores.
+Not part of `make bench`: TRL needs its own environment, which has to be made first (docs/performance.md). Both train
+the start model of `make demo-grpo` with the settings of its config (model, data, rewards, number of prompts and
+answers, LoRA, a constant learning rate), each with two learner processes of one thread. TRL generates with transformers
+in the learners, its default; ours uses the rollout server, whose time counts, as it runs on the same cores.
 """
 
 import argparse
@@ -19,27 +19,25 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tools.demo import WORLD_SIZE, run, serve_and_train
+from tools.demo import ENVIRONMENT, WORLD_SIZE, print_table, run, serve_and_train
 from tools.demo_grpo import CONFIG
 from utils.config.load import Config, load_config_or_exit
 from utils.learner.model import adapter_targets, load_model
 
 FOLDER = Path("runs/grpo_peer")
-NUM_WARM_UP = 3  # steps of each run whose time does not count
+NUM_WARM_UP = 3  # first steps of each run, which are not timed
 Step = dict[str, float]  # time (seconds since 1970), reward, new_tokens
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", required=True, help="the interpreter of an environment with TRL")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each, in turns")
+    parser.add_argument("--trl-python", required=True, help="Python interpreter of an environment with TRL")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run (default 30)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each trainer, in turns (default 2)")
     args = parser.parse_args()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path.cwd())}
+    environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
     run([sys.executable, "-m", "tools.demo_grpo", "--make-only"], environment)
     FOLDER.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[list[Step]]] = {"ours": [], "TRL": []}
@@ -50,7 +48,7 @@ def main() -> None:
 
 
 def train_ours(steps: int, turn: int, environment: dict[str, str]) -> list[Step]:
-    """`train_grpo.py` against a server of its own."""
+    """Run `train_grpo.py` with its own server."""
     output = FOLDER / f"ours_{turn}"
     path = FOLDER / f"ours_{turn}.yaml"
     training = {"output_dir": str(output), "max_steps": steps, "seed": turn, "eval_steps": 0, "eval_at_start": False}
@@ -66,7 +64,7 @@ def train_ours(steps: int, turn: int, environment: dict[str, str]) -> list[Step]
 
 
 def train_trl(python: str, steps: int, turn: int, environment: dict[str, str]) -> list[Step]:
-    """TRL's trainer under its own interpreter, on the same settings."""
+    """Run TRL's trainer under its own interpreter, with the same settings."""
     output = (FOLDER / f"trl_{turn}.jsonl").absolute()
     output.unlink(missing_ok=True)
     job = output.with_suffix(".job.json")
@@ -83,7 +81,7 @@ def train_trl(python: str, steps: int, turn: int, environment: dict[str, str]) -
 
 
 def trl_job(cfg: Config, steps: int, seed: int) -> dict[str, Any]:
-    """The config's settings as `benchmarks.baselines.trl_grpo` reads them."""
+    """Return the config's settings in the form of `benchmarks.baselines.trl_grpo`."""
     training, tuner, rlhf = cfg.training, cfg.tuner, cfg.rlhf
     targets = adapter_targets(load_model(cfg.model.path, "float32"), tuner)
     return {
@@ -108,7 +106,7 @@ def trl_job(cfg: Config, steps: int, seed: int) -> dict[str, Any]:
 
 
 def report(runs: dict[str, list[list[Step]]], num_steps: int) -> None:
-    """The table, and `runs/grpo_peer/summary.json`."""
+    """Print a table and write `runs/grpo_peer/summary.json`."""
     end = max(1, num_steps // 3)
     rows = {
         name: {
@@ -122,17 +120,14 @@ def report(runs: dict[str, list[list[Step]]], num_steps: int) -> None:
     ratio = rows["TRL"]["seconds_per_step"] / rows["ours"]["seconds_per_step"]
     summary = {"steps": num_steps, "rounds": len(runs["ours"]), "averaged_over": end, **rows, "times_faster": ratio}
     (FOLDER / "summary.json").write_text(json.dumps(summary | {"date": time.strftime("%Y-%m-%d")}, indent=2) + "\n")
-    table = Table(title=f"{num_steps} steps, {len(runs['ours'])} runs each; rewards are means over {end} steps")
-    for column in ("", *rows["ours"]):
-        table.add_column(column, justify="right")
-    for name, values in rows.items():
-        table.add_row(name, *(f"{value:.3f}" for value in values.values()))
-    Console().print(table)
+    title = f"{num_steps} steps, {len(runs['ours'])} runs each; rewards are means over {end} steps"
+    lines = [(name, *(f"{value:.3f}" for value in values.values())) for name, values in rows.items()]
+    print_table(title, ("", *rows["ours"]), lines)
     print(f"TRL takes {ratio:.2f} times as long per step; {FOLDER / 'summary.json'}")
 
 
 def step_seconds(steps: list[Step]) -> list[float]:
-    """From the end of one step to that of the next, without the first `NUM_WARM_UP` steps."""
+    """Seconds from the end of a step to that of the next, without the first `NUM_WARM_UP` steps."""
     ends = [step["time"] for step in steps[NUM_WARM_UP - 1 :]]
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 

@@ -1,4 +1,4 @@
-"""Measuring side by side: functions take turns, so that a busy machine slows all of them alike; medians are compared.
+"""Measure side by side: functions run in turns, so that a busy machine slows down all of them; medians are compared.
 
 A benchmark is a function that returns a list of `Result`; `benchmarks/__main__.py` runs them.
 """
@@ -19,8 +19,8 @@ from rich.table import Table
 class Result:
     """One line of the table.
 
-    `ratio` and `bar` are read together: with a bar `>= x` the ratio says how many times better ours is than the
-    baseline, otherwise it is ours over baseline. `bar` and `holds` are None where a figure is only reported.
+    The meaning of `ratio` depends on `bar`: with a bar `>= x` it is baseline over ours, otherwise ours over baseline.
+    `bar` and `holds` are None if a figure is only reported.
     """
 
     name: str
@@ -33,27 +33,27 @@ class Result:
 
 
 def at_least(name: str, unit: str, ours: float, baseline: float, times: float) -> Result:
-    """`ours` (a cost) must be at least `times` smaller than `baseline`."""
+    """Require `ours` (a cost) to be at least `times` smaller than `baseline`."""
     ratio = baseline / ours
     return Result(name, unit, ours, baseline, ratio, f">= {times:g}", ratio >= times)
 
 
 def at_most(name: str, unit: str, ours: float, baseline: float, times: float) -> Result:
-    """`ours` must be at most `times` as large as `baseline`."""
+    """Require `ours` to be at most `times` as large as `baseline`."""
     ratio = ours / baseline
     return Result(name, unit, ours, baseline, ratio, f"<= {times:g}", ratio <= times)
 
 
 def reported(name: str, unit: str, ours: float, baseline: float) -> Result:
-    """No bar: `ours` over `baseline`, for the reader."""
+    """Report `ours` over `baseline` without a bar."""
     return Result(name, unit, ours, baseline, ours / baseline, None, None)
 
 
 def take_turns(functions: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 1) -> dict[str, float]:
-    """Median of what each function returns (seconds, bytes, ...) over `rounds` rounds in which each runs once.
+    """Call each function once per round; return the median of its results (seconds, bytes, ...) over the rounds.
 
     Args:
-        warm_ups: rounds before them that do not count.
+        warm_ups: extra rounds at the start, whose results do not count.
     """
     values: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warm_ups + rounds):
@@ -65,19 +65,19 @@ def take_turns(functions: Mapping[str, Callable[[], float]], rounds: int, warm_u
 
 
 def wall(function: Callable[[], object]) -> Callable[[], float]:
-    """`function`, timed by the clock: where other processes or threads take part."""
+    """Time `function` by the wall clock, for work that involves other processes or threads."""
     return _timed(function, time.perf_counter)
 
 
 def cpu(function: Callable[[], object]) -> Callable[[], float]:
-    """`function`, timed by the processor time of this process: where it computes alone, whatever else runs."""
+    """Time `function` by this process's processor time, for work that it does alone; other load does not matter."""
     return _timed(function, time.process_time)
 
 
 def _timed(function: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
     def timed() -> float:
         gc.collect()
-        gc.disable()  # as timeit does: a full collection walks all of torch
+        gc.disable()  # as timeit does, since a full collection walks all of torch
         try:
             start = clock()
             function()
@@ -89,7 +89,7 @@ def _timed(function: Callable[[], object], clock: Callable[[], float]) -> Callab
 
 
 def write_results(path: Path, results: list[Result]) -> None:
-    """Replace the entries of the same names in the list at `path`, keep the others, append what is new."""
+    """Replace entries of the same name in the list at `path`, keep the others, append new ones."""
     entries = {entry["name"]: entry for entry in json.loads(path.read_text())} if path.exists() else {}
     entries |= {result.name: {**asdict(result), **_rounded(result)} for result in results}
     path.write_text(json.dumps(list(entries.values()), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""How much memory tensor work needs, counted at the tensors: the same on every machine and kernel."""
+"""Peak memory of tensor work, counted from the tensors: the same on every machine and with every kernel."""
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,7 +7,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class LivePeak(TorchDispatchMode):
-    """Peak of the bytes in storages that were made inside, and are still alive. This thread only."""
+    """Peak bytes of live storages that were made inside the context. This thread only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The real stage-2 learner whose prefetch is switched off and on by turns, so that one run measures both (LRN-8).
+"""The real stage-2 learner with its prefetch switched off and on in turns, so that one run measures both (LRN-8).
 
-Launched by bench_overlap.py with a config that has prefetch on. `is_ahead` says which steps have it.
+bench_overlap.py launches it with prefetch on in the config. `is_ahead` says which steps use it.
 """
 
 import sys
@@ -13,18 +13,18 @@ from utils.run import session
 from utils.run.prefetch import Prefetcher
 
 WARM_UP_STEPS = 3  # the first step waits for its own rollouts, and everything is cold
-TURN_STEPS = 4  # the first of each turn does not count: its rollouts were made under the other rule
+TURN_STEPS = 4  # the first step of a turn does not count: its rollouts were made in the other mode
 NUM_TURNS = 6
 NUM_STEPS = WARM_UP_STEPS + TURN_STEPS * NUM_TURNS
 
 
 def is_ahead(step: int) -> bool:
-    """Whether rollouts of later steps are made while `step` (0-based) trains."""
+    """Return whether rollouts of later steps are made while `step` (0-based) trains."""
     return step >= WARM_UP_STEPS and (step - WARM_UP_STEPS) // TURN_STEPS % 2 == 1
 
 
 def counts(step: int) -> bool:
-    """Whether `step` and the one before it are under the same rule."""
+    """Return whether `step` and the one before it are in the same mode."""
     return step > WARM_UP_STEPS and (step - WARM_UP_STEPS) % TURN_STEPS != 0
 
 

@@ -1,19 +1,18 @@
-"""`make soak`: a long run of real server and real learner on this machine's CPU, watched for what creeps.
+"""`make soak`: a long run of real server and real learner on this machine's CPU, to find leaks and slowdowns.
 
     python -m studies.soak --minutes 20
 
-Two ranks train a tiny model against one server, with a checkpoint every 20 steps and every sync proven by digests; a
-last learner then goes on from the last checkpoint for one step. It fails where, behind a warm-up of a quarter of the
-time, the memory of front, engines or learner (proportional set size) grows by more than the larger of 5 % and 64 MB,
-file descriptors become more, steps become slower, or the server does not hold the learner's weights at the end. Every
-figure is in FOLDER/soak.json. Checkpoints are written all the while: page cache is not counted, mapped files are.
+Two ranks train a tiny model against one server, with a checkpoint every 20 steps and every sync verified by digests.
+Afterwards another learner resumes from the last checkpoint for one step. The first quarter of the time is warm-up.
+After it, the soak fails if the memory of front, engines or learner (proportional set size) grows by more than 5 % and
+64 MB, if file descriptors accumulate, or if steps become slower; and if the server does not have the learner's weights
+at the end. All figures go to FOLDER/soak.json. Checkpoints are written throughout: page cache is not counted, mapped
+files are.
 """
 
 import argparse
 import json
-import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,16 +28,16 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tools import demo
-from tools.launch import family_of, ranks_below
+from tools.demo import ENVIRONMENT, free_ports
+from tools.launch import process_tree, ranks_of
 from tools.make_demo import build_start_model, make_dataset
 from utils.run.shutdown import STOPPED_STATUS
 
 SAMPLE_S = 5.0
 WARM_UP_SHARE = 0.25
 PSS_GROWTH, PSS_GROWTH_BYTES = 0.05, 64e6
-FD_GROWTH = 2  # a connection or two that is open by chance
-STEP_GROWTH = 0.25  # of the fast quarter of the steps: what else the machine does slows down the others
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+FD_GROWTH = 2  # a connection or two may be open by chance
+STEP_GROWTH = 0.25  # of the first quartile of step times: other work on the machine slows down the slower steps
 Sample = dict[str, dict[str, float]]  # role -> {"pss": bytes, "fds": number} over its processes
 
 
@@ -52,12 +51,12 @@ def main() -> None:
     (args.folder / "soak.json").write_text(json.dumps({"problems": problems, **figures}, indent=2) + "\n")
     for name, values in figures["judged"].items():
         print(f"{name}: {values['before']:.4g} -> {values['after']:.4g}")
-    print(*(problems or ["nothing creeps"]), sep="\n")
+    print(*(problems or ["no leak, no slowdown"]), sep="\n")
     sys.exit(1 if problems else 0)
 
 
 def soak(folder: Path, minutes: float) -> tuple[list[str], dict[str, Any]]:
-    """What creeps, and all figures."""
+    """Run the whole soak; return the problems and all figures."""
     shutil.rmtree(folder, ignore_errors=True)
     config = prepare(folder)
     url = yaml.safe_load(config.read_text())["custom"]["extra"]["rollout_matching"]["vllm"]["server"]["base_url"]
@@ -65,22 +64,19 @@ def soak(folder: Path, minutes: float) -> tuple[list[str], dict[str, Any]]:
     try:
         demo.wait_healthy(server, url, folder / "server.log")
         samples = watch(start_learner(config, folder / "learner.log"), server.pid, folder, 60 * minutes)
-        problems = go_on(config, folder, url)
+        problems = resume_once(config, folder, url)
     finally:
         demo.stop(server)
     steps = EventAccumulator(str(folder / "run"), size_guidance={"scalars": 0}).Reload().Scalars("seconds/step")
-    judged, creeping = judge(samples, [event.value for event in steps])
-    return creeping + problems, {"minutes": minutes, "steps": len(steps), "judged": judged, "samples": samples}
+    trends, growth = find_growth(samples, [event.value for event in steps])
+    return growth + problems, {"minutes": minutes, "steps": len(steps), "judged": trends, "samples": samples}
 
 
 def prepare(folder: Path) -> Path:
-    """Data, an untrained model and the config of both programs."""
+    """Make data and an untrained model; return the config of both programs."""
     make_dataset(folder / "data", num_train=200, num_val=1)
     build_start_model(folder / "model", seed=0)
-    with socket.socket() as one, socket.socket() as two:
-        for probe in (one, two):
-            probe.bind(("127.0.0.1", 0))
-        port, group_port = (probe.getsockname()[1] for probe in (one, two))
+    port, group_port = free_ports(2)
     connection = {"base_url": f"http://127.0.0.1:{port}", "group_port": group_port, "servers": None}
     matching = {"max_new_tokens": 64, "vllm": {"server": connection, "sync": {"verify": "always"}}}
     config = {
@@ -108,18 +104,15 @@ def prepare(folder: Path) -> Path:
 
 
 def start_learner(config: Path, log: Path) -> subprocess.Popen:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tools.launch", "--num_gpus", "2", "--master_port", str(port), "train_stage2.py"]
+    port = free_ports(1)[0]
+    command = [sys.executable, "-m", "tools.launch", "--num_gpus", "2", "--master_port", str(port)]
+    command += ["train_stage2.py", "--config", str(config)]
     with log.open("w") as sink:
-        return subprocess.Popen(
-            [*command, "--config", str(config)], env=ENVIRONMENT, stdout=sink, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=sink, stderr=subprocess.STDOUT)
 
 
 def watch(learner: subprocess.Popen, server_pid: int, folder: Path, seconds: float) -> list[Sample]:
-    """Samples of all processes from the first step on; then the learner is asked to end, which it does."""
+    """Sample all processes for `seconds` from the first step on, then stop the learner with SIGTERM."""
     samples: list[Sample] = []
     try:
         log, deadline = folder / "learner.log", time.monotonic() + 600
@@ -136,29 +129,29 @@ def watch(learner: subprocess.Popen, server_pid: int, folder: Path, seconds: flo
         learner.terminate()
         status = learner.wait(timeout=300)
         if status != STOPPED_STATUS:
-            sys.exit(f"asked to end, the learner ended with status {status}; see {log}")
+            sys.exit(f"after SIGTERM the learner ended with status {status}, not {STOPPED_STATUS}; see {log}")
     finally:
-        end_all(learner)
+        kill_tree(learner)
     return samples
 
 
-def end_all(learner: subprocess.Popen) -> None:
-    """What is left of a learner, launcher first: it would wait for the ranks."""
-    for process in family_of(learner.pid):
+def kill_tree(learner: subprocess.Popen) -> None:
+    """Kill what is left of a learner, the launcher first: it would wait for the ranks."""
+    for process in process_tree(learner.pid):
         process.kill()
 
 
 def check_runs(learner: subprocess.Popen, log: Path) -> None:
     if learner.poll() is not None:
-        sys.exit(f"the learner ended by itself; the end of {log}:\n{log.read_text(errors='replace')[-3000:]}")
+        sys.exit(f"the learner ended too early; the end of {log}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def sample(server_pid: int, learner_pid: int) -> Sample:
-    """Memory and file descriptors by role, as they are now."""
+    """Measure memory and file descriptors by role."""
     found: Sample = defaultdict(lambda: {"pss": 0.0, "fds": 0.0})
     front = psutil.Process(server_pid)
     roles = [("front", front), *(("engines", child) for child in front.children(recursive=True))]
-    roles += [("learner", rank) for rank in ranks_below(learner_pid)]
+    roles += [("learner", rank) for rank in ranks_of(learner_pid)]
     for role, process in roles:
         try:
             found[role]["pss"] += process.memory_full_info().pss
@@ -168,39 +161,44 @@ def sample(server_pid: int, learner_pid: int) -> Sample:
     return dict(found)
 
 
-def judge(samples: Sequence[Sample], step_seconds: Sequence[float]) -> tuple[dict[str, Mapping[str, float]], list[str]]:
-    """Medians of the first and the last fifth behind the warm-up, and a sentence for everything that creeps.
+def find_growth(
+    samples: Sequence[Sample], step_seconds: Sequence[float]
+) -> tuple[dict[str, Mapping[str, float]], list[str]]:
+    """Compare the first and the last fifth after the warm-up: medians of samples, first quartiles of step times.
 
     Args:
-        samples: equally far apart in time.
-        step_seconds: of every step; judged are the fast quarters.
+        samples: at equal intervals.
+        step_seconds: of every step.
+
+    Returns:
+        `{"before", "after"}` of each figure, and a message for each that grows too much.
     """
     problems: list[str] = []
-    judged: dict[str, Mapping[str, float]] = {}
+    trends: dict[str, Mapping[str, float]] = {}
     warm = samples[int(len(samples) * WARM_UP_SHARE) :]
     for role in warm[0] if warm else ():
         for what in ("pss", "fds"):
             before, after = (statistics.median(s[role][what] for s in part) for part in _ends(warm))
-            judged[f"{role} {what}"] = {"before": before, "after": after}
+            trends[f"{role} {what}"] = {"before": before, "after": after}
             allowed = max(PSS_GROWTH * before, PSS_GROWTH_BYTES) if what == "pss" else FD_GROWTH
             if after - before > allowed:
                 problems.append(f"{role}: {what} grew from {before:.4g} to {after:.4g}, by more than {allowed:.4g}")
     steps = step_seconds[int(len(step_seconds) * WARM_UP_SHARE) :]
     before, after = (statistics.quantiles(part, n=4)[0] for part in _ends(steps))
-    judged["step seconds"] = {"before": before, "after": after}
+    trends["step seconds"] = {"before": before, "after": after}
     if after > before * (1 + STEP_GROWTH):
         problems.append(f"steps took {before:.3g} s at first and {after:.3g} s at the end")
-    return judged, problems
+    return trends, problems
 
 
 def _ends(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The first and the last fifth, two values at least."""
+    """Return the first and the last fifth, at least two values each."""
     size = max(2, len(values) // 5)
     return values[:size], values[-size:]
 
 
-def go_on(config: Path, folder: Path, url: str) -> list[str]:
-    """One more step from the last checkpoint, its weights proven; the server must hold them."""
+def resume_once(config: Path, folder: Path, url: str) -> list[str]:
+    """Train one more step from the last checkpoint; report a problem if the server then has other weights."""
     done = max(int(path.name.removeprefix("checkpoint-")) for path in (folder / "run").glob("checkpoint-*"))
     content = yaml.safe_load(config.read_text())
     content["training"]["max_steps"] = done + 1
@@ -210,14 +208,16 @@ def go_on(config: Path, folder: Path, url: str) -> list[str]:
     try:
         status = learner.wait(timeout=600)
     finally:
-        end_all(learner)
+        kill_tree(learner)
     if status:
-        return [f"going on from the last checkpoint ended with status {status}; see {folder / 'last.log'}"]
+        return [f"the learner resumed from the last checkpoint ended with status {status}; see {folder / 'last.log'}"]
     ledger = json.loads((folder / "run" / "weights.json").read_text())
     with requests.Session() as session:
         session.trust_env = False
-        held = session.get(f"{url}/weight_version/", timeout=30).json()["weight_version"]
-    return [] if held == ledger["version"] else [f"the server holds {held}, the learner's are {ledger['version']}"]
+        version = session.get(f"{url}/weight_version/", timeout=30).json()["weight_version"]
+    if version == ledger["version"]:
+        return []
+    return [f"the server has weight version {version}, the learner {ledger['version']}"]
 
 
 if __name__ == "__main__":

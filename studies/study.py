@@ -1,13 +1,13 @@
-"""`make study`: does stage 2 beat plain supervised training? The runs behind docs/results.md.
+"""`make study`: does stage 2 beat plain supervised training? Makes the runs that docs/results.md is based on.
 
     python -m studies.study               # all runs that docs/results.json lacks, most important first; takes hours
-    python -m studies.study --task hard   # those of one task
+    python -m studies.study --task hard   # only those of one task
     python -m studies.study --report      # only rewrite docs/results.md from docs/results.json
 
-Every run is the real learner (`deepspeed --num_gpus 1 train_stage2.py`) on CPU, with a real rollout server beside it
-that is kept up per task. Supervised training is the same program with `RM.teacher_forced_ratio: 1`. A finished run is
-one record in docs/results.json; runs that have one with the same settings are not made again, so the study can be
-stopped and started at will.
+Each run is the real learner (`deepspeed --num_gpus 1 train_stage2.py`) on CPU with a real rollout server, which serves
+all runs of a task. Supervised training is the same program with `RM.teacher_forced_ratio: 1`. A finished run becomes
+one record in docs/results.json. Runs that have a record with the same settings are skipped, so the study can be stopped
+and resumed at any time.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,11 +39,12 @@ from studies.study_report import (
     SUPERVISED,
     WARM_UP,
     Record,
-    of,
     quiet_step_seconds,
+    runs_of,
     text_of,
 )
 from tools import demo, make_demo
+from tools.demo import ENVIRONMENT
 from tools.warmup_sft import Parts, WarmupConfig, load_parts, load_warmup_config, save, train
 from utils.config.load import resolve_yaml
 from utils.data.encoding import encode_prompt
@@ -66,7 +66,7 @@ RM = "custom.extra.rollout_matching."
 
 @dataclass(frozen=True)
 class Task:
-    """Where all runs of a task start from: `config` holds data, start model, number of steps, all common settings."""
+    """A task of the study. `config` has all that its runs share: data, start model, number of steps, settings."""
 
     name: str
     config: str
@@ -76,7 +76,7 @@ TASKS = (Task("demo", "studies/configs/demo.yaml"), Task("hard", "studies/config
 
 TRIMMED_AND_STRUCTURED = {RM + "targets.supervise_structure": True, RM + "targets.trim_trailing_unmatched": True}
 FORCED = {RM + "teacher_forced_ratio": 1.0}
-# Variant -> what it changes in the task's config. EQUAL_SECONDS gets its number of steps when it is due.
+# Variant -> its changes to the task's config. The number of steps of EQUAL_SECONDS follows from the runs of MAIN.
 MAIN: dict[str, dict[str, Any]] = {
     SUPERVISED: FORCED,
     BOTH: TRIMMED_AND_STRUCTURED,
@@ -88,12 +88,12 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "stage 2 + trim": {RM + "targets.trim_trailing_unmatched": True},
     "stage 2, label ignore": {RM + "matching.label": "ignore"},
 }
-# Where the start model has little left to correct in greedy answers on its training images: task "hard".
+# Only for task "hard", whose start model makes almost no mistakes in greedy answers on its training images.
 HARD_ONLY: dict[str, dict[str, Any]] = {
     "sampled, + both": TRIMMED_AND_STRUCTURED | {RM + "decoding.temperature": 1.0},
     "mix: half supervised, + both": TRIMMED_AND_STRUCTURED | {RM + "teacher_forced_ratio": 0.5},
 }
-# One seed each: is the common learning rate unfair to either side?
+# One seed each: is the common learning rate fair to both sides?
 LEARNING_RATES: dict[str, dict[str, Any]] = {
     "supervised, lr x 0.5": FORCED | {"training.learning_rate": 1e-3, "training.embed_lr": 1e-4},
     "supervised, lr x 2": FORCED | {"training.learning_rate": 4e-3, "training.embed_lr": 4e-4},
@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.report:
         demo.exit_on_sigterm()
-        run_all([job for job in plan() if args.task in (None, job.task.name)])
+        run_all([job for job in all_jobs() if args.task in (None, job.task.name)])
     REPORT.write_text(text_of(load_records(), missing(load_records())))
 
 
@@ -125,8 +125,8 @@ class Job:
     seed: int
 
 
-def plan() -> list[Job]:
-    """All runs, most important first; whether the learning rate is fair is asked of one seed of the demo."""
+def all_jobs() -> list[Job]:
+    """Return all runs, most important first; other learning rates are tried with one seed of the demo only."""
     jobs = []
     for variants in (MAIN, LONGER, HARD_ONLY, ABLATIONS):
         tasks = [task for task in TASKS if task.name == "hard" or variants is not HARD_ONLY]
@@ -135,7 +135,7 @@ def plan() -> list[Job]:
 
 
 def find(records: Sequence[Record], job: Job) -> Record | None:
-    """The record of a run with the settings that it would be made with today."""
+    """Return the record of a run if its settings are still those of its variant."""
     for record in records:
         if (record["task"], record["variant"], record["seed"]) == (job.task.name, job.variant, job.seed):
             return record if record["overrides"] == VARIANTS[job.variant] else None
@@ -143,23 +143,23 @@ def find(records: Sequence[Record], job: Job) -> Record | None:
 
 
 def missing(records: Sequence[Record]) -> dict[str, list[int]]:
-    """Planned runs without a record: `task: variant` -> seeds."""
+    """Return the runs without a record: `task: variant` -> seeds."""
     result: dict[str, list[int]] = {}
-    for job in plan():
+    for job in all_jobs():
         if find(records, job) is None:
             result.setdefault(f"{job.task.name}: {job.variant}", []).append(job.seed)
     return result
 
 
 def num_steps(job: Job, records: Sequence[Record]) -> int:
-    """Optimizer steps of a run: the task's, or as many as take a supervised run as long as one of BOTH."""
+    """Number of optimizer steps: the task's, or for EQUAL_SECONDS as many as take as long as a run of BOTH."""
     common = int(resolved(job.task)["training"]["max_steps"])
     if job.variant != EQUAL_SECONDS:
         return common
     of_task = [record for record in records if record["task"] == job.task.name]
     if decided := [record["steps"] for record in of_task if record["variant"] == EQUAL_SECONDS]:
         return decided[0]
-    supervised, both = (quiet_step_seconds(of(records, job.task.name, name)) for name in (SUPERVISED, BOTH))
+    supervised, both = (quiet_step_seconds(runs_of(records, job.task.name, name)) for name in (SUPERVISED, BOTH))
     return round(common * both / supervised)
 
 
@@ -168,8 +168,7 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
 
 
 def run_all(jobs: Sequence[Job]) -> None:
-    """Make what is missing, with one server at a time, a new one when the task changes; name failed runs at the end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    """Make the missing runs, one server at a time and a new one for each task; name failed runs at the end."""
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     failed = []
     server: Server | None = None
@@ -181,21 +180,21 @@ def run_all(jobs: Sequence[Job]) -> None:
             if server is None or server.task != job.task or server.process.poll() is not None:
                 if server is not None:
                     server.close()
-                prepare(job.task, environment)
-                server = Server(job.task, environment)
+                prepare(job.task)
+                server = Server(job.task)
             name = f"{job.task.name}: {job.variant}, seed {job.seed}"
             demo.say(f"{time.strftime('%H:%M:%S')} {name}")
             try:
-                record = run_learner(job, num_steps(job, records), server, environment) | {"revision": revision}
+                record = run_learner(job, num_steps(job, records), server) | {"revision": revision}
             except RunFailed as error:
                 print(f"FAILED {name}: {error}", flush=True)
                 failed.append(name)
-                server.close()  # it may be what failed
+                server.close()  # it may be the server that failed
                 server = None
                 continue
             store(record)
-            last = list(record["scores"].values())[-1]
-            print({key: round(value, 3) for key, value in last.items()}, record["seconds"], flush=True)
+            final = list(record["scores"].values())[-1]
+            print({key: round(value, 3) for key, value in final.items()}, record["seconds"], flush=True)
     finally:
         if server is not None:
             server.close()
@@ -208,42 +207,43 @@ class RunFailed(Exception):
 
 
 class Server:
-    """A rollout server for all runs of a task, on ports that were free when it was started."""
+    """A rollout server for all runs of a task, on ports that were free when it was started.
 
-    def __init__(self, task: Task, environment: Mapping[str, str]) -> None:
+    Attributes:
+        address: overrides with which a config uses this server.
+    """
+
+    def __init__(self, task: Task) -> None:
         self.task = task
-        self.ports, self.process = free_ports(2), None
+        port, group_port = demo.free_ports(2)
+        url = f"http://127.0.0.1:{port}"
+        self.address = {RM + "vllm.server.servers": [{"base_url": url, "group_port": group_port}]}
         folder = ROOT / task.name / "server"
-        config = write_config(task, folder, self.address())
-        self.process = demo.start_server(str(config), dict(environment), folder / "server.log")
+        config = write_config(task, folder, self.address)
+        self.process = demo.start_server(str(config), ENVIRONMENT, folder / "server.log")
         try:
-            demo.wait_healthy(self.process, f"http://127.0.0.1:{self.ports[0]}", folder / "server.log")
+            demo.wait_healthy(self.process, url, folder / "server.log")
         except BaseException:
             self.close()
             raise
-
-    def address(self) -> dict[str, Any]:
-        entry = {"base_url": f"http://127.0.0.1:{self.ports[0]}", "group_port": self.ports[1]}
-        return {RM + "vllm.server.servers": [entry]}
 
     def close(self) -> None:
         demo.stop(self.process)
 
 
-def run_learner(job: Job, steps: int, server: Server, environment: Mapping[str, str]) -> Record:
-    """Train once; the record of it. Raises RunFailed with the end of the log."""
+def run_learner(job: Job, steps: int, server: Server) -> Record:
+    """Train once and return the record; raise RunFailed with the end of the log."""
     folder = ROOT / job.task.name / f"{slug(job.variant)}-s{job.seed}"
     shutil.rmtree(folder, ignore_errors=True)
     overrides = VARIANTS[job.variant]
     common = int(resolved(job.task)["training"]["max_steps"])
     every = math.ceil(int(resolved(job.task)["training"]["eval_steps"]) * steps / common)
     run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": every}
-    config = write_config(job.task, folder, overrides | run | server.address())
-    launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1", "--master_port", str(free_ports(1)[0])]
-    if status := wait_for([*launcher, "train_stage2.py", "--config", str(config)], environment, folder / "learner.log"):
-        raise RunFailed(
-            f"status {status}; the end of {folder}/learner.log:\n" + (folder / "learner.log").read_text()[-2000:]
-        )
+    config, log = write_config(job.task, folder, overrides | run | server.address), folder / "learner.log"
+    port = demo.free_ports(1)[0]
+    launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1", "--master_port", str(port)]
+    if status := run_to_end([*launcher, "train_stage2.py", "--config", str(config)], log):
+        raise RunFailed(f"status {status}; the end of {log}:\n" + log.read_text()[-2000:])
     finished = json.loads((folder / "finished.json").read_text())
     return {
         "task": job.task.name,
@@ -259,11 +259,11 @@ def run_learner(job: Job, steps: int, server: Server, environment: Mapping[str, 
     }
 
 
-def wait_for(command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-    """Run a command to its end and return its status; it ends with us if we are ended first."""
+def run_to_end(command: Sequence[str], log: Path) -> int:
+    """Run a command to its end and return its status; stop it if this process is stopped first."""
     with log.open("w") as sink:
         process = subprocess.Popen(
-            command, env=dict(environment), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=ENVIRONMENT, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         return process.wait()
@@ -274,7 +274,7 @@ def wait_for(command: Sequence[str], environment: Mapping[str, str], log: Path) 
 
 
 def read_scores(path: Path) -> dict[str, float]:
-    """The scores of one evaluation, `eval/step_N.json`, and what its answers, `eval/step_N.jsonl`, say beyond them."""
+    """Scores of one evaluation (`eval/step_N.json`), with figures counted from its answers (`eval/step_N.jsonl`)."""
     kept = ("f1", "f1_no_label", "recall", "precision", "parse_rate", "truncated_rate")
     result = {key: json.loads(path.read_text())[key] for key in kept}
     answers = [demo.to_objects(json.loads(line)["pred"]) for line in path.with_suffix(".jsonl").open()]
@@ -284,9 +284,9 @@ def read_scores(path: Path) -> dict[str, float]:
 
 
 def read_curves(folder: Path) -> dict[str, Any]:
-    """What TensorBoard's curves of a run say.
+    """Read a record's figures from the TensorBoard curves of a run.
 
-    `step_seconds`: seconds of one step by part, the lowest tenth of the run's steps, which other work on the machine
+    `step_seconds`: seconds of a step by part, each the 10th percentile over the run, which other work on the machine
     disturbs least. `rollout_f1`: of rollouts on training images, mean over the run.
     """
     curves = EventAccumulator(str(folder)).Reload()
@@ -303,7 +303,7 @@ def resolved(task: Task) -> dict[str, Any]:
 
 
 def write_config(task: Task, folder: Path, overrides: Mapping[str, Any]) -> Path:
-    """A YAML file in `folder` that extends the task's with `overrides`, dotted keys and their values."""
+    """Write a YAML file to `folder` that extends the task's by `overrides` (dotted keys)."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"extends": os.path.relpath(task.config, folder)}
     path = folder / "config.yaml"
@@ -312,7 +312,7 @@ def write_config(task: Task, folder: Path, overrides: Mapping[str, Any]) -> Path
 
 
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1, "a.c": 2}` as `{"a": {"b": 1, "c": 2}}`."""
+    """Turn `{"a.b": 1, "a.c": 2}` into `{"a": {"b": 1, "c": 2}}`."""
     result: dict[str, Any] = {}
     for path, value in dotted.items():
         *parents, last = path.split(".")
@@ -327,23 +327,12 @@ def slug(text: str) -> str:
     return "-".join("".join(char if char.isalnum() or char == "." else " " for char in text).split())
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listened on just now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for sock in sockets:
-        sock.bind(("127.0.0.1", 0))
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
-
-
 def load_records() -> list[Record]:
     return json.loads(RECORDS.read_text()) if RECORDS.exists() else []
 
 
 def store(record: Record) -> None:
-    """Add the record, in place of an earlier one of the same run; one line each."""
+    """Add the record to docs/results.json, one line each; it replaces an earlier record of the same run."""
     key = ("task", "variant", "seed")
     kept = [old for old in load_records() if any(old[name] != record[name] for name in key)]
     text = "[\n" + ",\n".join(json.dumps(entry) for entry in [*kept, record]) + "\n]\n"
@@ -356,9 +345,9 @@ def store(record: Record) -> None:
 # data and start models, made once
 
 
-def prepare(task: Task, environment: Mapping[str, str]) -> None:
-    """Data and start model of the task, unless they are there."""
-    subprocess.run([sys.executable, "-m", "tools.make_demo"], env=dict(environment), check=True)
+def prepare(task: Task) -> None:
+    """Make data and start model of the task, unless they exist."""
+    subprocess.run([sys.executable, "-m", "tools.make_demo"], env=ENVIRONMENT, check=True)
     if task.name == "hard":
         make_hard()
         curve = json.loads((HARD / "model" / "curve.json").read_text())
@@ -367,7 +356,7 @@ def prepare(task: Task, environment: Mapping[str, str]) -> None:
 
 
 def make_hard() -> None:
-    """Data and start model of the hard task under runs/study/hard; its warm-up goes on from the demo's start model."""
+    """Make data and start model of the hard task under runs/study/hard; its warm-up starts from the demo's model."""
     cfg = load_warmup_config(WARMUP_CONFIG)
     data = [NUM_TRAIN, NUM_VAL, repr(SCENES)]
     make_demo.cached(
@@ -382,10 +371,9 @@ def make_hard() -> None:
 
 
 def warm_up(folder: Path, cfg: WarmupConfig, min_gain: float = 0.01, max_rounds: int = 16) -> None:
-    """Rounds of training, each from where the last one ended, until one raises F1 on the validation data by less than
-    `min_gain`.
+    """Train in rounds, each from the model of the last, until a round raises F1 on validation data by < `min_gain`.
 
-    Writes the best round's model and `curve.json`, the scores after every round.
+    Writes the model of the best round, and the scores after each round to `curve.json`.
     """
     validation = load_samples([HARD / "data" / "val.jsonl"], cfg.data.prompt, cfg.data.object_order)[0]
     curve: list[dict[str, float]] = []
@@ -393,22 +381,21 @@ def warm_up(folder: Path, cfg: WarmupConfig, min_gain: float = 0.01, max_rounds:
         cfg = cfg.model_copy(update={"seed": number, "model": str(folder / "last") if number else cfg.model})
         parts = load_parts(cfg)
         train(cfg, parts)
-        save(parts.model, parts.processor, folder / "last")
+        save(parts, folder / "last")
         result = greedy_scores(parts, validation)
         gain = result["f1"] - max((earlier["f1"] for earlier in curve), default=0.0)
-        curve.append(
-            {"steps": (number + 1) * cfg.steps, "samples": (number + 1) * cfg.steps * cfg.samples_per_step} | result
-        )
+        steps = (number + 1) * cfg.steps
+        curve.append({"steps": steps, "samples": steps * cfg.samples_per_step} | result)
         print(f"round {number + 1}: {curve[-1]}", flush=True)
         (folder / "curve.json").write_text(json.dumps(curve, indent=2) + "\n")
         if gain > 0:
-            save(parts.model, parts.processor, folder)
+            save(parts, folder)
         if gain < min_gain:
             return
 
 
 def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int = 352) -> dict[str, float]:
-    """Scores of the model's greedy answers, all in one call of transformers' `generate`."""
+    """Score the model's greedy responses, generated in one call of transformers' `generate`."""
     model, tokenizer = parts.model.eval(), parts.processor.tokenizer
     prompts = [encode_prompt(sample, parts.processor) for sample in samples]
     rows = [(prompt.prompt_token_ids, prompt.pixel_values, prompt.image_grid_thw) for prompt in prompts]

@@ -1,6 +1,6 @@
-"""docs/results.md from the records of `studies/study.py`: sums, differences, tables and what they say. Pure.
+"""Write docs/results.md from the records of `studies/study.py`: statistics, tables and findings. Pure functions.
 
-A record is one finished run: `task`, `variant`, `seed`, `overrides` (what the variant sets, by dotted key), `steps`,
+A record is one finished run: `task`, `variant`, `seed`, `overrides` (the variant's settings, by dotted key), `steps`,
 `seconds` (by part, as in `finished.json`), `step_seconds` (of one undisturbed step), `rollout_f1` (of rollouts on
 training images, mean over the run), `scores` (by evaluated step) and `revision`.
 """
@@ -19,7 +19,7 @@ EQUAL_SECONDS = "supervised, equal seconds"
 PLAIN = "stage 2"
 BOTH = "stage 2 + both"
 WARM_UP = "warm-up"
-DUPLICATE_IOU = 0.5  # objects of these scenes never overlap: two predictions this close mean the same one
+DUPLICATE_IOU = 0.5  # objects of these scenes never overlap: two predictions this close are the same object
 
 COLUMNS = {
     "f1": "F1",
@@ -33,54 +33,54 @@ COLUMNS = {
 INTRODUCTION = """# Results: stage 2 against plain supervised training
 
 Written by `python -m studies.study --report` from `docs/results.json`, which `make study` fills. Nothing was selected:
-every finished run counts, and with its last step, not its best.
+every finished run counts, with the scores of its last step, not of its best.
 
-**How.** The learner (`train_stage2.py`, one rank) and beside it a real rollout server, both on CPU with one thread
+**Method.** The learner (`train_stage2.py`, one rank) runs next to a real rollout server, both on CPU with one thread
 each; DoRA in float32, 32 samples per optimizer step, the settings of `configs/demo/stage2.yaml`. All runs of a task
-start from the same model and data; the seed decides the order of the data and the initialisation of the adapters.
-*Supervised* is the same program with `RM.teacher_forced_ratio: 1`: the same targets, losses and optimizer on the plain
-ground truth. *Stage 2* has the schema's own options and greedy rollouts; *structure* and *trim* are
-`RM.targets.supervise_structure` and `RM.targets.trim_trailing_unmatched`, *both* is the two together, as the demo
-ships. *Equal seconds* is supervised training with as many steps as fit the seconds of stage 2 + both, on a schedule of
-that length.
+start from the same model and data; the seed determines the order of the data and the initialisation of the adapters.
+*Supervised* is the same program with `RM.teacher_forced_ratio: 1` (`RM` is `custom.extra.rollout_matching`): the same
+targets, losses and optimizer on the plain ground truth. *Stage 2* uses the schema's default options and greedy
+rollouts; *structure* and *trim* are `RM.targets.supervise_structure` and `RM.targets.trim_trailing_unmatched`; *both*
+is the two together, as in the demo's config. *Equal seconds* is supervised training with as many steps as fit into the
+seconds of stage 2 + both, on a schedule of that length.
 
-**Seconds** are those of training: data, rollouts, weight sync, forward and backward. Start-up, evaluation and saving
-are left out, and for supervised training the sync too, which it does not need. The two cores were shared with other
-work, which disturbs the quickest steps least: each part of a step is counted with the lowest tenth of a run's steps,
-and of the seeds the lowest. A variant with one seed that met a busy hour still looks too slow.
+**Seconds** are those of training: data, rollouts, weight sync, forward and backward. They exclude start-up, evaluation
+and saving, and for supervised training also the sync, which it does not need. The two cores were shared with other
+work, which disturbs the fastest steps least. Each part of a step therefore counts with its 10th percentile over a run,
+and with the lowest value over the seeds. A variant with a single seed that ran at a busy time still looks too slow.
 
-**Numbers** are means over seeds ± standard deviation, of greedy answers on 256 held-out images after the last step. A
+**Scores** are means over seeds ± standard deviation, from greedy answers on 256 held-out images after the last step. A
 duplicate is a prediction with the label of an earlier one and an IoU of at least {duplicate_iou} with it. Differences
-carry a 95 % confidence interval (Welch's t); *same* means that it holds 0: no difference is shown. With three seeds
-only large differences can be told from noise, and nothing corrects for comparing several variants.
+have a 95 % confidence interval (Welch's t); *same* means that it contains 0, so no difference is shown. With three
+seeds, only large differences can be told from noise, and nothing corrects for comparing several variants.
 """
 ABOUT = {
     "demo": """## Task "demo"
 
-The task of `make demo`: 1 to 4 shapes, 4,000 fully annotated training images, a start model that was warmed up on 8,000
-other scenes most of which list one object only. What there is to gain is going on after the first object.
+The task of `make demo`: 1 to 4 shapes, 4,000 fully annotated training images, and a start model that was warmed up on
+8,000 other scenes, most of which list only one object. What is left to learn is to continue after the first object.
 
-To read the parse rate: what stands in the prefix and was matched with nothing carries no loss (TGT-6), neither a
-needless object nor broken syntax between two good ones. Without trimming nothing tells the model where it should have
-closed; it goes on until it is cut off, and its syntax decays. Trimmed, such an answer ends behind its last right
-object, where the model learns to close.
+About the parse rate: parts of the prefix that match nothing carry no loss (TGT-6), neither a superfluous object nor
+broken syntax between two good objects. Without trimming, nothing tells the model where it should have closed the list;
+it continues until it hits the length limit, and its syntax decays. With trimming, such an answer ends after its last
+correct object, where the model learns to close the list.
 
-*Supervised, 294 steps* is one longer run on the side.
+*Supervised, 294 steps* is one longer run for comparison.
 """,
     "hard": """## Task "hard"
 
-Up to 12 smaller objects in a scene that repeat 1 to 3 labels, a fixed set of 1,000 training images, and a start model
-that was trained on these same images, fully annotated, until a further round raised F1 on the held-out ones by less
-than 0.01; the best round is the start (which flatters it a little: it was chosen on these images). By then it answers
-the training images almost without a mistake (the last column of the scores), so rollouts on them have little left to
-correct.
+Up to 12 smaller objects per scene with 1 to 3 labels among them, and a fixed set of 1,000 training images. The start
+model was trained on these same images, fully annotated, until another round raised F1 on the held-out images by less
+than 0.01; the best round is the start, which flatters it a little, because it was chosen on the held-out images. By
+then it makes almost no mistakes on the training images (the last column of the scores), so rollouts on them leave
+little to correct.
 """,
 }
 
 
 def text_of(records: Sequence[Record], missing: Mapping[str, Sequence[int]]) -> str:
-    """The whole of docs/results.md; `missing` names planned runs without a record, `task: variant` and their seeds."""
-    tasks = [task for task in ABOUT if of(records, task, SUPERVISED)]
+    """Return docs/results.md. `missing`: planned runs without a record, as `task: variant` and their seeds."""
+    tasks = [task for task in ABOUT if runs_of(records, task, SUPERVISED)]
     parts = [INTRODUCTION.format(duplicate_iou=DUPLICATE_IOU), "## What was found\n", findings(records, tasks)]
     for task in tasks:
         parts += [ABOUT[task], warm_up(records, task), score_table(records, task), difference_table(records, task)]
@@ -89,15 +89,15 @@ def text_of(records: Sequence[Record], missing: Mapping[str, Sequence[int]]) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# sums and differences
+# statistics
 
 
-def of(records: Sequence[Record], task: str, variant: str) -> list[Record]:
+def runs_of(records: Sequence[Record], task: str, variant: str) -> list[Record]:
     return [record for record in records if (record["task"], record["variant"]) == (task, variant)]
 
 
 def variants_of(records: Sequence[Record], task: str, learning_rates: bool = False) -> list[str]:
-    """The variants of a task in the order of their first record; those that check the learning rate apart."""
+    """Return a task's variants in the order of their first record: with other learning rates, or all others."""
     names = dict.fromkeys(record["variant"] for record in records if record["task"] == task)
     return [name for name in names if name != WARM_UP and (", lr x" in name) == learning_rates]
 
@@ -107,24 +107,24 @@ def is_supervised(record: Record) -> bool:
 
 
 def quiet_step_seconds(runs: Sequence[Record]) -> float:
-    """Seconds of a training step of a variant; see the report's introduction."""
+    """Seconds of a variant's training step, undisturbed by other work; see the introduction of docs/results.md."""
     parts = ("prepare", "train") if is_supervised(runs[0]) else ("prepare", "train", "rollout", "sync")
     return sum(min(run["step_seconds"][part] for run in runs) for part in parts)
 
 
 def last(records: Sequence[Record], metric: str) -> list[float]:
-    """A metric after the last step of each run."""
+    """Return a metric after the last step of each run."""
     return [record["scores"][max(record["scores"], key=int)][metric] for record in records]
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """`mean ± standard deviation`; one value stands alone."""
+    """Return `mean ± standard deviation`; of a single value, only the mean."""
     shown = f"{statistics.fmean(values):.{digits}f}"
     return shown if len(values) < 2 else f"{shown} ± {statistics.stdev(values):.{digits}f}"
 
 
 def interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """95 % confidence interval of the difference of the means, by Welch's t; None where a side has only one value."""
+    """Return the 95 % confidence interval of the difference of means (Welch's t); None if a side has one value."""
     if min(len(ours), len(theirs)) < 2:
         return None
     bounds = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
@@ -132,15 +132,15 @@ def interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, flo
 
 
 def compare(records: Sequence[Record], task: str, variant: str, other: str) -> str:
-    """`better`, `worse` or `same` (F1; same: no difference shown); empty where seeds are missing."""
-    bounds = interval(*(last(of(records, task, name), "f1") for name in (variant, other)))
+    """Return `better`, `worse` or `same` (no difference shown) by F1; empty if seeds are missing."""
+    bounds = interval(*(last(runs_of(records, task, name), "f1") for name in (variant, other)))
     if bounds is None:
         return ""
     return "better" if bounds[0] > 0 else "worse" if bounds[1] < 0 else "same"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tables and sentences
+# tables
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -149,18 +149,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def score_table(records: Sequence[Record], task: str) -> str:
-    """Scores after the last step, one line per variant; the first line is the start model."""
-    start = of(records, task, SUPERVISED)[0]["scores"]["0"]
+    """Table of scores after the last step, one line per variant; the first line is the start model."""
+    start = runs_of(records, task, SUPERVISED)[0]["scores"]["0"]
     rows = [["start model", "", "0", "", *(f"{start[key]:.3f}" for key in COLUMNS), ""]]
     for name in variants_of(records, task):
-        runs = of(records, task, name)
+        runs = runs_of(records, task, name)
+        steps = runs[0]["steps"]
         rows.append(
-            [
-                name,
-                str(len(runs)),
-                f"{runs[0]['steps']}",
-                f"{quiet_step_seconds(runs) * runs[0]['steps']:.0f}",
-            ]
+            [name, str(len(runs)), str(steps), f"{quiet_step_seconds(runs) * steps:.0f}"]
             + [spread(last(runs, key)) for key in COLUMNS]
             + ["" if is_supervised(runs[0]) else spread([run["rollout_f1"] for run in runs])]
         )
@@ -169,17 +165,17 @@ def score_table(records: Sequence[Record], task: str) -> str:
 
 
 def difference_table(records: Sequence[Record], task: str) -> str:
-    """F1 of every stage-2 variant minus that of supervised training, at equal steps and at equal seconds."""
+    """Table of F1 of each stage-2 variant minus that of supervised training, at equal steps and at equal seconds."""
     rows = []
     for name in variants_of(records, task):
-        ours = of(records, task, name)
+        ours = runs_of(records, task, name)
         if not is_supervised(ours[0]):
             rows.append([name, *(difference(records, task, name, other) for other in (SUPERVISED, EQUAL_SECONDS))])
     return table(["F1, difference to supervised", "at equal steps", "at equal seconds"], rows)
 
 
 def difference(records: Sequence[Record], task: str, variant: str, other: str) -> str:
-    ours, theirs = (last(of(records, task, name), "f1") for name in (variant, other))
+    ours, theirs = (last(runs_of(records, task, name), "f1") for name in (variant, other))
     if not theirs:
         return ""
     shown = f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}"
@@ -190,12 +186,12 @@ def difference(records: Sequence[Record], task: str, variant: str, other: str) -
 
 
 def option_table(records: Sequence[Record], task: str) -> str:
-    """What each option changes against the variant without it."""
+    """Table of the effect of each option, against the variant without it."""
     rows = []
     for name in stage2_variants(records, task):
         reference = BOTH if ", + both" in name else PLAIN
-        if name != reference and of(records, task, reference):
-            pairs = [[last(of(records, task, n), key) for n in (name, reference)] for key in list(COLUMNS)[:5]]
+        if name != reference and runs_of(records, task, reference):
+            pairs = [[last(runs_of(records, task, n), key) for n in (name, reference)] for key in list(COLUMNS)[:5]]
             deltas = [f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}" for ours, theirs in pairs]
             deltas[0] = difference(records, task, name, reference)
             rows.append([f"{name}, against {reference}", *deltas])
@@ -203,10 +199,10 @@ def option_table(records: Sequence[Record], task: str) -> str:
 
 
 def curve_table(records: Sequence[Record], task: str) -> str:
-    """Mean F1 at the start, at the evaluation nearest to half of the steps, and at the end."""
+    """Table of mean F1 at the start, at the evaluation nearest to half of the steps, and at the end."""
     rows = []
     for name in variants_of(records, task):
-        columns = zip(*map(start_half_end, of(records, task, name)), strict=True)
+        columns = zip(*map(start_half_end, runs_of(records, task, name)), strict=True)
         rows.append([name, *(f"{statistics.fmean(column):.3f}" for column in columns)])
     return table(["F1 along the way", "start", "half of the steps", "end"], rows)
 
@@ -217,8 +213,8 @@ def start_half_end(record: Record) -> tuple[float, float, float]:
 
 
 def warm_up(records: Sequence[Record], task: str) -> str:
-    """F1 after each round of the task's warm-up; empty where it has none of its own."""
-    runs = of(records, task, WARM_UP)
+    """Table of scores after each round of the task's warm-up; empty if it has none of its own."""
+    runs = runs_of(records, task, WARM_UP)
     if not runs:
         return ""
     scores = runs[0]["scores"]
@@ -227,78 +223,74 @@ def warm_up(records: Sequence[Record], task: str) -> str:
 
 
 def learning_rates(records: Sequence[Record]) -> str:
-    """F1 with half and twice the common learning rate, one seed each."""
+    """Section with F1 at half and twice the common learning rate, one seed each; empty without such runs."""
     rows = []
     for task in ABOUT:
         for name in variants_of(records, task, learning_rates=True):
-            tried = of(records, task, name)[0]
-            common = [run for run in of(records, task, name.split(", lr x")[0]) if run["seed"] == tried["seed"]]
+            tried = runs_of(records, task, name)[0]
+            common = [run for run in runs_of(records, task, name.split(", lr x")[0]) if run["seed"] == tried["seed"]]
             if common:
                 rows.append([task, name, *(f"{last([run], 'f1')[0]:.3f}" for run in (tried, common[0]))])
     if not rows:
         return ""
-    about = (
-        "## Learning rates\n\nIs the demo's learning rate fair to both sides? One seed, the same for both columns.\n"
-    )
-    return about + "\n" + table(["task", "variant", "F1", "F1 at the common rate"], rows)
+    about = "Is the demo's learning rate fair to both sides? One seed, the same in both columns."
+    return f"## Learning rates\n\n{about}\n\n" + table(["task", "variant", "F1", "F1 at the common rate"], rows)
 
 
 def not_run(missing: Mapping[str, Sequence[int]]) -> str:
     if not missing:
         return ""
-    about = "## Not run yet\n\nWhat `make study` would go on with:\n\n"
+    about = "## Not run yet\n\n`make study` would continue with:\n\n"
     return about + "".join(f"- {name}: seeds {', '.join(map(str, seeds))}\n" for name, seeds in missing.items())
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# findings
+
+
 def findings(records: Sequence[Record], tasks: Sequence[str]) -> str:
-    """What the numbers say, task by task, and what follows for the defaults."""
+    """Findings task by task, and their consequences for the defaults."""
     lines = [f"- **{task}**: {task_finding(records, task)}" for task in tasks]
     lines += ["", conclusion(records, tasks), "", defaults(records, tasks), ""]
     return "\n".join(lines)
 
 
 def task_finding(records: Sequence[Record], task: str) -> str:
-    """Start, supervised, best stage 2; then which variants differ from supervised training."""
-    start = of(records, task, SUPERVISED)[0]["scores"]["0"]["f1"]
+    """F1 of start model, supervised training and best stage-2 variant; then the variants by their verdicts."""
+    start = runs_of(records, task, SUPERVISED)[0]["scores"]["0"]["f1"]
     parts = [f"F1 {start:.3f} at the start"]
-    for name, label in ((SUPERVISED, "supervised"), (EQUAL_SECONDS, "supervised with the seconds of stage 2")):
-        if runs := of(records, task, name):
+    for name, label in ((SUPERVISED, "supervised"), (EQUAL_SECONDS, "supervised for the seconds of stage 2")):
+        if runs := runs_of(records, task, name):
             parts.append(f"{label} {spread(last(runs, 'f1'))} ({runs[0]['steps']} steps)")
     if names := stage2_variants(records, task):
-        best = max(names, key=lambda name: statistics.fmean(last(of(records, task, name), "f1")))
-        parts.append(f"the best of stage 2, *{best}*, {spread(last(of(records, task, best), 'f1'))}")
-    means = [statistics.fmean(last(of(records, task, name), "f1")) for name in variants_of(records, task)]
+        best = max(names, key=lambda name: statistics.fmean(last(runs_of(records, task, name), "f1")))
+        parts.append(f"the best stage-2 variant, *{best}*, {spread(last(runs_of(records, task, best), 'f1'))}")
+    means = [statistics.fmean(last(runs_of(records, task, name), "f1")) for name in variants_of(records, task)]
     no_gain = "" if max(means) > start else "No variant improves on the start model. "
-    return (
-        "; ".join(parts)
-        + f". {no_gain}"
-        + " ".join(
-            f"At equal {what} {listed(records, task, other)}."
-            for what, other in (("steps", SUPERVISED), ("seconds", EQUAL_SECONDS))
-            if of(records, task, other)
-        )
-    )
+    verdicts = [
+        f"At equal {what} {by_verdict(records, task, other)}."
+        for what, other in (("steps", SUPERVISED), ("seconds", EQUAL_SECONDS))
+        if runs_of(records, task, other)
+    ]
+    return "; ".join(parts) + f". {no_gain}" + " ".join(verdicts)
 
 
-def listed(records: Sequence[Record], task: str, other: str) -> str:
-    """`better than supervised: a, b; worse: none`, of the variants that several seeds were run of."""
+def by_verdict(records: Sequence[Record], task: str, other: str) -> str:
+    """Return `better than supervised: a, b; worse: none; ...`, of the variants with several seeds."""
     names = stage2_variants(records, task)
-    by_verdict = {
-        verdict: ", ".join(f"*{name}*" for name in names if compare(records, task, name, other) == verdict) or "none"
+    better, worse, same = (
+        ", ".join(f"*{name}*" for name in names if compare(records, task, name, other) == verdict) or "none"
         for verdict in ("better", "worse", "same")
-    }
-    return (
-        f"better than supervised: {by_verdict['better']}; worse: {by_verdict['worse']}; "
-        f"no difference shown: {by_verdict['same']}"
     )
+    return f"better than supervised: {better}; worse: {worse}; no difference shown: {same}"
 
 
 def stage2_variants(records: Sequence[Record], task: str) -> list[str]:
-    return [name for name in variants_of(records, task) if not is_supervised(of(records, task, name)[0])]
+    return [name for name in variants_of(records, task) if not is_supervised(runs_of(records, task, name)[0])]
 
 
 def conclusion(records: Sequence[Record], tasks: Sequence[str]) -> str:
-    """One sentence that says whether anything beats supervised training."""
+    """Say in one sentence whether anything beats supervised training."""
     pairs = [(task, name) for task in tasks for name in stage2_variants(records, task)]
     if not any(compare(records, *pair, other) for pair in pairs for other in (SUPERVISED, EQUAL_SECONDS)):
         return "**Too few seeds have finished for a verdict.**"
@@ -314,20 +306,20 @@ def conclusion(records: Sequence[Record], tasks: Sequence[str]) -> str:
 
 
 def defaults(records: Sequence[Record], tasks: Sequence[str]) -> str:
-    """What the comparison among the stage-2 variants says about the schema's defaults."""
+    """Say what the comparison of the stage-2 variants means for the schema's defaults."""
     verdicts = [compare(records, task, BOTH, PLAIN) for task in tasks]
     if verdicts and all(verdict == "better" for verdict in verdicts):
         return (
-            "**Defaults.** With both target options on, stage 2 is better than without on every task. The contract has "
-            "them off by default, so they stay off in the schema; switch them on, as the demo's config does."
+            "**Defaults.** With both target options on, stage 2 is better than without on every task. The contract "
+            "turns them off by default, so they stay off in the schema; turn them on, as the demo's config does."
         )
     shown = ", ".join(f"{verdict or 'too few seeds'} on {task}" for task, verdict in zip(tasks, verdicts, strict=True))
     if "better" in verdicts and set(verdicts) <= {"better", "same"}:
         return (
             f"**Defaults.** *{BOTH}* against *{PLAIN}*: {shown}. The shipped presets (`configs/base.yaml`) switch both "
-            "target options on; the schema keeps them off, as the contract says, and `teacher_forced_ratio` at 0."
+            "target options on. In the schema they stay off, as the contract says, and `teacher_forced_ratio` stays 0."
         )
     return (
         f"**Defaults.** *{BOTH}* against *{PLAIN}*: {shown}. That is no clear case for changing the schema's defaults "
-        "(both target options off, `teacher_forced_ratio` 0); they stay."
+        "(both target options off, `teacher_forced_ratio` 0), so they stay."
     )

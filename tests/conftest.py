@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures shared by several test files."""
 
 import os
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("no deadline", deadline=None)  # two cores may be shared with real servers and learners
+settings.register_profile("no deadline", deadline=None)  # tests may share two cores with real servers and learners
 settings.load_profile("no deadline")
 
 
@@ -27,7 +27,7 @@ def start_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def warm_model(start_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The start model after a short supervised warm-up, by the program that users run: answers begin to parse."""
+    """The start model after a short supervised warm-up with the users' program, so that answers begin to parse."""
     import subprocess
     import sys
 
@@ -52,8 +52,10 @@ def warm_model(start_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="session")
 def ranks():
-    """The process groups of the one learner rank that this process is, for tests that train in it. Opened once: after a
-    `close` DeepSpeed 0.19 cannot open others."""
+    """Process groups of a single learner rank, this process, for tests that train in it.
+
+    Opened only once: after a `close`, DeepSpeed 0.19 cannot open others.
+    """
     from utils.dist import Ranks
 
     ranks = Ranks()

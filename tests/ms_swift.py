@@ -1,7 +1,7 @@
 """ms-swift's published forms for `/infer/`, as its client posts them (`asdict`) and reads them (`model_validate`).
 
-Source: swift/infer_engine/protocol.py and swift/rlhf_trainers/vllm_client.py of modelscope/ms-swift (main, 2026): the
-fields, their types and defaults; none of the code.
+Source: swift/infer_engine/protocol.py and swift/rlhf_trainers/vllm_client.py of modelscope/ms-swift (main, 2026): only
+the fields with their types and defaults, none of the code.
 """
 
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class RequestConfig:
 
 
 class Form(BaseModel):
-    """ms-swift's own models ignore fields they do not know and convert what can be converted; here both are errors."""
+    """A strict model: ms-swift's own models ignore unknown fields and convert values; here both are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

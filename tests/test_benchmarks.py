@@ -1,5 +1,5 @@
-"""The benchmarks' arithmetic and file, and that every baseline does the same work as ours: only then a ratio means
-anything."""
+"""The benchmarks' arithmetic and results file, and that each baseline does the same work as ours: otherwise a ratio
+would mean nothing."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from benchmarks.baselines.token_scanner import Scanner
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns, write_results
 from tools.demo_grpo import CONFIG as GRPO_CONFIG
 from tools.make_demo import build_tokenizer
-from tools.predict import calibrate, time_of_step, work_of_step
+from tools.plan import calibrate, time_of_step, work_of_step
 from utils.config.load import load_config
 from utils.config.memory import ModelSize, parameter_shapes
 from utils.geometry import iou_matrix
@@ -177,7 +177,7 @@ def test_trl_gets_the_settings_of_the_demo(tmp_path, start_model):
     assert len(job["reward_funcs"]) == len(job["reward_weights"])
 
 
-def test_the_peers_table_is_of_steps_behind_the_warm_up(tmp_path, monkeypatch):
+def test_the_peers_table_is_of_steps_after_the_warm_up(tmp_path, monkeypatch):
     """The first three steps of a run do not count; runs are pooled; rewards are of the first and last third."""
     monkeypatch.setattr(grpo_peer, "FOLDER", tmp_path)
 

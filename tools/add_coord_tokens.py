@@ -1,13 +1,14 @@
-"""Give a released Qwen3-VL checkpoint the 1000 coordinate tokens that `answer_format: coord_tokens` answers with.
+"""Add the 1000 coordinate tokens of `answer_format: coord_tokens` to a released Qwen3-VL checkpoint.
 
-Run as `python -m tools.add_coord_tokens --model DIR --output DIR`. The tokens `<|coord_0|>` to `<|coord_999|>` get the
-next free ids, which may lie among the rows that a released checkpoint has in reserve; embeddings and head grow as far
-as needed. Only the files that hold these two are written anew, one at a time, which takes about as much memory as the
-larger one is long; the other weights are hard-linked where the file system allows it, else copied. All rows of old
-tokens stay as they are, bit for bit.
+    python -m tools.add_coord_tokens --model DIR --output DIR
 
-New rows are a start, no more: without supervised training (`python -m tools.warmup_sft` for small models) the model
-does not know when to write them.
+The tokens `<|coord_0|>` to `<|coord_999|>` get the next free ids, which may lie among the spare rows of a released
+checkpoint; embeddings and head grow only as far as needed. Only the files that contain these two are rewritten, one at
+a time, which takes about as much memory as the larger file. The other weights are hard-linked if the file system allows
+it, otherwise copied. All rows of existing tokens stay the same, bit for bit.
+
+New rows are only a start: without supervised training (`python -m tools.warmup_sft` for small models) the model does
+not know when to write them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from utils.config.load import exit_with
 from utils.geometry import NUM_BINS
 
 TOKENS = [f"<|coord_{k}|>" for k in range(NUM_BINS)]
-ROW_MULTIPLE = 128  # matrix multiplications want round sizes, and tensor parallelism whole shares
-LENGTHS = (8.0, 400.0)  # in bins: over what distances neighbouring tokens are alike
-MAX_ROWS_SEEN = 16384  # rows from which the spread of the old ones is estimated
+ROW_MULTIPLE = 128  # matrix multiplication is faster with round sizes, and tensor parallelism needs equal shards
+LENGTHS = (8.0, 400.0)  # in bins: the range of correlation lengths between coordinate tokens
+MAX_ROWS_SEEN = 16384  # at most this many old rows are used to estimate their spread
 INDEX = "model.safetensors.index.json"
 
 
@@ -42,7 +43,7 @@ def add_coord_tokens(source: Path, target: Path, seed: int = 0) -> Path:
     """Write the checkpoint `source` with coordinate tokens to `target`, which appears complete or not at all.
 
     Raises:
-        ValueError: not a Qwen3-VL checkpoint in safetensors form, one that has coordinate tokens, or `target` exists.
+        ValueError: not a Qwen3-VL checkpoint in safetensors form, it has coordinate tokens, or `target` exists.
         OSError: files cannot be read or written.
     """
     config = read_config(source)
@@ -72,7 +73,7 @@ def add_coord_tokens(source: Path, target: Path, seed: int = 0) -> Path:
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint this tool can extend; raises ValueError for any other."""
+    """Read `config.json`; raise ValueError for a checkpoint that this tool cannot extend."""
     try:
         config = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -82,7 +83,7 @@ def read_config(source: Path) -> dict[str, Any]:
     if "quantization_config" in config:
         raise ValueError(f"--model {source}: quantized weights; use the release in bfloat16")
     if not list(source.glob("*.safetensors")):
-        raise ValueError(f"--model {source}: holds no *.safetensors; save the checkpoint in that form")
+        raise ValueError(f"--model {source}: no *.safetensors files; save the checkpoint in that form")
     return config
 
 
@@ -91,11 +92,11 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_to_tokenizer(tokenizer: Any, source: Path) -> int:
-    """Add the tokens in place; returns the id of the first. They are not "special": decoding must keep them."""
+    """Add the tokens in place and return the id of the first. They are not "special", so decoding keeps them."""
     known = tokenizer.get_vocab()
     if there := sum(token in known for token in TOKENS):
-        way_out = "use it as it is" if there == NUM_BINS else "start from the release, which has none"
-        raise ValueError(f"--model {source}: has {there} of {NUM_BINS} coordinate tokens already; {way_out}")
+        advice = "use it as it is" if there == NUM_BINS else "start from the release, which has none"
+        raise ValueError(f"--model {source}: has {there} of {NUM_BINS} coordinate tokens already; {advice}")
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOKENS])
     ids = tokenizer.convert_tokens_to_ids(TOKENS)
     assert ids == list(range(ids[0], ids[0] + NUM_BINS)), "the tokenizer numbered the new tokens with gaps"
@@ -107,12 +108,12 @@ def add_to_tokenizer(tokenizer: Any, source: Path) -> int:
 
 
 def coord_rows(old: Tensor, digit_ids: list[int], seed: int) -> Tensor:
-    """Rows for the coordinate tokens, float32 `[1000, dim]`, given those of the old tokens `[num_old, dim]`.
+    """Return rows for the coordinate tokens, float32 `[1000, dim]`, given those of the old tokens `[num_old, dim]`.
 
     Each row by itself is what Hewitt proposes for a new word, a draw from a normal distribution with the old rows'
-    spread in each dimension; but around the mean of the ten digits, since these are numbers. Together they are a smooth
-    curve, so that what is learnt for a bin is at once known a little for its neighbours, as the Gaussian target has it.
-    All rows have the old rows' median norm.
+    spread in each dimension, except that its mean is that of the ten digits, since coordinates are numbers. Together
+    the rows form a smooth curve: learning one bin helps its neighbours, as the Gaussian target requires. All rows have
+    the old rows' median norm.
 
     Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models".
     """
@@ -122,11 +123,11 @@ def coord_rows(old: Tensor, digit_ids: list[int], seed: int) -> Tensor:
 
 
 def smooth_curve(dim: int, seed: int) -> Tensor:
-    """Random smooth functions of the bin, float32 `[1000, dim]`, mean 0 and variance 1 over the seeds.
+    """Return random smooth functions of the bin, float32 `[1000, dim]`, with mean 0 and variance 1 over the seeds.
 
-    Every dimension is a draw from a Gaussian process of its own length: the correlation of two bins is
-    exp(-distance^2 / (2 length^2)), averaged over the dimensions' lengths (log-uniform in `LENGTHS`), so it only falls
-    with the distance.
+    Each dimension is a draw from a Gaussian process with its own length scale. The correlation of two bins is
+    exp(-distance^2 / (2 length^2)), averaged over the lengths (log-uniform in `LENGTHS`), so it decreases with
+    distance.
 
     Source: Rahimi and Recht 2007, random Fourier features (one per dimension).
     """
@@ -139,10 +140,10 @@ def smooth_curve(dim: int, seed: int) -> Tensor:
 
 
 def extended(weight: Tensor, num_rows: int, first: int, rows: Tensor) -> Tensor:
-    """`weight` `[n, dim]` grown to `num_rows`, `rows` from row `first` on, in its dtype.
+    """Return `weight` `[n, dim]` grown to `num_rows`, with `rows` from row `first` on, in its dtype.
 
-    Further rows, which no token has, are the mean of the old ones: as a head's row its logit is the mean of all old
-    logits, so it can never be the largest.
+    Rows that belong to no token are the mean of the old rows. In the head, their logit is then the mean of all old
+    logits, which can never be the largest.
     """
     grown = weight.new_empty(num_rows, weight.shape[1])
     grown[: len(weight)] = weight
@@ -156,9 +157,9 @@ def extended(weight: Tensor, num_rows: int, first: int, rows: Tensor) -> Tensor:
 
 
 def write_weights(source: Path, target: Path, extend: Callable[[Tensor], Tensor]) -> None:
-    """All weight files of `source` in `target`, embeddings and head (each where it is stored) run through `extend`.
+    """Write all weight files of `source` to `target`, with `extend` applied to embeddings and head if stored.
 
-    Tied ends that are both stored stay equal, as `extend` depends on the tensor alone.
+    Tied embeddings and head that are both stored stay equal, as `extend` depends on the tensor alone.
     """
     grown = total = 0
     for file in sorted(source.glob("*.safetensors")):
@@ -198,14 +199,14 @@ def link_or_copy(source: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="a released Qwen3-VL checkpoint")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="new directory")
-    parser.add_argument("--seed", type=int, default=0, help="of the new rows (0)")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="directory to create")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the new rows (default 0)")
     args = parser.parse_args()
     try:
         add_coord_tokens(args.model, args.output, args.seed)
     except (ValueError, OSError) as error:
         exit_with(str(error))
-    print(f"{args.output}: {NUM_BINS} coordinate tokens added; train it on the answer format before stage 2")
+    print(f"{args.output}: added {NUM_BINS} coordinate tokens; train it on the answer format before stage 2")
 
 
 if __name__ == "__main__":

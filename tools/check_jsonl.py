@@ -1,8 +1,10 @@
-"""Reads data files as training would and reports every class of mistake: counts, first lines, an example of each.
+"""Check data files and report each class of mistake: counts, first lines, an example.
 
-Run as `python -m tools.check_jsonl data/train.jsonl data/val.jsonl`. The checks are `utils.data.samples`'s own: a file
-without mistakes here is one that training takes, and what is reported is what `data.on_bad_sample: skip` would leave
-out. Memory does not grow with the file. Exit status: 0 no mistakes, 1 mistakes.
+    python -m tools.check_jsonl data/train.jsonl data/val.jsonl
+
+The checks are those of `utils.data.samples`: training accepts a file without mistakes, and the lines reported are the
+ones that `data.on_bad_sample: skip` would leave out. Memory use does not depend on the size of the file. Exit status:
+0 no mistakes, 1 mistakes.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from utils.data.samples import Sample, read_samples
 
 
 def check(paths: Sequence[str], prompt: str | None, max_lines: int = 5) -> tuple[ProblemCounts, str]:
-    """All mistakes of all files, and what to print about them."""
+    """Check all files; return their mistakes and the text to print."""
     counts, text = ProblemCounts(max_lines), []
     for path in paths:
         num_good = num_bad = num_objects = 0
@@ -37,9 +39,9 @@ def main() -> None:
         "--prompt",
         default=Data().prompt,
         metavar="TEXT",
-        help="what data.prompt holds, for lines without a prompt of their own; '' if every line must bring one",
+        help="data.prompt, for lines without their own prompt (default: the config's); '' requires one in every line",
     )
-    parser.add_argument("--lines", type=int, default=5, metavar="N", help="line numbers listed per class (default 5)")
+    parser.add_argument("--lines", type=int, default=5, metavar="N", help="line numbers to list per class (default 5)")
     args = parser.parse_args()
     counts, text = check(args.files, args.prompt, max(args.lines, 1))
     print(text)

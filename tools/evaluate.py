@@ -1,13 +1,15 @@
-"""Score a finished checkpoint on a JSONL file: detection scores as in training (LRN-7), and COCO's mean precision.
+"""Score a finished checkpoint on a JSONL file: detection scores as in training (LRN-7), and COCO's average precision.
 
-Run as `python -m tools.evaluate --checkpoint RUN/checkpoint-N/merged --data FILE [--config FILE]`. Greedy answers, the
-strict parser and the counting of training; then the boxes once more by COCO's rules. It writes the scores
-(`--output FILE.json`) and beside them every answer (`FILE.jsonl`, in the form of a run's `eval/step_N.jsonl`). Prompt,
-image sizes, dtype, answer length and IoU threshold are those of `--config`, else the defaults of the schema.
+    python -m tools.evaluate --checkpoint RUN/checkpoint-N/merged --data FILE [--config FILE]
 
-COCO ranks detections by their scores. These answers bring none, so every box gets the score 1.0, and equal scores rank
-in the order of the file, inside an answer in the order of writing: one operating point, not a curve. Expect less than
-a detector with scores would get for the same boxes, and compare only such figures with each other.
+Generates greedily, with the strict parser and the scores of training, then scores the boxes again by COCO's rules. The
+scores go to `--output FILE.json`, the responses to `FILE.jsonl` next to it, in the form of a run's
+`eval/step_N.jsonl`. Prompt, image sizes, dtype, response length and IoU threshold come from `--config`, or else from
+the schema's defaults.
+
+COCO ranks detections by confidence. Responses have none, so every box gets the score 1.0, and ties rank in the order
+of the file, and in the order of writing within a response: one operating point, not a curve. Expect lower figures than
+for a detector with confidences and the same boxes, and compare them only with each other.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult,
 from utils.scores import count_sample, label_of, prediction_record, scores
 
 COCO_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR1", "AR10", "AR100")
-VLLM_BATCHES = 16  # batches that vLLM is given at once, so that it always has a next request
+VLLM_BATCHES = 16  # batches per call, so that vLLM always has requests waiting
 
 
 def main() -> None:
@@ -51,28 +53,28 @@ def main() -> None:
     except (DataError, ValueError, OSError) as error:
         exit_with(str(error))
     backend = args.backend or ("vllm" if find_spec("vllm") else "hf")
-    generate = vllm_answers if backend == "vllm" else hf_answers
-    found = generate(model, processor, samples, Sampling(max_new_tokens=rm.max_new_tokens), args.batch_size)
-    answers = list(tqdm(found, total=len(samples), unit="image", disable=None))
-    result, predictions = score(samples, answers, table, rm.eval.iou_threshold)
+    generate = generate_with_vllm if backend == "vllm" else generate_with_hf
+    stream = generate(model, processor, samples, Sampling(max_new_tokens=rm.max_new_tokens), args.batch_size)
+    responses = list(tqdm(stream, total=len(samples), unit="image", disable=None))
+    result, predictions = score(samples, responses, table, rm.eval.iou_threshold)
     about = {"checkpoint": args.checkpoint, "data": args.data, "config": args.config, "backend": backend}
     output = Path(args.output or Path(args.checkpoint) / "evaluation" / f"{Path(args.data).stem}.json")
     write(output, about | {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold} | result, predictions)
     show(result, f"{args.checkpoint} on {len(samples)} images ({backend}, {model.dtype}, greedy)")
-    print(f"scores: {output}   answers: {output.with_suffix('.jsonl')}")
+    print(f"scores: {output}   responses: {output.with_suffix('.jsonl')}")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="in Hugging Face form, e.g. .../merged")
     parser.add_argument("--data", required=True, metavar="FILE", help="JSONL with ground truth")
-    parser.add_argument("--config", metavar="FILE", help="YAML of the run; default: the schema's defaults")
-    parser.add_argument("--backend", choices=("vllm", "hf"), help="default: vllm where it is installed")
+    parser.add_argument("--config", metavar="FILE", help="YAML of the run (default: the schema's defaults)")
+    parser.add_argument("--backend", choices=("vllm", "hf"), help="default: vllm if it is installed")
     parser.add_argument(
         "--output", type=json_file, metavar="FILE.json", help="default: DIR/evaluation/NAME_OF_DATA.json"
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="the first N samples only")
-    parser.add_argument("--batch-size", type=positive, default=16, metavar="N", help="sequences decoded at once (16)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N samples")
+    parser.add_argument("--batch-size", type=positive, default=16, metavar="N", help="sequences per batch (default 16)")
     return parser.parse_args()
 
 
@@ -84,12 +86,12 @@ def positive(text: str) -> int:
 
 def json_file(text: str) -> str:
     if not text.endswith(".json"):
-        raise ValueError  # the answers go to .jsonl beside it
+        raise ValueError  # the responses go to .jsonl next to it
     return text
 
 
 def settings(config: str | None, checkpoint: str) -> tuple[Model, Data, RolloutMatching]:
-    """The sections of the config that say how a model is asked and judged, with `checkpoint` as the model."""
+    """Return the config's sections for generating and scoring, with `checkpoint` as the model."""
     if config is None:
         return Model(path=checkpoint), Data(), RolloutMatching()
     cfg = load_config_or_exit(config)
@@ -97,22 +99,22 @@ def settings(config: str | None, checkpoint: str) -> tuple[Model, Data, RolloutM
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raises ValueError where `folder` is no checkpoint in Hugging Face form, with the one that may be meant."""
+    """Raise ValueError if `folder` is no checkpoint in Hugging Face form; the message names one inside it, if any."""
     if (folder / "config.json").is_file():
         return
     inside = folder / "merged"
-    way_out = f"use {inside}" if inside.is_dir() else "name a directory in Hugging Face form (checkpoint-N/merged)"
-    raise ValueError(f"--checkpoint {folder}: holds no config.json; {way_out}")
+    advice = f"use {inside}" if inside.is_dir() else "name a directory in Hugging Face form (checkpoint-N/merged)"
+    raise ValueError(f"--checkpoint {folder}: no config.json there; {advice}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# answers
+# responses
 
 
-def vllm_answers(
+def generate_with_vllm(
     model: Model, processor: Any, samples: Sequence[Sample], sampling: Sampling, batch_size: int
 ) -> Iterator[RolloutResult]:
-    """Answers in order from a vLLM engine in this process, just long enough for the longest of `samples`."""
+    """Yield responses in order, from a vLLM engine in this process with just enough length for `samples`."""
     from utils.rollout.colocate import read_output, sampling_params, start_engine, vllm_prompt
 
     ranks = Ranks()
@@ -127,7 +129,7 @@ def vllm_answers(
         decode_batch_size=batch_size,
     )
     try:
-        for part in _parts(samples, VLLM_BATCHES * batch_size):
+        for part in _batches(samples, VLLM_BATCHES * batch_size):
             prompts = [vllm_prompt(processor, prompt_chat(sample), sample.images) for sample in part]
             for output in llm.generate(prompts, sampling_params(sampling, seed=0), use_tqdm=False):
                 yield read_output(output, None)
@@ -137,7 +139,7 @@ def vllm_answers(
 
 
 class PlainEngine(nn.Module):
-    """Stands where the hf backend has DeepSpeed's engine: nothing is sharded, so it only calls what it wraps."""
+    """Replacement for DeepSpeed's engine in the hf backend: nothing is sharded, so it only calls the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -148,29 +150,29 @@ class PlainEngine(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def hf_answers(
+def generate_with_hf(
     model: Model, processor: Any, samples: Sequence[Sample], sampling: Sampling, batch_size: int
 ) -> Iterator[RolloutResult]:
-    """Answers in order by transformers' `generate`, through the backend that training has for it."""
+    """Yield responses in order, from transformers' `generate` through the backend that training uses."""
     from utils.learner.model import load_model
     from utils.rollout.hf import HfEngine
 
     ranks = Ranks()
     loaded = load_model(model.path, model.dtype, model.attn_implementation).to(ranks.device)
     learner = SimpleNamespace(model=loaded, engine=PlainEngine(loaded))
-    backend = HfEngine(learner, ranks, processor.tokenizer, batch_size)
+    engine = HfEngine(learner, ranks, processor.tokenizer, batch_size)
     context = RolloutContext(run_seed=0, global_step=0, micro_step_idx=0, policy_version=None)  # greedy needs no seed
-    for part in _parts(samples, batch_size):
+    for part in _batches(samples, batch_size):
         prompts = [encode_prompt(sample, processor) for sample in part]
         requests = [
             RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
             for sample, prompt in zip(part, prompts, strict=True)
         ]
-        yield from backend.generate(requests, sampling, context)
+        yield from engine.generate(requests, sampling, context)
 
 
-def _parts(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    """Consecutive parts: their images are in memory together."""
+def _batches(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
+    """Consecutive slices; the images of a slice are in memory together."""
     return (samples[start : start + size] for start in range(0, len(samples), size))
 
 
@@ -179,14 +181,14 @@ def _parts(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
 
 
 def score(
-    samples: Sequence[Sample], answers: Sequence[RolloutResult], table: TokenTable, iou_threshold: float
+    samples: Sequence[Sample], responses: Sequence[RolloutResult], table: TokenTable, iou_threshold: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """All scores, COCO's under `coco`, and one record per answer."""
+    """Return all scores, COCO's under `coco`, and one record per response."""
     counts: Counter[str] = Counter()
     predictions, objects = [], []
-    for sample, answer in zip(samples, answers, strict=True):
-        parsed = parse_answer(answer.response_token_ids, table)
-        counts.update(count_sample(parsed, sample.objects, iou_threshold, answer.finish_reason == "length"))
+    for sample, response in zip(samples, responses, strict=True):
+        parsed = parse_answer(response.response_token_ids, table)
+        counts.update(count_sample(parsed, sample.objects, iou_threshold, response.finish_reason == "length"))
         predictions.append(prediction_record(sample, parsed, table.format.max_bin))
         objects.append(parsed.pred_objects)
     return {**scores(counts), "coco": coco_scores(samples, objects, table.format.max_bin)}, predictions
@@ -195,12 +197,12 @@ def score(
 def coco_scores(
     samples: Sequence[Sample], predictions: Sequence[Sequence[Object]], max_bin: int = MAX_BIN
 ) -> dict[str, float | None]:
-    """COCO's box precisions and recalls (`COCO_NAMES`); None where there is no such object to find.
+    """Return COCO's box precisions and recalls (`COCO_NAMES`); None if there is no such object to find.
 
-    Boxes are in pixels of the sample, those of polygons their bounding boxes; area is that of the box. Categories are
-    the ground truth's labels, compared as everywhere here; a prediction with another label belongs to no category and
-    costs nothing, as in COCO itself. At most 100 predictions of a category count per image. `max_bin` is the end of
-    the objects' grid.
+    Boxes are in pixels of the sample; polygons count with their bounding boxes; areas are those of boxes. Categories
+    are the ground truth's labels, compared as in training; a prediction with another label belongs to no category and
+    costs nothing, as in COCO itself. At most 100 predictions of a category count per image. `max_bin` is the largest
+    bin of the objects' grid.
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
@@ -236,7 +238,7 @@ def coco_scores(
 
 
 def _pixel_box(object_: Object, sample: Sample) -> dict[str, Any]:
-    """COCO's `bbox` (x, y, width, height in pixels) and its area."""
+    """Return COCO's `bbox` (x, y, width, height in pixels) and `area`."""
     x1, y1, x2, y2 = bins_to_pixels(bounding_box(object_), sample.width, sample.height)
     return {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": (x2 - x1) * (y2 - y1)}
 

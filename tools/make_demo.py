@@ -1,11 +1,13 @@
-"""Make everything the demo starts from: synthetic scenes, and a small Qwen3-VL that already answers a little.
+"""Make everything the demo starts from: synthetic scenes, and a small Qwen3-VL that already finds some objects.
 
-Run as `python -m tools.make_demo`. It writes `runs/demo/data` (JSONL and PNG files in the format that real users use),
-`runs/demo/start` (an untrained model), and `runs/demo/model` (that model after the plain supervised training of
-`configs/demo/warmup.yaml`). Each part is made once and kept until its settings change.
+    python -m tools.make_demo
 
-The model is small but nothing about it is faked: the real `Qwen3VLForConditionalGeneration`, the real processor, and a
-byte-level BPE tokenizer of Qwen's own class with 1000 coordinate tokens, so everything downstream (transformers, vLLM,
+Writes `runs/demo/data` (JSONL and PNG files in the format of real data), `runs/demo/start` (an untrained model), and
+`runs/demo/model` (that model after the plain supervised training of `configs/demo/warmup.yaml`). Each part is made once
+and kept until its settings change.
+
+The model is small, but nothing about it is faked: the real `Qwen3VLForConditionalGeneration`, the real processor, and a
+byte-level BPE tokenizer of Qwen's own class with 1000 coordinate tokens. Everything downstream (transformers, vLLM,
 PEFT, DeepSpeed) treats it like the 8B model.
 """
 
@@ -38,18 +40,18 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from tools.warmup_sft import WarmupConfig, load_parts, load_warmup_config, save, train
+from tools.warmup_sft import WarmupConfig, load_warmup_config, warm_up
 from utils.config.schema import Data
 
 WARMUP_CONFIG = Path("configs/demo/warmup.yaml")
 ROOT = Path("runs/demo")
 COLOURS = {"red": (214, 48, 49), "green": (39, 174, 96), "blue": (41, 98, 214), "yellow": (241, 196, 15)}
 SHAPES = ("ring", "square", "triangle")
-# The warm-up learns from cheap data: only this share of its scenes has all objects listed, the others only their first.
-# So the start model can find several objects but answers with one, which is what stage 2 then has to mend.
+# The warm-up learns from cheap data: only this share of its scenes lists all objects, the others only the first one.
+# So the start model can find several objects but mostly stops after one, which is what stage 2 then corrects.
 FULLY_ANNOTATED = 0.45
 NUM_TRAIN, NUM_VAL, NUM_WARMUP = 4000, 256, 8000
-PROMPT = Data().prompt  # the config's default: demo data brings no prompts of its own
+PROMPT = Data().prompt  # the config's default: demo data has no prompts of its own
 
 NUM_COORD_TOKENS = 1000
 PATCH_SIZE = 8
@@ -77,11 +79,11 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE tokenizer of Qwen's class, about 350 text tokens, then special and `<|coord_k|>` tokens.
+    """Return a byte-level BPE tokenizer of Qwen's class: about 350 text tokens, special tokens, `<|coord_k|>` tokens.
 
-    It is trained on answers with one object, so it fuses brackets as the big tokenizers do: `]}]}` is one token, and
-    the end of the last object lies inside it. `]},` stays two tokens on purpose: a prefix that is cut behind `]}` and
-    goes on with `, {` then has the same tokens as any other answer; so small a model would confuse two spellings.
+    It is trained on answers with one object, so it merges brackets as the big tokenizers do: `]}]}` is one token, and
+    the last object ends inside it. `]},` stays two tokens on purpose: a prefix that is cut after `]}` and continues
+    with `, {` then has the same tokens as any other answer. A model this small would confuse two spellings.
     """
     words = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
     answers = [f'{{"objects": [{{"desc": "{word}", "bbox_2d": [1, 2]}}]}}' for word in words] * 2
@@ -105,13 +107,13 @@ def build_tokenizer() -> Qwen2Tokenizer:
         model_max_length=8192,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
-    # Not "special": answers keep their coordinates when they are decoded with skip_special_tokens.
+    # Not "special", so that decoding with skip_special_tokens keeps the coordinates.
     tokenizer.add_tokens([AddedToken(f"<|coord_{k}|>", normalized=False) for k in range(NUM_COORD_TOKENS)])
     return tokenizer
 
 
 def build_processor(image_size: int) -> Qwen3VLProcessor:
-    """The real processor with the pixel budget pinned, so that every image becomes about `image_size`**2 pixels."""
+    """Return the real processor with a fixed pixel budget, so that every image gets about `image_size`**2 pixels."""
     budget = {"shortest_edge": image_size**2, "longest_edge": image_size**2}
     vision = {
         "size": budget,
@@ -130,7 +132,7 @@ def build_processor(image_size: int) -> Qwen3VLProcessor:
 
 
 def model_config(processor: Qwen3VLProcessor, image_size: int) -> Qwen3VLConfig:
-    """The 1.6M-parameter Qwen3-VL of the demo: same parts as the big ones, two vision and four text layers."""
+    """Return the config of the demo's Qwen3-VL: 1.6M parameters, two vision and four text layers."""
     tokenizer = processor.tokenizer
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
     hidden = 128
@@ -156,7 +158,7 @@ def model_config(processor: Qwen3VLProcessor, image_size: int) -> Qwen3VLConfig:
             "num_key_value_heads": 2,
             "head_dim": 32,
             "max_position_embeddings": 8192,
-            # The three sections (time, height, width) sum to half of head_dim.
+            # The three sections (time, height, width) add up to half of head_dim.
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e4,
@@ -205,7 +207,7 @@ def build_start_model(out_dir: str | os.PathLike, image_size: int = 128, seed: i
 
 
 def fourier_features(num_bins: int, dim: int, std: float = 0.06) -> torch.Tensor:
-    """Smooth random embeddings [num_bins, dim]: neighbouring bins start close, so that a Gaussian target makes sense.
+    """Smooth random embeddings [num_bins, dim]: neighbouring bins start close, as the Gaussian target assumes.
 
     Source: Rahimi and Recht 2007, random Fourier features, with frequencies log-uniform in 0.5 to 40 cycles.
     """
@@ -216,7 +218,7 @@ def fourier_features(num_bins: int, dim: int, std: float = 0.06) -> torch.Tensor
 
 
 def sinusoid_2d(side: int, dim: int, std: float = 0.3) -> torch.Tensor:
-    """Position embeddings [side * side, dim], row-major: half of `dim` encodes the row, half the column."""
+    """Position embeddings [side * side, dim], row-major: half of `dim` encodes the row, the other half the column."""
     quarter = dim // 4
     frequency = (math.pi / side) * (side / 2) ** (torch.arange(quarter) / max(1, quarter - 1))
     angle = torch.arange(side)[:, None] * frequency
@@ -230,12 +232,12 @@ def sinusoid_2d(side: int, dim: int, std: float = 0.3) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scenes:
-    """What scenes look like; the default is the demo's.
+    """Distribution of scenes; the default is the demo's.
 
     Attributes:
-        max_objects: a scene has 1 to this many (fewer where no room is found).
-        sizes: least and greatest width of an object, as shares of the side.
-        max_labels: labels in one scene, 1 to this many, so that objects repeat them; None: drawn for each object.
+        max_objects: a scene has 1 to this many (fewer if no room is found).
+        sizes: smallest and largest width of an object, as shares of the side.
+        max_labels: a scene has 1 to this many labels, which its objects repeat; None: each object draws its own.
     """
 
     max_objects: int = 4
@@ -254,8 +256,8 @@ def make_dataset(
 ) -> tuple[Path, Path, Path]:
     """Write `train.jsonl`, `val.jsonl`, `warmup.jsonl` and their PNG files; return the three JSONL paths.
 
-    The same seed gives the same files, byte for byte. No scene is in two files: each is drawn by its own number of one
-    random sequence. `warmup.jsonl` is partly annotated, see `FULLY_ANNOTATED`.
+    The same seed gives the same files, byte for byte. No scene is in two files: each has its own number in one random
+    sequence. `warmup.jsonl` is only partly annotated, see `FULLY_ANNOTATED`.
     """
     out_dir = Path(out_dir)
     paths = []
@@ -289,9 +291,10 @@ def make_dataset(
 
 
 def draw_scene(rng: random.Random, side: int, scenes: Scenes) -> tuple[Image.Image, list[dict]]:
-    """One scene: coloured shapes that do not overlap on a slightly noisy grey ground, and its objects.
+    """Draw a scene: coloured shapes that do not overlap, on a slightly noisy grey background.
 
-    Objects are listed top to bottom, then left to right, boxes as xyxy in pixels.
+    Returns:
+        The image, and its objects from top to bottom, then left to right; boxes are xyxy in pixels.
     """
     grey = rng.randint(100, 160)
     noise = np.random.default_rng(rng.getrandbits(32)).normal(0, 4, (side, side, 1)).repeat(3, axis=2)
@@ -315,7 +318,7 @@ def _draw_label(rng: random.Random) -> tuple[str, str]:
 def _place_boxes(
     rng: random.Random, side: int, count: int, sizes: tuple[float, float]
 ) -> list[tuple[int, int, int, int]]:
-    """Up to `count` boxes with widths between `sizes` of the side, heights within 20 %, at least 2 pixels apart."""
+    """Place up to `count` boxes, 2 pixels apart: widths between `sizes` times the side, heights within 20 % of them."""
     boxes: list[tuple[int, int, int, int]] = []
     for _ in range(count):
         for _ in range(50):
@@ -343,7 +346,7 @@ def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int,
         draw.polygon([((x1 + x2) / 2, y1), (x2, y2), (x1, y2)], fill=fill)
 
 
-# ---- everything, once ----------------------------------------------------------------------------------------------
+# ---- everything, made once -----------------------------------------------------------------------------------------
 
 
 def make_demo(
@@ -353,9 +356,9 @@ def make_demo(
     num_val: int = NUM_VAL,
     num_warmup: int = NUM_WARMUP,
 ) -> None:
-    """Make `data`, `start` and `model` below `root`, each only if its settings changed since it was last made.
+    """Make `data`, `start` and `model` below `root`, each only if its settings have changed since the last time.
 
-    `warmup` says how to train; which files it reads and where it writes is decided here.
+    `warmup` gives the training settings; its paths are replaced.
     """
     warmup = warmup.model_copy(
         update={
@@ -369,17 +372,12 @@ def make_demo(
     cached(root / "data", [this_file, sizes], "synthetic scenes", lambda folder: make_dataset(folder, *sizes))
     cached(root / "start", [this_file], "an untrained Qwen3-VL", build_start_model)
 
-    def warm_up(_: Path) -> None:
-        parts = load_parts(warmup)
-        train(warmup, parts)
-        save(parts.model, parts.processor, warmup.output_dir)
-
     settings = [this_file, sizes, warmup.model_dump()]
-    cached(root / "model", settings, f"supervised warm-up, {warmup.steps} steps", warm_up)
+    cached(root / "model", settings, f"supervised warm-up, {warmup.steps} steps", lambda _: warm_up(warmup))
 
 
 def cached(folder: Path, settings: list[Any], what: str, make: Callable[[Path], Any]) -> None:
-    """Call `make(folder)` unless the folder was completed with the same settings; the stamp is written last."""
+    """Call `make(folder)` unless the folder was completed with the same settings; its stamp is written last."""
     stamp = folder / "made_with.sha256"
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == digest:

@@ -1,27 +1,235 @@
-"""How to split devices between learner and rollout servers, and how long a step then takes, by a small model.
+"""Compare ways to split devices between learner and rollout servers, by predicted seconds per optimizer step.
 
     python -m tools.plan --config FILE --nodes 2 --devices-per-node 8
 
-The config's own batch geometry and tuner are kept; learners and rollout devices are what varies. Memory is that of
-`--dry-run`; seconds are predicted by tools/predict.py from what `make bench` measured. Touches no device.
+The config's batch geometry and tuner stay as they are; only the number of learners and rollout devices varies. Memory
+is the estimate that `--dry-run` prints. Seconds come from a small model whose constants `make bench` measures
+(docs/performance.md), or a finished run (`--run`). No device is used.
+
+    rollout = answers of a step * new tokens * 2 * parameters / (rollout devices * rollout_flops_per_s)
+    train   = tokens of a step * FLOPs per token / (learners * train_flops_per_s)
+    prepare = answers per learner * prepare_s
+    sync    = sync_fixed_s + bytes that can have changed / sync_bytes_per_s
+    step    = rollout + train + prepare + sync, with prefetch max(rollout, train + prepare + sync)
+
+FLOPs per token: 2 per parameter forward, 2 for the gradient of activations, 2 per trained parameter, and 2 more if
+checkpointing recomputes the forward pass. The model ignores attention over the length, the vision tower's own tokens,
+prefill and the cost of more devices (all-reduce, tensor parallelism): a guide to splits, not a promise.
 """
 
 import argparse
 import json
 import math
+import statistics
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from tools.predict import Constants, StepTime, constants_of_run, load_constants, predict, work_of
 from utils.config.load import ConfigError, build_config, check_launch, engine_json, load_config_or_exit
-from utils.config.memory import DEVICE_GIB, GIB, learner_memory, model_size
+from utils.config.memory import DEVICE_GIB, GIB, ModelSize, learner_memory, model_size
+from utils.config.plan import max_tokens_per_step
 from utils.config.schema import Config
 
+CONSTANTS = Path(__file__).parents[1] / "benchmarks" / "constants.json"
+SETTLING_STEPS = 3  # skipped at the start of a run: the first is cold and carries the first, full sync
 NUM_SHOWN = 8
+
+
+def main() -> None:
+    args = parse_args()
+    cfg = load_config_or_exit(args.config)
+    kind = "cpu" if cfg.rs is not None and cfg.server_settings().device == "cpu" else "cuda"
+    try:
+        constants = measure(args.run) if args.run else load_constants(kind)
+        found = splits(cfg, constants, args.nodes * args.devices_per_node, args)
+    except ValueError as error:
+        how_to_measure = "run `make bench`" if kind == "cpu" else "measure them with a finished run: --run RUN_DIR"
+        advice = f"; {how_to_measure}" if "not measured" in str(error) else ""
+        print(f"{args.config}: no prediction for {kind} devices: {error}{advice}", file=sys.stderr)
+        sys.exit(2)
+    if not found:
+        print(f"{args.config}: no split of these devices works; use more devices", file=sys.stderr)
+        sys.exit(2)
+    show(found)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--devices-per-node", type=int, default=8)
+    parser.add_argument("--new-tokens", type=float, help="mean length of a response (default: the maximum)")
+    parser.add_argument("--segment-tokens", type=float, help="mean length of a segment (default: rows are full)")
+    parser.add_argument("--run", type=Path, help="take constants from this finished run, not from benchmarks/")
+    parser.add_argument("--device-gib", type=float, default=DEVICE_GIB, help="memory of one device")
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Performance of one device of a kind (`cpu`, `cuda`); None: not measured."""
+
+    train_flops_per_s: float | None = None
+    rollout_flops_per_s: float | None = None
+    prepare_s: float | None = None  # per response: parse, match, target
+    sync_fixed_s: float | None = None
+    sync_bytes_per_s: float | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name, value in asdict(self).items() if value is None]
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one optimizer step. `num_tokens`: trained on; `sync_bytes`: merged tensors that can have changed."""
+
+    num_answers: int
+    new_tokens: float  # per answer
+    num_tokens: float
+    parameters: int
+    trainable: int
+    sync_bytes: float
+    recompute: bool = False
+
+    @property
+    def train_flops(self) -> float:
+        passes = 3 if self.recompute else 2
+        return self.num_tokens * 2 * (passes * self.parameters + self.trainable)
+
+    @property
+    def rollout_flops(self) -> float:
+        return self.num_answers * self.new_tokens * 2 * self.parameters
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds by part. `step`: wall time of the whole step, with or without prefetch."""
+
+    rollout: float
+    train: float
+    prepare: float
+    sync: float
+    prefetch: bool
+
+    @property
+    def step(self) -> float:
+        learner = self.train + self.prepare + self.sync
+        return max(self.rollout, learner) if self.prefetch else self.rollout + learner
+
+
+def predict(work: StepWork, constants: Constants, learners: int, rollout_devices: int, prefetch: bool) -> StepTime:
+    """Raises ValueError if a constant has not been measured."""
+    if constants.missing:
+        raise ValueError(f"not measured: {', '.join(constants.missing)}")
+    return StepTime(
+        rollout=work.rollout_flops / (rollout_devices * constants.rollout_flops_per_s),
+        train=work.train_flops / (learners * constants.train_flops_per_s),
+        prepare=work.num_answers / learners * constants.prepare_s,
+        sync=constants.sync_fixed_s + work.sync_bytes / constants.sync_bytes_per_s,
+        prefetch=prefetch,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# its constants
+
+
+def calibrate(work: StepWork, measured: StepTime, learners: int = 1, rollout_devices: int = 1) -> dict[str, float]:
+    """Constants that would have predicted `measured`, all but `sync_bytes_per_s`, which a small model does not show."""
+    return {
+        "train_flops_per_s": work.train_flops / (learners * measured.train),
+        "rollout_flops_per_s": work.rollout_flops / (rollout_devices * measured.rollout),
+        "prepare_s": measured.prepare * learners / work.num_answers,
+        "sync_fixed_s": measured.sync,
+    }
+
+
+def measure(run_dir: Path) -> Constants:
+    """Constants of the devices of a finished stage-2 run with servers; its sync counts as bandwidth alone.
+
+    Raises:
+        ValueError: no such run, no servers, too few steps, or prefetch (a step then trains on earlier rollouts).
+    """
+    try:
+        record = json.loads((run_dir / "run.json").read_text())
+    except OSError as error:
+        raise ValueError(f"{run_dir}: no finished run there ({error.strerror})") from None
+    cfg = build_config(record["config"])
+    size = model_size(Path(cfg.model.path), cfg.tuner)
+    if size is None or not record.get("server_world_sizes"):
+        raise ValueError(f"{run_dir}: its checkpoint {cfg.model.path} no longer exists, or it had no servers")
+    if cfg.rm.async_.enabled:
+        raise ValueError(f"{run_dir}: with prefetch a step's seconds are not its own; measure a run without")
+    steps = read_steps(run_dir)[SETTLING_STEPS:]
+    if not steps:
+        raise ValueError(f"{run_dir}: needs more than {SETTLING_STEPS} steps")
+    step = median_step(steps)
+    work = work_of_step(step, size, cfg.training.gradient_checkpointing)
+    constants = calibrate(work, time_of_step(step), record["world_size"], sum(record["server_world_sizes"]))
+    bandwidth = step["sync_bytes"] / step["sync"]
+    return Constants(**constants | {"sync_fixed_s": 0.0, "sync_bytes_per_s": bandwidth})
+
+
+def read_steps(run_dir: Path) -> list[dict[str, float]]:
+    """Metrics of every optimizer step of a run: seconds by part, `answers`, `new_tokens` (per answer), `tokens`
+    (trained on), `sync_bytes`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    tags = {part: f"seconds/{part}" for part in ("rollout", "train", "sync", "prepare", "step")}
+    tags |= {"new_tokens": "rollout/new_tokens_mean", "tokens": "train/tokens_per_s", "answers": "rollout/num_images"}
+    tags |= {"sync_bytes": "sync/bytes"}
+    curves = {part: {event.step: event.value for event in events.Scalars(tag)} for part, tag in tags.items()}
+    steps = [{part: curve.get(step, 0.0) for part, curve in curves.items()} for step in sorted(curves["step"])]
+    return [step | {"tokens": step["tokens"] * step["step"]} for step in steps]
+
+
+def median_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Median of each metric on its own."""
+    return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+
+
+def work_of_step(step: Mapping[str, float], size: ModelSize, recompute: bool = False) -> StepWork:
+    """Work of a measured step; its sync is all in the fixed part."""
+    return StepWork(
+        num_answers=round(step["answers"]),
+        new_tokens=step["new_tokens"],
+        num_tokens=step["tokens"],
+        parameters=size.total,
+        trainable=size.trainable,
+        sync_bytes=0.0,
+        recompute=recompute,
+    )
+
+
+def time_of_step(step: Mapping[str, float]) -> StepTime:
+    return StepTime(step["rollout"], step["train"], step["prepare"], step["sync"], prefetch=False)
+
+
+def load_constants(kind: str, path: Path = CONSTANTS) -> Constants:
+    """Constants of `kind`, as far as they have been measured."""
+    return Constants(**(json.loads(path.read_text()).get(kind, {}) if path.exists() else {}))
+
+
+def write_constants(kind: str, values: dict[str, float], path: Path = CONSTANTS) -> None:
+    """Replace the given constants of `kind`; keep all others."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    rounded = {name: float(f"{value:.4g}") for name, value in values.items()}
+    known[kind] = {**known.get(kind, {}), **rounded}
+    path.write_text(json.dumps(known, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# splits of the devices
 
 
 @dataclass(frozen=True)
@@ -36,82 +244,51 @@ class Split:
     fits: bool
 
 
-def main() -> None:
-    args = parse_args()
-    cfg = load_config_or_exit(args.config)
-    kind = "cpu" if cfg.rs is not None and cfg.server_settings().device == "cpu" else "cuda"
-    try:
-        constants = measure(args.run) if args.run else load_constants(kind)
-        found = splits(cfg, constants, args.nodes * args.devices_per_node, args)
-    except ValueError as error:
-        way_out = f"; {how_to_measure(kind)}" if "not measured" in str(error) else ""
-        print(f"{args.config}: no prediction for {kind} devices: {error}{way_out}", file=sys.stderr)
-        sys.exit(2)
-    if not found:
-        print(f"{args.config}: no split of these devices works; use more of them", file=sys.stderr)
-        sys.exit(2)
-    show(found)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--devices-per-node", type=int, default=8)
-    parser.add_argument("--new-tokens", type=float, help="mean length of an answer; default: the longest allowed")
-    parser.add_argument("--segment-tokens", type=float, help="mean length of a sequence; default: rows are full")
-    parser.add_argument("--run", type=Path, help="constants from this finished run's directory, not from benchmarks/")
-    parser.add_argument("--device-gib", type=float, default=DEVICE_GIB, help="memory of one device")
-    return parser.parse_args()
-
-
-def how_to_measure(kind: str) -> str:
-    return "run `make bench`" if kind == "cpu" else "give a finished run there: --run RUN_DIR"
-
-
-def measure(run_dir: Path) -> Constants:
-    """What the devices of a finished stage-2 run with servers did.
-
-    Raises:
-        ValueError: no such run, or one that cannot tell.
-    """
-    try:
-        record = json.loads((run_dir / "run.json").read_text())
-    except OSError as error:
-        raise ValueError(f"{run_dir}: no finished run there ({error.strerror})") from None
-    cfg = build_config(record["config"])
-    size = model_size(Path(cfg.model.path), cfg.tuner)
-    if size is None or not record.get("server_world_sizes"):
-        raise ValueError(f"{run_dir}: its checkpoint {cfg.model.path} is gone, or it had no servers")
-    return constants_of_run(run_dir, cfg, size, record["world_size"], sum(record["server_world_sizes"]))
-
-
 def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.Namespace) -> list[Split]:
-    """Every split that the config allows, the one with most samples per second first; those that do not fit last.
+    """Every split that the config allows, most samples per second first; those that do not fit into memory last.
 
     Raises:
-        ValueError: a constant or the model's size is not known.
+        ValueError: a constant or the model's size is unknown.
     """
-    tensor = cfg.server_settings().vllm_tensor_parallel_size if cfg.rs is not None else 1
+    tensor_parallel_size = cfg.server_settings().vllm_tensor_parallel_size if cfg.rs is not None else 1
     size = model_size(Path(cfg.model.path), cfg.tuner)
     if size is None:
         raise ValueError(f"model.path={cfg.model.path}: neither a checkpoint nor a released model; give a path")
     found = []
     for learners in range(1, num_devices):
-        rollout_devices = (num_devices - learners) // tensor * tensor
+        rollout_devices = (num_devices - learners) // tensor_parallel_size * tensor_parallel_size
         if not rollout_devices or cfg.rm.decode_batch_size * rollout_devices < learners:  # DIS-2
             continue
         try:
             check_launch(cfg, learners)
         except ConfigError:  # such as a DeepSpeed JSON with a batch size that this number of learners contradicts
             continue
-        work = work_of(cfg, size, learners, args.new_tokens, args.segment_tokens)
+        work = planned_work(cfg, size, learners, args.new_tokens, args.segment_tokens)
         time = predict(work, constants, learners, rollout_devices, cfg.rm.async_.enabled)
         memory = sum(learner_memory(cfg, engine_json(cfg, learners), size, learners).values())
         samples_per_s = work.num_answers / cfg.answers_per_sample / time.step
         fits = memory <= args.device_gib * GIB
         found.append(Split(learners, rollout_devices, time, samples_per_s, memory, fits))
     return sorted(found, key=lambda split: (not split.fits, -split.samples_per_s))
+
+
+def planned_work(
+    cfg: Config, size: ModelSize, learners: int, new_tokens: float | None, segment_tokens: float | None
+) -> StepWork:
+    """Work of a step of `cfg`: the longest responses and full rows, unless their mean lengths are given."""
+    training = cfg.training
+    num_samples = learners * training.per_device_train_batch_size * training.gradient_accumulation_steps
+    num_answers = num_samples * cfg.answers_per_sample
+    bytes_each = 4 if cfg.model.dtype == "float32" else 2
+    return StepWork(
+        num_answers=num_answers,
+        new_tokens=new_tokens or cfg.rm.max_new_tokens,
+        num_tokens=num_answers * segment_tokens if segment_tokens else max_tokens_per_step(cfg, learners),
+        parameters=size.total,
+        trainable=size.trainable,
+        sync_bytes=size.can_change * bytes_each,
+        recompute=training.gradient_checkpointing,
+    )
 
 
 def show(found: list[Split]) -> None:

@@ -1,9 +1,10 @@
-"""Draws samples of a data file with their objects, to look at before training.
+"""Draw samples of a data file with their objects, to look at before training.
 
-Run as `python -m tools.show_jsonl --data data/train.jsonl --output sheets --num 16 --seed 0`. Writes one sheet
-(`sheets/train.png`), or with `--separate` one picture per sample. Objects with the same description have the same
-colour on all pictures; every picture carries its line, id and number of objects. Samples are drawn at random from the
-whole file, in file order.
+    python -m tools.show_jsonl --data data/train.jsonl --output sheets --num 16 --seed 0
+
+Writes one sheet (`sheets/train.png`), or with `--separate` one picture per sample. Samples are chosen at random from
+the whole file and shown in file order. Objects with the same description have the same colour in all pictures; each
+caption gives the line, the id and the number of objects.
 """
 
 import argparse
@@ -22,16 +23,16 @@ from utils.run.draw import draw_objects, sheet, stack, text_panel
 
 
 def pick_samples(path: str | Path, num: int, seed: int, prompt: str | None = None) -> list[Sample]:
-    """`num` samples at random in file order, all where the file has no more.
+    """Choose `num` samples at random, in file order; all of them if the file has no more.
 
     Raises:
-        DataError: a line that was drawn cannot be used, or the file cannot be read.
+        DataError: a chosen line cannot be used, or the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
             numbers = [number for number, line in enumerate(file, start=1) if line.strip()]
     except OSError:
-        numbers = []  # reported below, in the words that training uses
+        numbers = []  # read_samples reports the error below, with the same message as in training
     chosen = set(random.Random(seed).sample(numbers, min(num, len(numbers))))
     items = list(read_samples(path, prompt, only=chosen))
     problems = [message for item in items if not isinstance(item, Sample) for message in item.messages()]
@@ -41,13 +42,13 @@ def pick_samples(path: str | Path, num: int, seed: int, prompt: str | None = Non
 
 
 def colour_of(desc: str) -> str:
-    """A dark, saturated colour that depends on the text alone."""
+    """Return a dark, saturated colour that depends on the text alone."""
     hue = zlib.crc32(desc.encode()) % 360 / 360
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hsv_to_rgb(hue, 0.9, 0.75))
 
 
 def picture(sample: Sample, side: int) -> Image.Image:
-    """The sample's first image with all objects, its line, id and number of objects below.
+    """Draw all objects on the sample's first image, with a caption of line, id and number of objects.
 
     Raises:
         OSError: the image cannot be read.
@@ -68,7 +69,7 @@ def picture(sample: Sample, side: int) -> Image.Image:
 def show(
     samples: Sequence[Sample], target: Path, columns: int = 4, side: int = 384, separate: bool = False
 ) -> list[Path]:
-    """Write the pictures; returns their paths. `target` is the sheet's path without its ending."""
+    """Write the pictures and return their paths. `target`: the sheet's path without its extension."""
     target.parent.mkdir(parents=True, exist_ok=True)
     pictures = [picture(sample, side) for sample in samples]
     if not separate:
@@ -86,12 +87,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", required=True, metavar="FILE", help="JSONL data file")
-    add("--output", required=True, metavar="DIR", help="where the pictures go")
-    add("--num", type=int, default=16, metavar="N", help="samples (default 16)")
-    add("--seed", type=int, default=0, help="of the choice of samples")
+    add("--output", required=True, metavar="DIR", help="folder for the pictures")
+    add("--num", type=int, default=16, metavar="N", help="number of samples (default 16)")
+    add("--seed", type=int, default=0, help="seed of the random choice (default 0)")
     add("--columns", type=int, default=4, metavar="N", help="pictures per row of the sheet (default 4)")
     add("--side", type=int, default=384, metavar="PX", help="longer side of each image (default 384)")
-    add("--separate", action="store_true", help="one file per sample, named by its line")
+    add("--separate", action="store_true", help="write one file per sample, named by its line")
     args = parser.parse_args()
     for name in ("num", "columns", "side"):
         if getattr(args, name) < 1:

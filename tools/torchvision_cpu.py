@@ -1,11 +1,11 @@
-"""Lets `import torchvision` work beside a CPU build of torch; does nothing where torchvision is healthy.
+"""Make `import torchvision` work with a CPU build of torch; no effect on a torchvision that works.
 
-Where only PyPI can be reached, pip pairs `torch==...+cpu` with a torchvision whose compiled operators are built for
-CUDA. They cannot be loaded, and torchvision 0.28 then dies at import with "operator torchvision::nms does not exist",
-although the image transforms that Qwen3-VL's processor needs are plain Python. Declaring the two operators' schemas
-first is enough. Every process needs it, vLLM's spawned children too, so `make setup` runs
-`python tools/torchvision_cpu.py`, which copies this file into site-packages beside a `.pth` file that installs the
-import hook at interpreter start.
+If only PyPI can be reached, pip pairs `torch==...+cpu` with a torchvision whose compiled operators are built for CUDA.
+They cannot be loaded, and torchvision 0.28 then fails to import with "operator torchvision::nms does not exist",
+although the image transforms that Qwen3-VL's processor needs are plain Python. It is enough to declare the schemas of
+the two operators first. Every process needs this, including vLLM's spawned children, so `make setup` runs
+`python tools/torchvision_cpu.py`: it copies this file into site-packages, next to a `.pth` file that installs the
+import hook when the interpreter starts.
 """
 
 import importlib.abc
@@ -19,11 +19,11 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_library = None  # torch.library keeps the schemas only as long as this object lives
+_library = None  # keeps the schemas declared: they disappear with the torch.library.Library object
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Finds torchvision as usual and declares the operators just before its code runs; a mere look-up is free."""
+    """Find torchvision as usual, and declare the operators just before its code runs; looking it up costs nothing."""
 
     def find_spec(self, name, path=None, target=None):  # noqa: ANN001, ANN201 (signature of importlib)
         if name != "torchvision":
@@ -55,7 +55,7 @@ def _declare_missing_operators(package: pathlib.Path) -> None:
 
 
 def install_hook() -> None:
-    """Called by the `.pth` file in every interpreter of the environment."""
+    """Install the import hook; the `.pth` file calls this in every interpreter of the environment."""
     if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorchvision())
 

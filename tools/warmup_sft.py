@@ -1,9 +1,10 @@
-"""Plain supervised training on a small data set, in one process: gives a model its first idea of the answer format.
+"""Train a small model on the answer format: plain supervised training in one process.
 
-Run as `python -m tools.warmup_sft --config configs/demo/warmup.yaml`. Stage 2 learns from its own rollouts, so it needs
-a model whose answers mostly parse; this is the short way there, on the JSONL format, targets, rows and losses of stage
-2 itself (the target is the ground truth behind an empty prefix). It holds the whole model in float32 on the CPU and
-trains all of it: meant for small models and a first try, not for the 8B one.
+    python -m tools.warmup_sft --config configs/demo/warmup.yaml
+
+Stage 2 learns from its own rollouts, so it needs a model whose responses mostly parse. This is the short way there,
+with the JSONL format, targets, rows and losses of stage 2 (the target is the ground truth after an empty prefix). It
+trains the whole model in float32 on the CPU: meant for small models and a first try, not for the 8B model.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -38,32 +37,34 @@ from utils.packing import Batch, CarryBuffer, collate_packed, denominators
 from utils.parsing import TokenTable
 from utils.targets import Segment, TargetOptions, ground_truth_target, make_segment
 
+SegmentOf = Callable[[Sample, Any], Segment]  # of a sample, with the processor
+
 
 class WarmupConfig(Section):
-    """Everything that can be set; paths are relative to the working directory."""
+    """All settings; paths are relative to the working directory."""
 
     model: str = Field(description="checkpoint directory to start from")
     train_jsonl: DataFiles = Field(description="a file, a list of files, or a list of {path, weight}")
-    output_dir: str = Field(description="where the trained checkpoint goes, in Hugging Face form with its processor")
+    output_dir: str = Field(description="directory of the trained checkpoint, in Hugging Face form with its processor")
     data: Data = Field(default_factory=Data)
     losses: Losses = Field(default_factory=Losses)
     answer_format: Literal["coord_tokens", "qwen3vl"] = Field("coord_tokens", description="as in stage 2")
     seed: int = Field(0, ge=0)
     steps: PositiveInt = Field(description="optimizer steps")
     samples_per_step: PositiveInt = 16
-    row_tokens: PositiveInt = Field(1024, description="most tokens in one packed row; no segment may be longer")
+    row_tokens: PositiveInt = Field(1024, description="maximum number of tokens in a packed row, and so in a segment")
     matrix_lr: PositiveFloat = Field(0.01, description="learning rate of Muon, for the matrices")
     other_lr: PositiveFloat = Field(2e-3, description="learning rate of AdamW, for embeddings, norms and biases")
     weight_decay: float = Field(0.01, ge=0)
     warmup_share: Ratio = Field(0.05, description="share of the steps in which the learning rate rises")
-    min_lr_ratio: Ratio = Field(0.02, description="where the cosine ends, relative to the learning rate")
+    min_lr_ratio: Ratio = Field(0.02, description="end of the cosine, relative to the learning rate")
     max_grad_norm: PositiveFloat = 1.0
     autocast: Literal["bfloat16", "off"] = "bfloat16"
     logging_steps: PositiveInt = 25
 
 
 def load_warmup_config(path: str | os.PathLike) -> WarmupConfig:
-    """Resolve (`extends` works as everywhere) and validate. Raises `ConfigError` with all problems."""
+    """Resolve `extends` and validate; raise `ConfigError` with all problems."""
     data, files = resolve_yaml(path)
     origin = Origin(str(path), data, files)
     try:
@@ -75,7 +76,7 @@ def load_warmup_config(path: str | os.PathLike) -> WarmupConfig:
 
 @dataclass
 class Parts:
-    """What training works with, all of it loaded and checked."""
+    """Model, processor and data, loaded and checked."""
 
     model: nn.Module
     processor: Any
@@ -84,7 +85,7 @@ class Parts:
 
 
 def load_parts(cfg: WarmupConfig) -> Parts:
-    """Read data, processor and model.
+    """Load data, processor and model.
 
     Raises:
         DataError, ValueError, OSError: the files, the tokenizer or the checkpoint cannot be used.
@@ -102,11 +103,11 @@ def load_parts(cfg: WarmupConfig) -> Parts:
     return Parts(load_model(cfg.model, "float32"), processor, table, stream)
 
 
-def train(cfg: WarmupConfig, parts: Parts, segment_of: Callable[[Sample], Segment] | None = None) -> None:
+def train(cfg: WarmupConfig, parts: Parts, segment_of: SegmentOf | None = None) -> None:
     """Train all weights in place.
 
     Args:
-        segment_of: a sample's training sequence; None takes stage 2's, its objects.
+        segment_of: makes a sample's segment; None: stage 2's, whose labels are the sample's objects.
     """
     model, table = parts.model, parts.table
     row_model = RowModel(model).train()
@@ -116,11 +117,11 @@ def train(cfg: WarmupConfig, parts: Parts, segment_of: Callable[[Sample], Segmen
     objective = MatchingObjective(weights)
     options = TargetOptions(desc_weight=cfg.losses.desc, coord_weight=cfg.losses.coord)
     if segment_of is None:
-        segment_of = partial(supervised_segment, processor=parts.processor, table=table, options=options)
+        segment_of = partial(supervised_segment, table=table, options=options)
     started = time.monotonic()
     for step in range(cfg.steps):
         samples = parts.stream.next(cfg.samples_per_step)
-        segments = [segment_of(sample) for sample in samples]
+        segments = [segment_of(sample, parts.processor) for sample in samples]
         rows = list(packed_rows(segments, cfg.row_tokens, model, table))
         totals = denominators(rows)
         sums = dict.fromkeys(PARTS, 0.0)
@@ -140,14 +141,14 @@ def train(cfg: WarmupConfig, parts: Parts, segment_of: Callable[[Sample], Segmen
 
 
 def supervised_segment(sample: Sample, processor: Any, table: TokenTable, options: TargetOptions) -> Segment:
-    """The sample's prompt followed by its whole ground truth, all of which is learnt."""
+    """Return the sample's prompt followed by its whole ground truth, every token of which is a label."""
     prompt = encode_prompt(sample, processor)
     target = ground_truth_target(sample.objects, table, options)
     return make_segment(sample.id, prompt.prompt_token_ids, target, table, prompt.pixel_values, prompt.image_grid_thw)
 
 
 def packed_rows(segments: list[Segment], row_tokens: int, model: nn.Module, table: TokenTable) -> Iterator[Batch]:
-    """All segments of one step in as few rows as the fullest-row rule makes."""
+    """Yield all segments of a step as rows, each filled as far as possible."""
     buffer = CarryBuffer(row_tokens, max_segments=len(segments))
     buffer.extend(segments)
     positions, dummy = position_ids_for(model), dummy_segment(model)
@@ -156,10 +157,11 @@ def packed_rows(segments: list[Segment], row_tokens: int, model: nn.Module, tabl
 
 
 def make_optimizers(model: nn.Module, cfg: WarmupConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the weight matrices between layers, AdamW for embeddings, convolutions, norms and biases.
+    """Return Muon for the weight matrices inside layers, AdamW for embeddings, convolutions, norms and biases.
 
-    Source: Jordan et al. 2024, Muon: its orthogonalised update suits hidden matrices only. On the demo's model it is
-    far faster than AdamW alone.
+    On the demo's model, Muon learns far faster than AdamW alone.
+
+    Source: Jordan et al. 2024, Muon; its orthogonalised update suits hidden matrices only.
     """
     matrices, others = [], []
     for name, parameter in model.named_parameters():
@@ -172,7 +174,7 @@ def make_optimizers(model: nn.Module, cfg: WarmupConfig) -> list[torch.optim.Opt
 
 
 def lr_factor(cfg: WarmupConfig) -> Callable[[int], float]:
-    """Step -> factor on the learning rate: a linear rise, then a cosine down to `min_lr_ratio`."""
+    """Return step -> factor on the learning rate: a linear rise, then a cosine down to `min_lr_ratio`."""
     rise = max(1, round(cfg.warmup_share * cfg.steps))
 
     def factor(step: int) -> float:
@@ -193,18 +195,17 @@ def log(step: int, steps: int, sums: dict, totals: dict, weights: LossWeights, s
     )
 
 
-def save(model: nn.Module, processor: Any, output_dir: str | os.PathLike) -> None:
-    """A checkpoint that transformers and vLLM load as it is."""
-    model.save_pretrained(output_dir)
-    processor.save_pretrained(output_dir)
+def save(parts: Parts, output_dir: str | os.PathLike) -> None:
+    """Write a checkpoint that transformers and vLLM can load."""
+    parts.model.save_pretrained(output_dir)
+    parts.processor.save_pretrained(output_dir)
 
 
-def warm_up(cfg: WarmupConfig) -> Path:
-    """Load, train, save; returns `cfg.output_dir`."""
+def warm_up(cfg: WarmupConfig, segment_of: SegmentOf | None = None) -> None:
+    """Load, train and save; see `train`."""
     parts = load_parts(cfg)
-    train(cfg, parts)
-    save(parts.model, parts.processor, cfg.output_dir)
-    return Path(cfg.output_dir)
+    train(cfg, parts, segment_of)
+    save(parts, cfg.output_dir)
 
 
 def main() -> None:
@@ -216,11 +217,10 @@ def main() -> None:
     except ConfigError as error:
         exit_with(error)
     except (DataError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        exit_with(str(error))
     print(f"supervised warm-up of {cfg.model}: {cfg.steps} steps of {cfg.samples_per_step} samples", flush=True)
     train(cfg, parts)
-    save(parts.model, parts.processor, cfg.output_dir)
+    save(parts, cfg.output_dir)
     print(f"saved {cfg.output_dir}")
 
 

@@ -1,7 +1,7 @@
-"""The usual loss: the head on every position of the padded batch, then the losses on a mask of it.
+"""The usual loss: apply the head to every position of a padded batch, then mask the losses.
 
 As in transformers' and TRL's trainers: full logits, cross-entropy with `ignore_index`, one loss value per token. The
-coordinate losses are the same functions as ours, on the rows of those logits where coordinates are supervised.
+coordinate losses are the same functions as ours, on the rows of the logits where coordinates are supervised.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ IGNORED = -100
 def padded_loss_sums(
     hidden: Tensor, lm_head: Callable[[Tensor], Tensor], batch: Batch, sigma: float
 ) -> dict[str, Tensor]:
-    """Weighted sums of the parts, as `utils.losses.loss_sums` gives them.
+    """Return the weighted sums of the parts, like `utils.losses.loss_sums`.
 
     Args:
         hidden: [B, T, D] of a padded batch.

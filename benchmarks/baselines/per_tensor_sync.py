@@ -1,7 +1,7 @@
-"""Weight sync as most trainers do it: for every tensor one HTTP call that announces it, and one broadcast.
+"""Weight sync as in most trainers: each tensor is announced by one HTTP call and sent by one broadcast.
 
-After TRL's `VLLMClient.update_named_param`. Tuned where that costs nothing: one kept-alive connection, the call under
-way while the broadcast is, merged tensors at hand, one layerwise reload around the whole update.
+Modelled on TRL's `VLLMClient.update_named_param`, with the improvements that cost nothing: one kept-alive connection,
+call and broadcast at the same time, tensors merged in advance, one layerwise reload around the whole update.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from utils.sync.weight_sync import WeightSync
 
 
 def sync_per_tensor(sync: WeightSync, tensors: dict[str, torch.Tensor], version: str) -> None:
-    """Bring the first server of `sync` to `tensors` (checkpoint names), over its communicator."""
+    """Send `tensors` (checkpoint names) to the first server of `sync`, over its communicator."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     group = sync.transport._groups[0]

@@ -1,10 +1,10 @@
-"""From a generated answer to a training batch, written straightforwardly: loops over tokens, characters and pairs.
+"""A straightforward way from a generated answer to a training batch: loops over tokens, characters and pairs.
 
-What a trainer does that nobody tuned for long answers, with the same library for overlaps (shapely), the same solver
-(scipy) and the tokenizer's own encode. `tuned` takes the two cheap ways out: token texts from a list made once instead
-of decoding each token, and shapes built once per object instead of once per pair. It reads what models write
-(`utils.targets.format_objects`), and knows less about malformed answers than `utils.parsing` does; on well-formed ones
-both find the same.
+A trainer that nobody tuned for long answers looks like this, with the same library for overlaps (shapely), the same
+solver (scipy) and the tokenizer's own encode. `tuned` adds two cheap improvements: token texts from a list made once
+instead of decoding each token, and shapes built once per object instead of once per pair. The format is that of
+`utils.targets.format_objects`. On well-formed answers the results equal those of `utils.parsing`, which handles
+malformed ones better.
 """
 
 import json
@@ -22,7 +22,7 @@ from utils.parsing import TokenTable
 
 
 class Scanner:
-    """Parse, match and build targets for one tokenizer (transformers')."""
+    """Parse, match and build targets with one tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any, table: TokenTable, tuned: bool) -> None:
         self.table, self.tuned = table, tuned
@@ -31,8 +31,8 @@ class Scanner:
         self.bin_of = {token: value for value, token in enumerate(table.coord_ids.tolist())}
 
     def parse(self, token_ids: list[int]) -> tuple[list[tuple[Object, list[int], int]], tuple[int, int]]:
-        """`(object, token index of each coordinate, index of its first token)` of all objects; the token in which
-        the last one ends, and how many characters of that token belong to it."""
+        """Return all objects as `(object, token index of each coordinate, index of its first token)`, and where the
+        last one ends: the token, and how many of its characters belong to the object."""
         found, depth, in_string, escaped, last = [], 0, False, False, (0, 0)
         text, coords, first = [], [], 0
         for index, token in enumerate(token_ids):
@@ -60,7 +60,7 @@ class Scanner:
         return found, last
 
     def match(self, pred: list[Object], gt: list[Object], threshold: float) -> list[tuple[int, int]]:
-        """One to one, largest sum of IoU among pairs of at least `threshold`."""
+        """Match one to one, with the largest sum of IoU among pairs of at least `threshold`."""
         shape_of = cache(_shape) if self.tuned else _shape
         gain = [[0.0] * len(gt) for _ in pred]
         for i, a in enumerate(pred):
@@ -73,7 +73,7 @@ class Scanner:
     def target(
         self, token_ids: list[int], parsed: tuple, gt: list[Object], pairs: list[tuple[int, int]]
     ) -> tuple[list[int], dict[int, float], dict[int, int]]:
-        """`(ids, coordinate target by index, text label by index)`."""
+        """Return `(ids, coordinate target by index, text label by index)`."""
         found, (last, num_kept) = parsed
         taken = {j for _, j in pairs}
         missed = "".join(", " + COORD_TOKENS.write_object(obj) for j, obj in enumerate(gt) if j not in taken)
@@ -120,7 +120,7 @@ def _iou(a: shapely.Geometry, b: shapely.Geometry) -> float:
 def pack(
     made: list[tuple[list[int], dict[int, float], dict[int, int]]], prompt: list[int], cap: int
 ) -> dict[str, torch.Tensor]:
-    """First come, first packed, until the row is full: ids, positions and labels (-100 and NaN: none) as tensors."""
+    """Pack in order until the row is full: ids, positions and labels (-100 or NaN: none) as tensors."""
     ids, positions, labels, coords = [], [], [], []
     for answer, coord_of, label_of in made:
         length = len(prompt) + len(answer)

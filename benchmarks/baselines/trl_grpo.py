@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer on the GRPO demo's task, for `benchmarks/grpo_peer.py`, which starts it under TRL's own Python:
+"""TRL's GRPOTrainer on the GRPO demo's task; `benchmarks/grpo_peer.py` starts it under TRL's own Python.
 
     torchrun --nproc_per_node 2 -m benchmarks.baselines.trl_grpo JOB
 
-JOB is a JSON file: what to train, and `output`, a JSONL file that gets a line per optimizer step. It generates with
-transformers, as TRL does without vLLM. Of this project it uses the reward functions only.
+JOB is a JSON file with the settings and `output`, a JSONL file that gets a line per optimizer step. TRL generates with
+transformers, as it does without vLLM. From this project it uses only the reward functions.
 """
 
 import json
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def dataset(job: dict[str, Any]) -> Dataset:
-    """The demo's training lines; `domain` and `summary` (as JSON) reach the reward function as columns."""
+    """Load the demo's training lines; the reward function gets `domain` and `summary` (as JSON) as columns."""
     path = Path(job["train_jsonl"])
     rows = [json.loads(line) for line in path.open()]
     columns = {
@@ -73,7 +73,7 @@ def dataset(job: dict[str, Any]) -> Dataset:
 
 
 def reward_function(job: dict[str, Any]) -> Any:
-    """This project's rewards, weighted and summed, in TRL's form."""
+    """Return this project's rewards, weighted and summed, in TRL's form."""
     rewards = load_rewards(job["reward_funcs"])
 
     def summary_reward(completions: list, domain: list[str], summary: list[str], **_: Any) -> list[float]:
@@ -91,7 +91,7 @@ def reward_function(job: dict[str, Any]) -> Any:
 
 
 class Recorder(TrainerCallback):
-    """A line `{"step", "time", "reward", "new_tokens"}` per optimizer step."""
+    """Write a line `{"step", "time", "reward", "new_tokens"}` per optimizer step."""
 
     def __init__(self, output: Path) -> None:
         self.output = output

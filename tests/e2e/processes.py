@@ -1,4 +1,4 @@
-"""Real processes for end-to-end tests: free ports, loopback only, and nothing outlives its test."""
+"""Real processes for end-to-end tests: free ports, loopback only, and no process outlives its test."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ import psutil
 import requests
 import yaml
 
-from tools.launch import family_of
+from tools.launch import process_tree
 
 ROOT = Path(__file__).parents[2]
-START_S = 400  # a loaded two-core machine; about 30 s on an idle one
+START_S = 400  # for a busy two-core machine; about 30 s on an idle one
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
@@ -32,7 +32,7 @@ def write_yaml(path: Path, content: dict[str, Any]) -> Path:
 
 
 class Server:
-    """A started `rollout_server.py` and how to talk to it."""
+    """A running `rollout_server.py` and its HTTP client."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Server:
         return answer.json()
 
     def kill(self) -> None:
-        """SIGKILL to the front and all engines at once."""
-        for process in alive(family_of(self.process.pid)):
+        """Send SIGKILL to the front and all engines at once."""
+        for process in alive(process_tree(self.process.pid)):
             process.kill()
         self.process.wait()
 
@@ -90,7 +90,7 @@ class Server:
         return self.wait_ready()
 
     def end(self) -> None:
-        """Only what this test started, by process id."""
+        """Kill only what this test started, by process id."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -108,14 +108,14 @@ def launch(config: Path, log: Path, token: str | None = None) -> subprocess.Pope
 def run_learner(
     script: str, config: Path, num_ranks: int, timeout_s: float = 500.0, arguments: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
-    """`deepspeed --num_gpus N SCRIPT --config FILE` to its end; output of all ranks in `stdout`."""
+    """Run `deepspeed --num_gpus N SCRIPT --config FILE` to its end; output of all ranks in `stdout`."""
     return run_program(script, num_ranks, ("--config", str(config), *arguments), timeout_s)
 
 
 def run_program(
     script: str, num_ranks: int, arguments: tuple[str, ...], timeout_s: float = 500.0
 ) -> subprocess.CompletedProcess:
-    """`deepspeed --num_gpus N SCRIPT ARGUMENTS` to its end; output of all ranks in `stdout`."""
+    """Run `deepspeed --num_gpus N SCRIPT ARGUMENTS` to its end; output of all ranks in `stdout`."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks)]
     port = free_port()
     command = [*launcher, "--master_port", str(port), str(ROOT / script), *arguments]
@@ -136,7 +136,7 @@ def run_program(
 def config_of(
     folder: Path, model: Path, url: str, group_port: int, settings: dict[str, Any], timeout_s: float = 240.0
 ) -> dict[str, Any]:
-    """A config for server and learner; `settings` go into the rollout server's section."""
+    """Return a config for server and learner; `settings` go into the rollout server's section."""
     connection = {"servers": [{"base_url": url, "group_port": group_port}], "timeout_s": timeout_s}
     matching = {
         "rollout_backend": "vllm",
@@ -158,5 +158,5 @@ def config_of(
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those still running; a zombie has ended, its parent just has not asked."""
+    """Return the processes that are still running; a zombie has ended, but its parent has not waited for it."""
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

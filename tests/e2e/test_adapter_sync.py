@@ -91,8 +91,8 @@ def test_an_adapter_in_its_slot_answers_as_the_merged_model_SYN_10(server, start
 
 
 def test_a_full_sync_into_an_engine_with_slots_empties_the_slot_SYN_10(server, start_model, asked, tmp_path, caplog):  # noqa: F811
-    """SYN-10: an adapter that the engine has no slot for (its vision tower) makes the run go on with full syncs, once
-    warned; with the slot still in force the adapter would count twice."""
+    """SYN-10: with an adapter that has no slot in the engine (vision tower), the run continues with full syncs and
+    warns once. If the slot stayed in force, the adapter would count twice."""
     model = tuned(start_model, LANGUAGE)
     train_a_little(model)
     sync = open_sync(server, model, "run-b", False)
@@ -113,7 +113,7 @@ def test_a_full_sync_into_an_engine_with_slots_empties_the_slot_SYN_10(server, s
 
 
 def test_without_fallback_the_run_stops_with_the_reason_SYN_10(server, start_model):
-    """SYN-10, SYN-3: here because the run before this one left its merged weights in the engine. At once, not when the
+    """SYN-10, SYN-3: the previous test's run left its merged weights in the engine. The run stops at once, not when the
     transport's 60 s are over."""
     sync = open_sync(server, tuned(start_model, LANGUAGE), "run-d", False)
     start = time.monotonic()

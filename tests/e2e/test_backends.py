@@ -25,10 +25,10 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Five validation samples: one rank has three, two calls of two, the other two, one call."""
+    """Five validation samples: one rank has three, in calls of two and one; the other rank has two, in one call."""
     folder = tmp_path_factory.mktemp("backends")
     make_dataset(folder / "data", num_train=24, num_val=5)
-    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}  # else small models are never sharded
+    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}  # otherwise small models are never sharded
     (folder / "zero3.json").write_text(json.dumps({"zero_optimization": sharded}))
     return folder
 
@@ -60,7 +60,7 @@ def config_of(folder: Path, model: Path, name: str, matching: dict, deepspeed: s
 
 @pytest.fixture(scope="module")
 def run_of(folder, warm_model):
-    """A function `name -> run directory`; each run happens once."""
+    """Return a function `name -> run directory`; each run happens only once."""
     done: dict[str, Path] = {}
 
     def run(name: str) -> Path:
@@ -88,8 +88,8 @@ def test_a_run_trains_and_leaves_its_records_CFG_5_ROL_4_ROL_6_ROL_7(run_of, nam
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "hf_zero2"])
 def test_all_backends_give_the_same_greedy_answers_ROL_1(run_of, name):
-    """ROL-1: Five validation samples before training, and the loss of the first step on six training samples. Between
-    two neighbouring coordinates the last bit of a float decides now and then, hence the tolerance of two bins."""
+    """ROL-1: five validation samples before training, and the loss of the first step on six training samples. Sometimes
+    the last bit of a float decides between two neighbouring coordinates, hence the tolerance of two bins."""
     expected, got = run_of("hf_zero2"), run_of(name)
     for ours, theirs in zip(start_answers(got), start_answers(expected), strict=True):
         assert [o["desc"] for o in ours["pred"]] == [o["desc"] for o in theirs["pred"]]

@@ -1,4 +1,4 @@
-"""GRPO on real parts: one vLLM server, DeepSpeed with two ranks, merged weights between them, run after run."""
+"""GRPO with real parts: one vLLM server and DeepSpeed with two ranks, which send it merged weights, run after run."""
 
 import json
 import subprocess
@@ -92,7 +92,7 @@ def first_run(folder, server, start_model) -> Path:
 
 
 def test_engine_and_learner_agree_on_every_sampled_token_GRP_6_SYN_7(first_run):
-    """GRP-6, SYN-7: in float32 their log-probabilities differ by less than 1e-3, after every update; on-policy ratios
+    """GRP-6, SYN-7: in float32 their log-probabilities differ by less than 1e-3 after every update; on-policy ratios
     are 1."""
     found = curves(first_run)
     assert len(found["policy/engine_gap_max"]) == NUM_STEPS
@@ -103,7 +103,7 @@ def test_engine_and_learner_agree_on_every_sampled_token_GRP_6_SYN_7(first_run):
 
 
 def test_the_server_holds_the_last_policy_and_groups_have_seeds_of_their_own_GRP_1_DIS_6(first_run, server):
-    """GRP-1, DIS-6, LOG-1: merged weights of the last step; 2 prompts x 4 answers per call, a seed each."""
+    """GRP-1, DIS-6, LOG-1: merged weights of the last step; 2 prompts x 4 answers per call, each with its own seed."""
     ledger = json.loads((first_run / "weights.json").read_text())
     assert ledger["version"].endswith(f":{NUM_STEPS}")
     assert server.get("/weight_version/").json()["weight_version"] == ledger["version"]
@@ -128,8 +128,8 @@ def test_the_evaluation_is_the_mean_reward_of_greedy_answers_GRP_1_LRN_7(first_r
 
 
 def test_a_second_learner_starts_on_the_same_server_GRP_4_LRN_8(first_run, folder, server, start_model):
-    """GRP-4: ending the learner leaves the server running, and the next one needs nothing but its own command.
-    GRP-1, LRN-8: full fine-tuning, padded batches, answers prepared up to one step ahead and resampled prompts."""
+    """GRP-4: the server keeps running when a learner ends, and the next learner needs nothing but its own command.
+    GRP-1, LRN-8: full fine-tuning, padded batches, answers prepared up to one step ahead, and resampled prompts."""
     boot_id = server.get("/health/").json()["boot_id"]
     config = grpo_config(
         folder,
@@ -147,12 +147,12 @@ def test_a_second_learner_starts_on_the_same_server_GRP_4_LRN_8(first_run, folde
     assert result.returncode == 0, result.stdout[-6000:]
     assert server.get("/health/").json()["boot_id"] == boot_id
     found = curves(folder / "second")
-    assert max(found["train/policy_lag_max"]) == 1  # something was prepared ahead, and nothing older
+    assert max(found["train/policy_lag_max"]) == 1  # some rows were prepared ahead, none further than that
     assert len(found["reward"]) == NUM_STEPS
 
 
 def test_a_server_that_is_not_there_is_named_GRP_4_CON_1(folder, server, start_model):
-    """GRP-4, CON-1: the learner waits up to the limit, then says where it looked and what to do."""
+    """GRP-4, CON-1: the learner waits up to the limit, then says which address it tried and what to do."""
     nobody = free_port()
     config = grpo_config(
         folder, server, start_model, "nobody", rlhf={"vllm_server_port": [nobody], "vllm_server_timeout": 3.0}
@@ -163,7 +163,7 @@ def test_a_server_that_is_not_there_is_named_GRP_4_CON_1(folder, server, start_m
 
 
 def test_colocate_is_two_edits_away_GRP_2_ROL_7(folder, server, start_model):
-    """GRP-2, ROL-7: `vllm_mode: colocate` and the same file otherwise, the server's section ignored."""
+    """GRP-2, ROL-7: `vllm_mode: colocate`, otherwise the same file; the server's section is ignored."""
     config = grpo_config(
         folder, server, start_model, "colocate", rlhf={"vllm_mode": "colocate"}, training={"max_steps": 2}
     )
@@ -175,8 +175,8 @@ def test_colocate_is_two_edits_away_GRP_2_ROL_7(folder, server, start_model):
 
 @pytest.mark.slow
 def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4_LRN_1(folder, server, start_model):
-    """CON-4, LRN-1, SYN-8: the server is killed while answers are prepared ahead and started again by its own command.
-    The run waits, sends all weights and trains every step, each prompt once."""
+    """CON-4, LRN-1, SYN-8: the server is killed while answers are prepared ahead, and restarted with its own command.
+    The run waits, sends all weights, and trains every step with each prompt once."""
     num_steps, run_dir = 10, folder / "restart"
     config = grpo_config(folder, server, start_model, "restart", training={"max_steps": num_steps, "eval_steps": 0})
     content = yaml.safe_load(config.read_text())
@@ -197,7 +197,7 @@ def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4_LRN_1(fold
     found = curves(run_dir)
     assert len(found["reward"]) == num_steps and found["rollout/failed"] == [0.0] * num_steps
     assert max(found["train/policy_lag_max"]) <= 1
-    assert found["sync/bytes"].count(max(found["sync/bytes"])) == 2  # all at the start and after the restart
+    assert found["sync/bytes"].count(max(found["sync/bytes"])) == 2  # everything at the start and after the restart
     state = torch.load(run_dir / f"checkpoint-{num_steps}" / "state" / "rank_00000.pt", weights_only=True)
     assert state["stream"]["position"] == num_steps * 8  # 2 prompts x 2 micro-steps x 2 ranks
     ledger = json.loads((run_dir / "weights.json").read_text())

@@ -1,4 +1,4 @@
-"""The main job on real parts: vLLM with two engines, DeepSpeed with two ranks, merged DoRA weights between them."""
+"""Stage 2 with real parts: vLLM with two engines and DeepSpeed with two ranks, which sends it merged DoRA weights."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("main_job")
     train, _, _ = make_dataset(folder / "data", num_train=48, num_val=32)
     lines = [json.loads(line) for line in train.read_text().splitlines()]
-    for row in lines[::2]:  # every other training sample has polygons beside its boxes (TGT-6)
+    for row in lines[::2]:  # every other training sample has polygons next to its boxes (TGT-6)
         for item in row["objects"][::2]:
             x1, y1, x2, y2 = item.pop("bbox_2d")
             item["poly"] = [x1, y1, x2, y1, x2, y2, x1, y2]
@@ -67,11 +67,11 @@ def stage2_config(folder: Path, server: Server, model: Path, name: str, **change
 
 @pytest.fixture(scope="module")
 def zero3_run(folder, server, warm_model) -> Path:
-    """Four optimizer steps under ZeRO-3 with DoRA and trained embeddings; returns the run directory."""
+    """Run four optimizer steps under ZeRO-3 with DoRA and trained embeddings; return the run directory."""
     config = stage2_config(folder, server, warm_model, "zero3", tuner=DORA, deepspeed="zero3")
     result = run_learner("tests/e2e/train_and_check_base.py", config, num_ranks=2)
     assert result.returncode == 0, result.stdout[-6000:]
-    assert "base weights unchanged" in result.stdout  # SYN-4: bit for bit what they were
+    assert "base weights unchanged" in result.stdout  # SYN-4: bit for bit
     return folder / "zero3"
 
 
@@ -87,7 +87,7 @@ def test_what_reached_the_server_is_pefts_merge_of_the_saved_adapter_SYN_4_SYN_7
     for name, digest in ledger["digests"].items():
         assert tensor_digest(merged[name]) == digest, name
         changed += not torch.equal(merged[name], base_tensor(warm_model, name))
-    assert changed > 10  # training did move the weights
+    assert changed > 10  # training changed the weights
 
 
 def base_tensor(model: Path, name: str) -> torch.Tensor:
@@ -174,8 +174,8 @@ def test_a_run_leaves_its_records_LOG_2_LOG_3_LRN_7(zero3_run):
 
 
 def test_only_rollout_requests_and_weights_cross_the_process_border_LRN_3_ROL_2(zero3_run):
-    """LRN-3, ROL-2: no label, target or packed row leaves the learner; a request is one sample, and ranks other than 0
-    send nothing but requests."""
+    """LRN-3, ROL-2: no label, target or packed row leaves the learner; a request is one sample; ranks other than 0 send
+    only requests."""
     calls = {rank: [json.loads(line) for line in (zero3_run / f"sent_{rank}.jsonl").open()] for rank in (0, 1)}
     asking = {"/health/", "/get_world_size/", "/infer/"}
     weights = {"/init_communicator/", "/start_weight_update/", "/update_weights/", "/finish_weight_update/", "/probe/"}
@@ -192,7 +192,7 @@ def test_only_rollout_requests_and_weights_cross_the_process_border_LRN_3_ROL_2(
 
 
 def test_decode_batch_size_changes_how_many_go_at_once_and_nothing_else_ROL_4(zero3_run, server, folder):
-    """ROL-4: one call per server and round with up to M samples per device; results as for M = 1."""
+    """ROL-4: one call per server and round, with up to M samples per device; results equal those of M = 1."""
     requests = [RolloutRequest(sample.id, prompt_chat(sample), sample.images, []) for sample in val_samples(folder)[:8]]
     results, sizes = {}, {}
     for batch_size in (1, 4):
@@ -211,8 +211,8 @@ def test_decode_batch_size_changes_how_many_go_at_once_and_nothing_else_ROL_4(ze
 
 
 def test_zero2_full_fine_tuning_without_packing_on_the_same_server_LRN_2_PCK_6(folder, server, warm_model, zero3_run):
-    """LRN-2, PCK-6: A second learner takes over the server that the first left up; other engine, other tuner, padded
-    batches."""
+    """LRN-2, PCK-6: a second learner takes over the server that the first left running: another ZeRO stage, another
+    tuner, padded batches."""
     config = stage2_config(
         folder,
         server,

@@ -1,4 +1,4 @@
-"""Partial syncs into a real server with two engines: what it holds and computes is PEFT's own merge (SYN-6, SYN-7)."""
+"""Partial syncs into a real server with two engines: its weights and outputs equal PEFT's own merge (SYN-6, SYN-7)."""
 
 import copy
 from pathlib import Path
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 
 
 class ListeningClient(RolloutClient):
-    """Keeps the answers to /update_weights/."""
+    """A client that keeps the responses of /update_weights/."""
 
     def post(self, index, path, body, timeout_s=None):
         answer = super().post(index, path, body, timeout_s)
@@ -64,7 +64,7 @@ def merged_by_peft(model) -> dict[str, torch.Tensor]:
 
 
 def own_logprobs(model_dir: Path, request: dict, token_ids: list[int]) -> np.ndarray:
-    """Transformers' log-probabilities of `token_ids` behind the request's prompt."""
+    """Return transformers' log-probabilities of `token_ids` after the request's prompt."""
     processor = load_processor(model_dir)
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
     images = [open_image(image) for image in request["images"]]
@@ -108,8 +108,8 @@ def test_partial_syncs_leave_the_engine_with_the_merged_model_SYN_6_SYN_7(
     server, start_model, folder, asked, tmp_path, train_embeddings  # noqa: F811
 ):  # fmt: skip
     """SYN-6, SYN-7: digests of all that every worker holds, log-probabilities and greedy answers, after three partial
-    syncs on one communicator; then closed, opened again on the same port, and full again. With trained embeddings the
-    output layer, which is tied to them and never sent, must follow."""
+    syncs on one communicator. Then it is closed, reopened on the same port, and the sync is full again. With trained
+    embeddings the output layer, which is tied to them and never sent, must follow."""
     torch.manual_seed(int(train_embeddings))
     model = tuned(start_model, train_embeddings)
     token_ids = list(range(40, 52))
@@ -126,7 +126,7 @@ def test_partial_syncs_leave_the_engine_with_the_merged_model_SYN_6_SYN_7(
         server.infer(asked[:2], max_tokens=4)  # fills the caches that the sync must drop (SYN-9)
         reports.append(sync.sync(f"run-{train_embeddings}:{step}"))
         expected = {name: tensor_digest(tensor) for name, tensor in merged_by_peft(model).items()}
-        assert sync.client.held == [expected] * 2  # of every tensor, sent again or not
+        assert sync.client.held == [expected] * 2  # of every tensor, whether sent again or not
         assert sync.ledger == expected
     assert all(np.abs(after - before).max() > 1e-2 for before, after in zip(own, own[1:], strict=False))
     full, *partial = reports

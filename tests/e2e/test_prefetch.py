@@ -1,4 +1,4 @@
-"""Preparing rows ahead against a real server (LRN-8): with window 0 nothing changes, with more the lag is bounded."""
+"""Preparing rows ahead with a real server (LRN-8): window 0 changes nothing; otherwise the lag is bounded."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def server(folder, warm_model):
 
 
 def run(folder: Path, server: Server, name: str, prefetch: dict) -> Path:
-    """Train with two ranks and two micro-steps per step; returns the run directory."""
+    """Train with two ranks and two micro-steps per step; return the run directory."""
     config = yaml.safe_load(server.config.read_text())
     matching = config["custom"]["extra"]["rollout_matching"]
     matching["vllm"]["server"] = {"base_url": server.url, "group_port": server.group_port}
@@ -71,8 +71,8 @@ def test_with_window_0_the_run_is_the_synchronous_one_sample_for_sample_LRN_8(fo
 
 
 def test_rollouts_of_coming_steps_are_at_most_so_old_LRN_8_SYN_9(folder, server):
-    """LRN-8, SYN-8, SYN-9: every answer says which weights made it; none is older than the window when it is taken.
-    What `wait` and `abort` do to running requests is the server's test."""
+    """LRN-8, SYN-8, SYN-9: every answer has the version of its weights; none is older than the window when it is used.
+    The test of the server covers what `wait` and `abort` do to running requests."""
     prefetch = {"enabled": True, "version_window": 2, "queue_limit": 4, "on_sync": "keep"}
     run_dir = run(folder, server, "ahead", prefetch)
     lines = [line for line in read_rollout_log(run_dir / "rollouts.jsonl") if line["phase"] == "train"]
@@ -81,9 +81,9 @@ def test_rollouts_of_coming_steps_are_at_most_so_old_LRN_8_SYN_9(folder, server)
     ages = []
     for step, call in asked:
         version = call.get("weight_version", lines[step]["weight_version"])
-        assert call["global_step"] == step  # each line is about its own step, whenever it was asked for
+        assert call["global_step"] == step  # each line is about its own step, whenever it was requested
         ages.append(step - int(version.rpartition(":")[2]))
-    assert 1 <= max(ages) <= 2 and min(ages) == 0  # how far ahead it gets is a matter of speed
+    assert 1 <= max(ages) <= 2 and min(ages) == 0  # how far ahead it gets depends on speed
     lag, worst = curve(run_dir, "train/policy_lag"), curve(run_dir, "train/policy_lag_max")
     assert len(lag) == NUM_STEPS and worst[0] == 0 and max(worst) >= 1 and max(worst) <= 2 + 1  # + the carry buffer
     assert curve(run_dir, "rollout/remade") == [0.0] * NUM_STEPS

@@ -1,4 +1,4 @@
-"""Training in Qwen3-VL's own answer form: a start model that memorised a few scenes, the hf backend, two real steps."""
+"""Training in Qwen3-VL's own answer format: a model that memorised a few scenes, the hf backend, two real steps."""
 
 import json
 import math
@@ -21,7 +21,7 @@ NUM_STEPS = 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Scenes, among them one whose objects are polygons."""
+    """Scenes, one of which has polygons as objects."""
     folder = tmp_path_factory.mktemp("qwen3vl")
     train, _, _ = make_dataset(folder / "data", num_train=6, num_val=1)
     rows = [json.loads(line) for line in train.read_text().splitlines()]
@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def native_model(folder, start_model) -> Path:
-    """The untrained model after a warm-up in its native form: it answers the training scenes."""
+    """The untrained model after a warm-up in its native format: it answers the training scenes."""
     config = {
         "extends": str(ROOT / "configs" / "demo" / "warmup.yaml"),
         "model": str(start_model),
@@ -87,7 +87,7 @@ def run(folder, native_model) -> Path:
 
 
 def test_a_run_trains_on_numbers_TGT_7(run):
-    """TGT-7, LRN-7: answers parse and match, the text is learnt, and there is no coordinate loss."""
+    """TGT-7, LRN-7: answers parse and match, text tokens are trained, and there is no coordinate loss."""
     events = EventAccumulator(str(run)).Reload()
     losses = {part: [event.value for event in events.Scalars(f"loss/{part}")] for part in ("total", "text", "coord")}
     assert len(losses["total"]) == NUM_STEPS and all(value > 0 and math.isfinite(value) for value in losses["total"])
@@ -98,7 +98,7 @@ def test_a_run_trains_on_numbers_TGT_7(run):
 
 
 def test_records_are_norm1000_and_polygons_boxes_DAT_2(run, folder):
-    """DAT-2, LOG-4: what is written down is in bins 0..999; one warning tells of the polygons."""
+    """DAT-2, LOG-4: records are in bins 0..999; one warning mentions the polygons."""
     assert "polygons, which answer_format: qwen3vl cannot express" in (run / "output.txt").read_text()
     lines = [json.loads(line) for line in (run / "eval" / "step_000000.jsonl").open()]
     samples = {sample.id: sample for sample in load_samples([folder / "data" / "train.jsonl"], "p", form=QWEN3VL)[0]}
@@ -110,7 +110,7 @@ def test_records_are_norm1000_and_polygons_boxes_DAT_2(run, folder):
 
 
 def test_sample_sheets_show_what_is_learnt_LOG_4(run):
-    """LOG-4: digits are marked as text that is learnt, in the answer form itself."""
+    """LOG-4: digits are marked as trained text, in the answer format itself."""
     dumps = sorted((run / "dumps" / "step_000001").glob("*.json"))
     assert len(dumps) == 2 and all(path.with_suffix(".png").exists() for path in dumps)
     for record in map(json.loads, map(Path.read_text, dumps)):

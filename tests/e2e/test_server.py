@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from tests import ms_swift
 from tests.e2e import traffic
 from tests.e2e.processes import START_S, Server, alive, launch
-from tools.launch import family_of
+from tools.launch import process_tree
 from utils.sync.wire import bucket_layouts, tensor_digest
 
 pytestmark = pytest.mark.e2e
@@ -59,7 +59,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory) -> Path:
-    """The same architecture with other random weights."""
+    """A checkpoint of the same architecture with other random weights."""
     from tools.make_demo import build_start_model
 
     return build_start_model(tmp_path_factory.mktemp("other_model"), seed=1)
@@ -81,7 +81,7 @@ def asked(folder) -> list[dict]:
 
 
 class Learner:
-    """Rank 0 of a weight update, as utils/sync/weight_sync.py does it, small enough to break off anywhere."""
+    """Rank 0 of a weight update, as in utils/sync/weight_sync.py, but small enough to stop anywhere."""
 
     group: torch.distributed.ProcessGroup | None = None
     last: "Learner | None" = None
@@ -112,7 +112,7 @@ class Learner:
     def update(
         self, weights: dict, version: str, pause: str = "wait", stop_before: int | None = None
     ) -> requests.Response:
-        """One whole update. Returns the answer to finish, or of the first call that failed."""
+        """Do a whole update; return the response to finish, or to the first call that failed."""
         started = self.call("/start_weight_update/", version=version, pause=pause)
         if started.status_code != 200:
             return started
@@ -140,7 +140,7 @@ class Learner:
         for index, layout in enumerate(layouts):
             if index == stop_before:
                 self.group.shutdown()
-                self.group = None  # closes the connections, as the end of the process would
+                self.group = None  # closes the connections, as if the process had ended
                 return
             bucket = torch.zeros(layout.num_bytes, dtype=torch.uint8)
             for tensor, offset in zip(tensors[layout.first : layout.last], layout.offsets, strict=True):
@@ -150,7 +150,7 @@ class Learner:
 
 
 def own_answers(model_dir: Path, asked: list[dict], max_tokens: int) -> list[tuple[list[int], list[int], torch.Tensor]]:
-    """Transformers' own greedy answers: (prompt ids, answer ids cut before the end token, log-probs of all of them)."""
+    """Return transformers' greedy answers: (prompt ids, answer ids up to the end token, log-probs of all of them)."""
     from transformers import AutoModelForImageTextToText
 
     from utils.data.encoding import load_processor
@@ -184,7 +184,7 @@ def own_answers(model_dir: Path, asked: list[dict], max_tokens: int) -> list[tup
 
 
 def assert_serves(server: Server, model_dir: Path, asked: list[dict]) -> None:
-    """The server's greedy answers and its probe are those of the checkpoint in `model_dir` (SYN-7, ROL-1, ROL-3)."""
+    """The server's greedy answers and probe must equal the checkpoint's in `model_dir` (SYN-7, ROL-1, ROL-3)."""
     own = own_answers(model_dir, asked, GREEDY["max_tokens"])
     for output, (prompt_ids, answer_ids, _) in zip(server.infer(asked, **GREEDY), own, strict=True):
         assert output["response"]["prompt_token_ids"] == prompt_ids
@@ -218,7 +218,7 @@ def test_greedy_answers_and_prompts_equal_transformers(server, start_model, aske
 
 
 def test_every_image_form_gives_the_same_answer(server, folder, asked):
-    """SRV-4: local path, data URI, base64; string messages and content lists; order kept."""
+    """SRV-4: local path, data URI, base64; string messages and content lists; the order is kept."""
     raw = base64.b64encode((folder / "data" / "0.png").read_bytes()).decode()
     uri = f"data:image/png;base64,{raw}"
     text = {"type": "text", "text": "List every object."}
@@ -243,7 +243,7 @@ def test_every_image_form_gives_the_same_answer(server, folder, asked):
 
 
 def test_request_i_samples_with_seed_plus_i(server, asked):
-    """SRV-4, DIS-6: so cutting a call into two changes nothing."""
+    """SRV-4, DIS-6: so splitting a call in two changes nothing."""
     whole = server.infer([asked[0]] * 4, **SAMPLED, seed=2**31 - 2)
     again = server.infer([asked[0]] * 4, **SAMPLED, seed=2**31 - 2)
     tokens = [output["response_token_ids"] for output in whole]
@@ -264,7 +264,7 @@ def test_both_replicas_take_part(server, asked):
 
 
 def test_bad_requests_fail_alone(server, folder, asked):
-    """SRV-5: unreadable image, over-long prompt, refused path and url; the others are answered."""
+    """SRV-5: unreadable image, too long a prompt, refused path and URL; the other requests are answered."""
     (folder / "data" / "broken.png").write_bytes(b"\x89PNG broken")
     (folder / "outside.png").write_bytes((folder / "data" / "0.png").read_bytes())
     (folder / "data" / "link.png").symlink_to(folder / "outside.png")
@@ -298,7 +298,7 @@ def test_malformed_calls_get_a_4xx_and_the_server_stays_up(server):
 
 
 def test_a_client_that_hangs_up_frees_the_engine(server, asked):
-    """CON-3: its retry must not queue behind answers that nobody reads."""
+    """CON-3: its retry must not queue behind answers that nobody will read."""
     with pytest.raises(requests.Timeout):
         server.post(
             "/infer/",
@@ -323,13 +323,13 @@ def test_weights_arrive_bit_for_bit_and_are_served(server, other_model, start_mo
 
 
 def test_engines_leave_the_cores_alone_while_their_workers_work(server, other_model):
-    """SRV-8: vLLM's own engines spin for a second after each call: a core each that the learner beside them needs."""
+    """SRV-8: vLLM's own engines spin for a second after each call and take cores away from the learner next to them."""
 
     class Late(Learner):
-        share = 0.0  # of a core, used by all processes of the server while workers wait for the first bucket
+        share = 0.0  # of a core: CPU time of all the server's processes while workers wait for the first bucket
 
         def _send(self, tensors: list[torch.Tensor], stop_before: int | None) -> None:
-            processes = family_of(self.server.process.pid)
+            processes = process_tree(self.server.process.pid)
             before = sum(sum(process.cpu_times()[:2]) for process in processes)
             time.sleep(1.0)
             self.share = sum(sum(process.cpu_times()[:2]) for process in processes) - before
@@ -341,7 +341,7 @@ def test_engines_leave_the_cores_alone_while_their_workers_work(server, other_mo
 
 
 def test_frozen_tensors_need_not_be_sent_again(server, other_model, start_model, asked, tmp_path):
-    """SYN-6: an update of one whole layer leaves all else as it was, and says what it did not touch."""
+    """SYN-6: an update of one whole layer leaves everything else as it was, and reports what it did not touch."""
     learner = Learner(server, "run-b")
     mixed = load_file(other_model / "model.safetensors")
     assert learner.update(mixed, "run-b:1").status_code == 200
@@ -365,7 +365,7 @@ def save_variant(model_dir: Path, weights: dict, path: Path) -> Path:
 
 
 def test_updates_that_must_not_be_used_are_refused(server, other_model):
-    """SYN-3, SYN-6: unknown tensor, wrong shape, half a fused group; then a full update repairs it."""
+    """SYN-3, SYN-6: unknown tensor, wrong shape, half a fused group; then a full update repairs the server."""
     whole = load_file(other_model / "model.safetensors")
     query = next(name for name in whole if name.endswith("layers.0.self_attn.q_proj.weight"))
     for weights, words in (
@@ -382,7 +382,7 @@ def test_updates_that_must_not_be_used_are_refused(server, other_model):
 
 @pytest.mark.parametrize("pause", ["wait", "abort", "keep"])
 def test_requests_that_are_running_when_weights_change(server, start_model, other_model, asked, pause):
-    """SYN-8, SYN-9: one set of weights per answer, except with `keep`, which says so."""
+    """SYN-8, SYN-9: one set of weights per answer, except with `keep`, whose answers say so."""
     learner = Learner(server, "run-d")
     before, after = (load_file(model / "model.safetensors") for model in (start_model, other_model))
     assert learner.update(before, "run-d:1").status_code == 200
@@ -409,13 +409,13 @@ def test_requests_that_are_running_when_weights_change(server, start_model, othe
 
 
 def _generated_tokens(server: Server) -> list[float]:
-    """Tokens generated so far, per replica."""
+    """Return the number of tokens generated so far, per replica."""
     lines = server.get("/metrics/").text.splitlines()
     return [float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total")]
 
 
 def test_a_learner_that_dies_in_the_middle_leaves_a_server_that_recovers(server, other_model, asked):
-    """SYN-3, CON-4: dirty, no answers; the next learner opens the communicator anew and sends everything."""
+    """SYN-3, CON-4: a dirty server does not answer; the next learner reopens the communicator and sends everything."""
     weights = load_file(other_model / "model.safetensors")
     learner = Learner(server, "run-e", bucket_bytes=300_000)
     answer = learner.update(weights, "run-e:1", stop_before=4)
@@ -450,8 +450,8 @@ def test_prefix_cache_can_be_reset(server):
 
 
 def test_another_run_cannot_take_or_write_into_a_server_whose_learner_is_alive(server, other_model, asked):
-    """SRV-3, CON-4, GRP-4: not by the name that /health/ tells, not by opening the communicator; when the learner is
-    gone, the next one has the server at once."""
+    """SRV-3, CON-4, GRP-4: neither by the run id that /health/ shows nor by opening the communicator. Once the learner
+    has ended, the next one has the server at once."""
     holder = Learner(server, "run-j")
     assert server.get("/health/").json()["owner"] == "run-j"
     body = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 3, "bucket_bytes": 1, "timeout_s": 60}
@@ -467,12 +467,12 @@ def test_another_run_cannot_take_or_write_into_a_server_whose_learner_is_alive(s
     weights = load_file(other_model / "model.safetensors")
     assert holder.update(weights, "run-j:1").status_code == 200  # it noticed nothing
     assert_serves(server, other_model, asked[:1])
-    holder.group = None  # as the end of its process
+    holder.group = None  # as if its process had ended
     assert Learner(server, "run-k").update(weights, "run-k:1").status_code == 200
 
 
 def test_ms_swifts_forms_are_met_field_by_field(server, asked):
-    """SRV-4: requests as its dataclasses serialize, answers read by its models: nothing unknown, nothing converted."""
+    """SRV-4: requests as its dataclasses serialize, responses read by its models; nothing unknown or converted."""
     requests_of_theirs = [
         ms_swift.RolloutInferRequest(asked[0]["messages"], images=asked[0]["images"], uuid="a", data_dict={"k": [1]}),
         ms_swift.RolloutInferRequest([{"role": "user", "content": "no image"}]),
@@ -511,7 +511,7 @@ def test_ms_swifts_forms_are_met_field_by_field(server, asked):
 
 
 class Opened:
-    """Names of the files in some folders that any process opens meanwhile (Linux's inotify)."""
+    """Names of the files in some folders that any process opens while this is active (Linux's inotify)."""
 
     IN_OPEN = 0x20
 
@@ -531,9 +531,9 @@ class Opened:
 
 
 def test_two_thousand_bad_requests_do_no_harm(server, folder, asked):
-    """SRV-5, SRV-3: no answer above 499, no request for a file outside the roots succeeds and none of these files is
-    ever opened, no stranger's weight call gets through, nothing hangs, nothing is logged as a crash; afterwards the
-    server answers as before."""
+    """SRV-5, SRV-3: no status above 499; no request for a file outside the roots succeeds and none of these files is
+    ever opened; no weight call without the run's token gets through; nothing hangs; nothing is logged as a crash.
+    Afterwards the server answers as before."""
     holder = Learner(server, "holder")
     before = server.get("/health/").json()
     good = server.infer(asked, **GREEDY)
@@ -546,7 +546,7 @@ def test_two_thousand_bad_requests_do_no_harm(server, folder, asked):
 
     def send(seed: int) -> str | None:
         bad = traffic.bad_request(Random(seed), traps, str(inside / "good.png"))
-        with requests.Session() as session:  # of its own: after some mistakes the server closes the connection
+        with requests.Session() as session:  # its own, as the server closes the connection after some mistakes
             session.trust_env = False
             answer = session.request(bad.method, server.url + bad.path, data=bad.body, headers=bad.headers, timeout=60)
         story = (
@@ -574,7 +574,7 @@ def test_two_thousand_bad_requests_do_no_harm(server, folder, asked):
 
 
 def test_bodies_beyond_the_limit_get_a_413_and_are_not_kept(server):
-    """SRV-5: announced or chunked."""
+    """SRV-5: with a content length, or chunked."""
     piece = b" " * (1 << 20)
     memory = psutil.Process(server.process.pid).memory_info().rss
     for headers in ({"Content-Length": str(1 << 40)}, {"Transfer-Encoding": "chunked"}):
@@ -601,7 +601,7 @@ def test_a_busy_port_is_an_error_that_names_its_holder(server, folder):
 
 
 def test_tensor_parallel_behind_a_prefix_and_a_token(folder, start_model, other_model, asked):
-    """SRV-1, SRV-3, SRV-7: TP 2 takes weights; without the token nothing answers; SIGKILL of the front ends all."""
+    """SRV-1, SRV-3, SRV-7: TP 2 receives weights; no answer without the token; SIGKILL of the front ends everything."""
     server = Server(folder, start_model, prefix="/rollout", token="s3cret", vllm_tensor_parallel_size=2)
     try:
         server.wait_ready()
@@ -630,7 +630,7 @@ def test_tensor_parallel_behind_a_prefix_and_a_token(folder, start_model, other_
 
 
 def test_sigterm_ends_the_tree_while_it_is_generating(server, asked):
-    """SRV-7: within 15 s, port free; an aborted client does not hold it up."""
+    """SRV-7: within 15 s, with the port free again; an aborted client does not delay it."""
     body = {"infer_requests": asked * 16, "request_config": {"max_tokens": 400, "temperature": 1.0}}
     threading.Thread(target=lambda: _ignore(server.post, "/infer/", body), daemon=True).start()
     assert wait_until(lambda: server.get("/health/").json()["running"] > 8, 30)
@@ -652,7 +652,7 @@ def _ignore(function, *args) -> None:
 
 
 def test_loading_server_says_so_and_dies_with_its_engines(folder, start_model):
-    """SRV-6, SRV-7: 503 while loading; SIGKILL at that moment leaves nothing behind either."""
+    """SRV-6, SRV-7: 503 while loading; SIGKILL at that moment leaves no process either."""
     server = Server(folder, start_model)
     try:
         assert wait_until(lambda: _status(server) == 503, 60)

@@ -1,4 +1,4 @@
-"""Bad requests for a rollout server, the same ones for the same seed: `bad_request(random.Random(seed), ...)`."""
+"""Bad requests for a rollout server, reproducible by seed: `bad_request(random.Random(seed), ...)`."""
 
 import base64
 import copy
@@ -51,7 +51,7 @@ SPECIAL += ({"Transfer-Encoding": "identity"}, {"X": "y" * 5000}, {"Content-Type
 
 @dataclass
 class BadRequest:
-    """`outside`: the numbers of those of its requests that name only images that must never be opened."""
+    """A request. `outside`: indices of its requests that name only images that must never be opened."""
 
     method: str
     path: str
@@ -62,14 +62,14 @@ class BadRequest:
 
 @dataclass
 class Traps:
-    """Files around an image root (`inside`): what may be named, and what may never be opened (`outside`)."""
+    """Files around an image root: those that may be named (`inside`) and those that must not be opened (`outside`)."""
 
     inside: list[str]
     outside: list[str]
 
 
 def set_traps(root: Path, secrets: Path) -> Traps:
-    """Broken and odd files below `root`, a picture and a text in `secrets`, and every way from here to there."""
+    """Put broken and odd files below `root`, a picture and a text into `secrets`, and all kinds of paths to them."""
     picture = io.BytesIO()
     Image.new("RGB", (32, 32), (200, 10, 10)).save(picture, "PNG")
     secrets.mkdir()
@@ -140,7 +140,7 @@ def set_traps(root: Path, secrets: Path) -> Traps:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG that claims to be so large, with hardly any data."""
+    """Return a PNG that claims a large size but has hardly any data."""
     chunks = [b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(bytes(9999))]
     framed = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in [*chunks, b"IEND"]]
     return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
@@ -151,7 +151,7 @@ def data_uri(data: bytes) -> str:
 
 
 def bad_request(random: Random, traps: Traps, good: str) -> BadRequest:
-    """One request that is wrong somewhere. `good`: an image that may be opened."""
+    """Return a request that is wrong somewhere. `good`: an image that may be opened."""
     kinds = [_images, _images, _mutated_infer, _mutated_infer, _prompts, _probe, _weights, _not_json, _http]
     return random.choice(kinds)(random, traps, good)
 
@@ -169,7 +169,7 @@ def _post(path: str, body: Any, **kwargs: Any) -> BadRequest:
 
 
 def _images(random: Random, traps: Traps, good: str) -> BadRequest:
-    """Several requests of one image each, by every way that an image can be named."""
+    """Several requests with one image each, in every form that can name an image."""
     asked, outside = [], []
     for number in range(random.randint(1, 4)):
         is_outside = random.random() < 0.5
@@ -185,7 +185,7 @@ def _images(random: Random, traps: Traps, good: str) -> BadRequest:
 
 
 def _damaged(random: Random) -> bytes:
-    """A real picture in some format with a few bytes changed, or cut."""
+    """A real picture in some format, with a few bytes changed, or truncated."""
     buffer = io.BytesIO()
     kind = random.choice(["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "EPS", "TGA", "ICO"])
     Image.effect_noise((24, 24), 50).convert("RGB").save(buffer, kind)
@@ -196,7 +196,7 @@ def _damaged(random: Random) -> bytes:
 
 
 def _mutated(random: Random, value: Any, times: int) -> Any:
-    """`value` with a few of its parts, at any depth, replaced, removed or added."""
+    """Return `value` with a few of its parts, at any depth, replaced, removed or added."""
     value = copy.deepcopy(value)
     for _ in range(times):
         spots = [(value, key) for key in _keys(value)]
@@ -229,7 +229,7 @@ def _mutated_infer(random: Random, traps: Traps, good: str) -> BadRequest:
 
 
 def _prompts(random: Random, traps: Traps, good: str) -> BadRequest:
-    """Control characters, the model's own special tokens, too many images or markers, far too long."""
+    """Control characters, the model's own special tokens, too many images or markers, much too long."""
     text = "".join(random.choice(WORDS) for _ in range(random.choice([1, 5, 50])))
     text *= random.choice([1, 1, 1, 500, 20_000 // len(text) + 1])
     role = random.choice(["user", "system", "assistant", "tool"])
@@ -245,7 +245,7 @@ def _probe(random: Random, traps: Traps, good: str) -> BadRequest:
 
 
 def _weights(random: Random, traps: Traps, good: str) -> BadRequest:
-    """By somebody who is not the run that holds the server, whatever name he gives himself."""
+    """Weight calls from someone other than the run that owns the server, under any run id."""
     body = {
         "run_id": random.choice(["holder", "x"]),
         "version": "x:1",

@@ -1,7 +1,7 @@
-"""A learner program for tests: the real stage-2 run, what it sent to the server, and whether its base weights changed.
+"""A learner for tests: a real stage-2 run that records what it sends to the server and checks its base weights.
 
-Launched by `deepspeed` like train_stage2.py; prints `base weights unchanged: N tensors` on rank 0 and leaves every
-request body of rank R in `sent_R.jsonl` in the run directory.
+`deepspeed` launches it like train_stage2.py. It prints `base weights unchanged: N tensors` on rank 0 and writes every
+request body of rank R to `sent_R.jsonl` in the run directory.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def record_requests() -> list[dict]:
-    """From now on every call that leaves this process over HTTP is noted; returns the growing list."""
+    """Record every HTTP call that leaves this process from now on; return the growing list."""
     sent, exchange = [], Link._exchange
 
     def noting(link: Link, method: str, url: str, body: dict | None, *args):
@@ -49,7 +49,7 @@ def record_requests() -> list[dict]:
 
 
 def compare(run, checkpoint: Path) -> int:
-    """All ranks walk the parameters (ZeRO-3 gathers are collective); raises on the first changed bit."""
+    """Compare all base parameters with the checkpoint on all ranks (ZeRO-3 gathers are collective)."""
     count = 0
     with safe_open(checkpoint, "pt") as file:
         on_disk = set(file.keys())

@@ -1,4 +1,4 @@
-"""A small learner that generates by itself, to be killed and resumed; and what two runs must have in common."""
+"""A small learner without a server, to be killed and resumed, and checks that two runs are equal."""
 
 import json
 import os
@@ -15,24 +15,24 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.processes import ENVIRONMENT, ROOT, START_S, alive, free_port, write_yaml
-from tools.launch import family_of, ranks_below
+from tools.launch import process_tree, ranks_of
 from utils.run.resume import checkpoint_folders, problem_of_sizes, rank_file
 
 DORA = {"type": "lora", "use_dora": True, "rank": 4, "alpha": 8, "dropout": 0.1, "modules_to_save": ["embed_tokens"]}
 
 
 def config_of(folder: Path, model: Path, name: str, deepspeed: str = "zero2", **training: Any) -> Path:
-    """FOLDER/NAME.yaml: greedy rollouts by `hf`, dropout in the adapter, rows that leave segments in the buffer."""
+    """Write FOLDER/NAME.yaml: greedy rollouts by `hf`, dropout in the adapter, rows that leave segments behind."""
     matching = {
         "rollout_backend": "hf",
         "decode_batch_size": 3,
         "max_new_tokens": 32,
         "monitor_dump": {"every_steps": 1, "num_samples": 3},
     }
-    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}  # else small models are never sharded
+    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}  # otherwise small models are never sharded
     (folder / "zero3.json").write_text(json.dumps({"zero_optimization": sharded}))
     config = {
-        "global_max_length": 400,  # two segments of the three that arrive: the buffer is never empty
+        "global_max_length": 400,  # fits two of the three segments that arrive: the buffer is never empty
         "model": {"path": str(model), "dtype": "float32"},
         "tuner": DORA,
         "custom": {
@@ -54,7 +54,7 @@ def config_of(folder: Path, model: Path, name: str, deepspeed: str = "zero2", **
 
 
 class LearnerProcess:
-    """`deepspeed --num_gpus 2 train_stage2.py` in a process group of its own, or another launcher or script of it."""
+    """`deepspeed --num_gpus 2 train_stage2.py` in its own process group, or with another launcher or script."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class LearnerProcess:
         return self.log.read_text(errors="replace")
 
     def steps(self) -> list[int]:
-        """Optimizer steps this process has reported."""
+        """Return the number of optimizer steps that this process has reported."""
         return [int(step) for step in re.findall(r"^step (\d+)/", self.output, flags=re.MULTILINE)]
 
     def wait_for(self, condition: Any) -> bool:
-        """Until the condition holds; False where the learner ended first."""
+        """Wait until the condition holds; return False if the learner ends first."""
         deadline = time.monotonic() + START_S
         while not condition():
             if self.process.poll() is not None:
@@ -95,13 +95,13 @@ class LearnerProcess:
         return True
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of one rank."""
-        (process,) = [p for p in ranks_below(self.process.pid) if f"--local_rank={number}" in p.cmdline()]
+        """Return the process of one rank."""
+        (process,) = [p for p in ranks_of(self.process.pid) if f"--local_rank={number}" in p.cmdline()]
         return process
 
     def kill(self) -> None:
-        """SIGKILL to the launcher and all ranks at once; and to those that a launcher keeps in another session."""
-        family = family_of(self.process.pid)
+        """Send SIGKILL to the launcher and all ranks at once, including those in a session of their own."""
+        family = process_tree(self.process.pid)
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         for process in alive(family):
@@ -109,7 +109,7 @@ class LearnerProcess:
         self.process.wait()
 
     def end(self, timeout_s: float = START_S) -> int:
-        """Wait for the end; the exit status."""
+        """Wait for the end and return the exit status."""
         try:
             return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -118,13 +118,13 @@ class LearnerProcess:
 
 
 def assert_clean_end(learner: LearnerProcess, family: list[psutil.Process], words: str, run: Path, step: int) -> None:
-    """It has ended with an error on all ranks, and its last lines say what happened, at which step and version, which
-    checkpoint to resume from and with which command.
+    """The learner must have ended with an error on all ranks, and its last lines must say what happened, at which step
+    and version, which checkpoint to resume from and with which command.
 
     Args:
         family: its processes while it ran.
-        words: in the line about what happened.
-        step: of the newest checkpoint; the run saved after every step, and may have been about to.
+        words: expected in the line about what happened.
+        step: of the newest checkpoint; the run saved after every step, and may have been about to save.
     """
     assert learner.process.returncode not in (0, None), learner.output[-6000:]
     assert not alive(family), [process.cmdline() for process in alive(family)]
@@ -138,13 +138,13 @@ def assert_clean_end(learner: LearnerProcess, family: list[psutil.Process], word
 
 
 def newest_step(run: Path) -> int:
-    """Of the newest checkpoint that looks complete, 0 without one."""
+    """Return the step of the newest checkpoint that looks complete, 0 without one."""
     whole = [path for path in checkpoint_folders(run) if problem_of_sizes(path) is None]
     return int(whole[0].name.removeprefix("checkpoint-")) if whole else 0
 
 
 def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """`{tag: [(step, value)]}` of every scalar that does not measure time."""
+    """Return `{tag: [(step, value)]}` of every scalar that does not measure time."""
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     timed = ("seconds/", "sync/", "train/tokens_per_s")
     tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(timed)]
@@ -152,7 +152,7 @@ def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def dumps(run: Path) -> dict[str, Any]:
-    """Every dumped sample by step and name, the run's id aside: which samples were trained when, on which answers."""
+    """Return every dumped sample by step and name, without the run's id: what was trained when, on which answers."""
     read = {}
     for path in sorted(run.glob("dumps/step_*/*.json")):
         record = json.loads(path.read_text())
@@ -162,7 +162,7 @@ def dumps(run: Path) -> dict[str, Any]:
 
 
 def assert_same_checkpoint(one: Path, other: Path, num_ranks: int = 2) -> None:
-    """Weights, optimizer, data position, carry buffer and random states, bit for bit."""
+    """Weights, optimizer, data position, carry buffer and random states must be equal, bit for bit."""
     files = {path.name for path in (one / "state").glob("*.pt")}
     assert files == {path.name for path in (other / "state").glob("*.pt")} and len(files) > num_ranks
     for name in sorted(files):
@@ -176,7 +176,7 @@ def assert_same_checkpoint(one: Path, other: Path, num_ranks: int = 2) -> None:
 
 
 def assert_equal(one: Any, other: Any, where: str) -> None:
-    """Nested values, equal to the last bit; versions of weights without the run's id."""
+    """Nested values must be equal to the last bit, and versions of weights equal apart from the run's id."""
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other), where
     elif isinstance(one, dict):

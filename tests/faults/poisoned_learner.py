@@ -1,4 +1,4 @@
-"""`train_stage2.py` in which the pixels of one sample, `POISONED_SAMPLE`, are nan, and so the loss of its row."""
+"""`train_stage2.py` with nan as the pixels of one sample, `POISONED_SAMPLE`, and so a nan loss of its row."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def main() -> None:
         return run
 
     train_stage2.set_up = poisoned
-    sys.argv[0] = "train_stage2.py"  # for its last words
+    sys.argv[0] = "train_stage2.py"  # named in its report about the end
     train_stage2.main()
 
 

@@ -1,4 +1,4 @@
-"""A proxy between a learner and its rollout server that spoils answers on command, and tells what passes."""
+"""A proxy between a learner and its rollout server that corrupts responses on command and records requests."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-Fault = Callable[[bytes], bytes | None]  # the server's answer to what the learner gets; None: the connection is cut
+Fault = Callable[[bytes], bytes | None]  # from the server's response to the learner's; None: reset the connection
 
 
 def not_json(answer: bytes) -> bytes:
@@ -19,7 +19,7 @@ def not_json(answer: bytes) -> bytes:
 
 
 def half_of_it(answer: bytes) -> bytes:
-    """Well-formed HTTP around half a JSON document."""
+    """Return well-formed HTTP with half a JSON document."""
     return answer[: len(answer) // 2]
 
 
@@ -36,22 +36,22 @@ def another_version(answer: bytes) -> bytes:
 
 
 def cut(answer: bytes) -> None:
-    """The connection is reset in the middle of the answer."""
+    """Reset the connection in the middle of the response."""
     return None
 
 
 def _changed(answer: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """The first output of the answer changed."""
+    """Return the response with its first output changed."""
     outputs = json.loads(answer)
     change(outputs[0])
     return json.dumps(outputs).encode()
 
 
 class Proxy:
-    """Everything passes as it is but `/infer/` answers, to each of which the next of `faults` is done (None: none).
+    """Forwards everything unchanged except `/infer/` responses: each gets the next of `faults` (None: no fault).
 
     Attributes:
-        on_request: called with the path before a request is passed on.
+        on_request: called with the path before a request is forwarded.
         seen: paths of all requests so far.
     """
 
@@ -95,7 +95,7 @@ def _handler_of(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
                 connection.request(self.command, self.path, body, headers)
                 answer = connection.getresponse()
                 status, data = answer.status, answer.read()
-            except OSError:  # the server is gone: so is this connection
+            except OSError:  # the server is gone, so end this connection too
                 return self._reset()
             finally:
                 connection.close()

@@ -1,4 +1,4 @@
-"""Faults inside a learner of two ranks: one is killed, one is frozen, a loss is not a number."""
+"""Faults inside a learner of two ranks: a rank is killed, a rank is frozen, a loss is nan."""
 
 import math
 import re
@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from tests.e2e.processes import ENVIRONMENT
 from tests.faults.learners import LearnerProcess, assert_clean_end, config_of, curves, newest_step
-from tools.launch import family_of
+from tools.launch import process_tree
 from tools.make_demo import make_dataset
 
 pytestmark = pytest.mark.e2e
 RANK_TIMEOUT_S = 15.0
-LAUNCHER_S = 35.0  # DeepSpeed's launcher looks once a second, and gives the other ranks 30 s after a SIGTERM
-SLACK_S = 20.0  # of a loaded machine
+LAUNCHER_S = 35.0  # DeepSpeed's launcher checks once a second, and gives the other ranks 30 s after SIGTERM
+SLACK_S = 20.0  # for a busy machine
 HERE = Path(__file__).parent
 POISONED = "train-000009"
 
@@ -33,12 +33,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 def stop_at_step_2(config: Path, run: Path, victim: int, number: signal.Signals) -> tuple[LearnerProcess, list, float]:
-    """A learner, started as `make train` does, of which one rank got a signal some time behind its second checkpoint:
-    it, its processes, and the seconds until all had ended."""
+    """Start a learner as `make train` does, and send one rank a signal some time after its second checkpoint.
+
+    Returns the learner, its processes, and the seconds until all had ended.
+    """
     learner = LearnerProcess(config, launcher=(sys.executable, "-m", "tools.launch"))
     try:
         assert learner.wait_for(lambda: newest_step(run) >= 2), learner.output[-6000:]
-        family = family_of(learner.process.pid)
+        family = process_tree(learner.process.pid)
         learner.rank(victim).send_signal(number)
         start = time.monotonic()
         learner.end(RANK_TIMEOUT_S + LAUNCHER_S + SLACK_S)
@@ -52,7 +54,7 @@ def stop_at_step_2(config: Path, run: Path, victim: int, number: signal.Signals)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_ends_the_run_on_all_LRN_5(folder, start_model, victim, number):
-    """LRN-5, `training.rank_timeout_s`: killed or frozen; the other one says how to go on, and going on works."""
+    """LRN-5, `training.rank_timeout_s`: killed or frozen; the other rank says how to resume, and resuming works."""
     name = f"{number.name}_{victim}"
     run, geometry = folder / name, {"max_steps": 100, "save_steps": 1, "rank_timeout_s": RANK_TIMEOUT_S}
     config = config_of(folder, start_model, name, **geometry)
@@ -69,11 +71,11 @@ def test_a_rank_that_is_lost_ends_the_run_on_all_LRN_5(folder, start_model, vict
 
 @pytest.mark.slow
 def test_a_loss_that_is_nan_stops_the_run_with_the_samples_named_LRN_5(folder, start_model, monkeypatch):
-    """LRN-5, `training.on_nan_loss: stop` (the default): on both ranks, with nothing of it in any checkpoint."""
+    """LRN-5, `training.on_nan_loss: stop` (the default): on both ranks, with no trace of it in any checkpoint."""
     run = folder / "stops"
     learner = poisoned(config_of(folder, start_model, "stops", max_steps=8, save_steps=1), monkeypatch)
     assert learner.wait_for(learner.steps), learner.output[-6000:]
-    family = family_of(learner.process.pid)
+    family = process_tree(learner.process.pid)
     learner.end(LAUNCHER_S + SLACK_S + 60)
     step = newest_step(run)
     words = f"the loss of optimizer step {step + 1} is not finite; samples: "

@@ -1,4 +1,4 @@
-"""Learners that are killed, stopped and resumed: two DeepSpeed ranks on CPU, against a run that was left alone."""
+"""Learners that are killed, stopped and resumed: two DeepSpeed ranks on CPU, compared with an uninterrupted run."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from tests.faults.learners import (
     dumps,
     newest_step,
 )
-from tools.launch import family_of, ranks_below
+from tools.launch import process_tree, ranks_of
 from tools.make_demo import make_dataset
 from utils.run.shutdown import STOPPED_STATUS
 
@@ -32,7 +32,7 @@ MAKE_TRAIN = (sys.executable, "-m", "tools.launch")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """21 samples: with 6 a step, epochs end within the runs and within steps."""
+    """21 samples: with 6 per step, epochs end within the runs and within steps."""
     folder = tmp_path_factory.mktemp("resume")
     make_dataset(folder / "data", num_train=21, num_val=3)
     return folder
@@ -65,9 +65,9 @@ def assert_same_runs(broken: Path, whole: Path, num_steps: int) -> None:
 
 
 def test_a_killed_run_and_a_stopped_one_go_on_exactly_zero2_LRN_5_LRN_1_CFG_1(folder, start_model):
-    """LRN-5, LRN-1, CFG-1, LOG-3: SIGKILL to the group somewhere behind the first checkpoint, then SIGTERM to what
-    `make train` runs. Weights, optimizer, losses, data, buffer, random states, evaluations and curves are those of the
-    run that was left alone, bit for bit; the evaluation that the stop came ahead of is made up for."""
+    """LRN-5, LRN-1, CFG-1, LOG-3: SIGKILL to the group somewhere after the first checkpoint, then SIGTERM to what `make
+    train` runs. Weights, optimizer, losses, data, buffer, random states, evaluations and curves equal those of the
+    uninterrupted run, bit for bit. The evaluation that the stop preceded is made up for."""
     whole, broken = folder / "whole", folder / "broken"
     finish(config_of(folder, start_model, whole.name, **GEOMETRY))
     config = config_of(folder, start_model, broken.name, **GEOMETRY)
@@ -107,8 +107,8 @@ def test_every_zero_stage_goes_on_exactly_LRN_5_LRN_2(folder, start_model, deeps
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_ten_random_kills_change_nothing_LRN_5(folder, warm_model):
-    """LRN-5: SIGKILL to the whole group at ten random moments, as the dice of a fixed seed say: also while a learner
-    starts or resumes, rolls out, trains, evaluates or saves."""
+    """LRN-5: SIGKILL to the whole group at ten random moments, reproducible by seed: also while a learner starts,
+    resumes, generates, trains, evaluates or saves."""
     geometry = {"max_steps": 40, "save_steps": 2, "eval_steps": 5, "save_total_limit": 2}
     whole, broken, dice = folder / "whole_warm", folder / "ten_kills", random.Random(5)
     finish(config_of(folder, warm_model, whole.name, **geometry))
@@ -116,7 +116,7 @@ def test_ten_random_kills_change_nothing_LRN_5(folder, warm_model):
     reached = []
     for _ in range(10):
         learner = LearnerProcess(config)
-        if dice.random() < 0.8:  # else somewhere in its start
+        if dice.random() < 0.8:  # otherwise somewhere in its start
             learner.wait_for(learner.steps)
         time.sleep(dice.uniform(0, 5))
         assert learner.process.poll() is None, "the run ended before ten kills; give it more steps"
@@ -131,12 +131,12 @@ def test_ten_random_kills_change_nothing_LRN_5(folder, warm_model):
 
 @pytest.mark.slow
 def test_a_full_disk_on_one_rank_ends_all_with_last_words_LRN_5(folder, start_model):
-    """LRN-5: rank 1 may write no more than 1000 bytes into a file (which a full disk looks like from inside); no rank
-    waits for another, what was begun is gone, the complete one is named."""
+    """LRN-5: rank 1 may write at most 1000 bytes to a file, which looks like a full disk from inside. No rank waits for
+    another, the unfinished checkpoint is removed, and the complete one is named."""
     run = folder / "full"
     learner = LearnerProcess(config_of(folder, start_model, run.name, **GEOMETRY | {"save_steps": 1}))
     assert learner.wait_for(lambda: newest_step(run) == 1), learner.output[-6000:]
-    (rank_1,) = [p for p in ranks_below(learner.process.pid) if "--local_rank=1" in p.cmdline()]
+    (rank_1,) = [p for p in ranks_of(learner.process.pid) if "--local_rank=1" in p.cmdline()]
     assert isinstance(rank_1, psutil.Process)
     resource.prlimit(rank_1.pid, resource.RLIMIT_FSIZE, (1000, 1000))
     assert learner.end(timeout_s=200) == 1, learner.output[-6000:]
@@ -148,13 +148,14 @@ def test_a_full_disk_on_one_rank_ends_all_with_last_words_LRN_5(folder, start_mo
 
 @pytest.mark.slow
 def test_ctrl_c_on_a_bare_launcher_saves_within_its_30_seconds_LRN_5(folder, start_model):
-    """LRN-5: DeepSpeed's launcher exits with 1 and would kill; the checkpoint is there before. Three ranks then want to
-    go on from two ranks' checkpoint, and a run without --resume wants the directory: both are refused."""
+    """LRN-5: DeepSpeed's launcher exits with 1 and would kill the ranks; the checkpoint is written before that. Then
+    three ranks try to resume the checkpoint of two ranks, and a run without --resume uses the directory: both are
+    refused."""
     run = folder / "ctrl_c"
     config = config_of(folder, start_model, run.name, **GEOMETRY | {"max_steps": 200, "save_steps": 0})
     learner = LearnerProcess(config)
     assert learner.wait_for(learner.steps), learner.output[-6000:]
-    family = family_of(learner.process.pid)
+    family = process_tree(learner.process.pid)
     os.killpg(learner.process.pid, signal.SIGINT)
     psutil.wait_procs(family, timeout=60)  # the outer launcher does not wait for the ranks
     assert not alive(family)

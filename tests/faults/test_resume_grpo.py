@@ -1,4 +1,4 @@
-"""GRPO learners that are killed and resumed: two DeepSpeed ranks on CPU, against a run that was left alone."""
+"""GRPO learners that are killed and resumed: two DeepSpeed ranks on CPU, compared with an uninterrupted run."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def odd(completion, sample):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """9 samples: with 4 a step an epoch ends within the run and within a step."""
+    """9 samples: with 4 per step, an epoch ends within the run and within a step."""
     folder = tmp_path_factory.mktemp("resume_grpo")
     make_data(folder / "data", 9, 3, 0)
     (folder / "rewards.py").write_text(REWARDS)
@@ -28,7 +28,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def config_of(folder: Path, model: Path, name: str, deepspeed: str) -> Path:
-    """FOLDER/NAME.yaml: the learners generate by themselves, with stage 2's adapter, checkpoints and ZeRO settings."""
+    """Write FOLDER/NAME.yaml: learners that generate by `hf`, with stage 2's adapter, checkpoints and ZeRO settings."""
     training = {
         "max_steps": NUM_STEPS,
         "save_steps": 1,
@@ -53,8 +53,8 @@ def config_of(folder: Path, model: Path, name: str, deepspeed: str) -> Path:
 
 @pytest.mark.parametrize("deepspeed", ["zero2", "zero3"])
 def test_a_killed_run_goes_on_exactly_GRP_1_LRN_5_LRN_2(folder, start_model, deepspeed):
-    """GRP-1, LRN-5, LRN-2: SIGKILL to the group behind a checkpoint; sampled answers, weights, optimizer, data, random
-    states, evaluations and curves are those of the run that was left alone, bit for bit."""
+    """GRP-1, LRN-5, LRN-2: SIGKILL to the group after a checkpoint. Sampled answers, weights, optimizer, data, random
+    states, evaluations and curves equal those of the uninterrupted run, bit for bit."""
     whole, broken = folder / f"whole_{deepspeed}", folder / f"broken_{deepspeed}"
     left_alone = LearnerProcess(config_of(folder, start_model, whole.name, deepspeed), script="train_grpo.py")
     assert left_alone.end() == 0, left_alone.output[-6000:]

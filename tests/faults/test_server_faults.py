@@ -1,4 +1,4 @@
-"""Faults of rollout servers and of the way to them in a run of two ranks: each ends in recovery or in a clean stop."""
+"""Faults of rollout servers and of the connection to them, with two ranks: each ends in recovery or a clean stop."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from tests.e2e.processes import Server, write_yaml
 from tests.faults import proxy as faults
 from tests.faults.learners import LearnerProcess, assert_clean_end, curves
 from tests.faults.proxy import Proxy
-from tools.launch import family_of
+from tools.launch import process_tree
 from tools.make_demo import make_dataset
 from utils.run.rollout_log import read_rollout_log
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 BATCH = 4  # per rank, in two rounds: four slots for two ranks
 PER_STEP = 4  # calls of both ranks together
 TIME_OUT_S = 6.0
-END_S = 90.0  # from the fault to the end of all processes, on a loaded machine too; above the time-outs in all
+END_S = 90.0  # from the fault to the end of all processes, even on a busy machine; more than all timeouts together
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def lasting_server(folder, start_model) -> Iterator[Server]:
 
 @pytest.fixture
 def server(lasting_server) -> Server:
-    """The same one for all tests, started again where a test has ended it."""
+    """One server for all tests, restarted where a test has ended it."""
     if lasting_server.process.poll() is not None:
         lasting_server.start_again()
     return lasting_server
@@ -69,7 +69,7 @@ def config_of(
     max_steps: int = 4,
     **changes,
 ) -> Path:
-    """Full fine-tuning in many small buckets, a checkpoint per step; the server is reached at `url`."""
+    """Full fine-tuning in many small buckets, a checkpoint per step; the server is at `url`."""
     config = yaml.safe_load(server.config.read_text())
     matching = config["custom"]["extra"]["rollout_matching"]
     matching |= {"decode_batch_size": 4, "max_new_tokens": 48}
@@ -100,7 +100,7 @@ def learner_of(config: Path, **options) -> Iterator[LearnerProcess]:
 
 
 def assert_each_sample_answered_once(run: Path, num_steps: int) -> None:
-    """Every step was trained on all its samples, each with a whole answer."""
+    """Every step must have trained on all its samples, each with a whole answer."""
     lines = [line for line in read_rollout_log(run / "rollouts.jsonl") if line["phase"] == "train"]
     assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
     for line in lines:
@@ -118,7 +118,7 @@ def assert_each_sample_answered_once(run: Path, num_steps: int) -> None:
 
 
 def test_spoilt_answers_are_asked_for_again_and_nothing_is_lost_CON_3(folder, server, proxy):
-    """CON-3, LOG-1: not JSON, half of it, an output too few, a connection cut in the middle of an answer."""
+    """CON-3, LOG-1: not JSON, half of it, one output too few, a connection reset in the middle of a response."""
     spoilt = [faults.not_json, faults.one_output_less, faults.half_of_it, faults.cut]
     for fault in spoilt:
         proxy.faults.extend([None, fault, None])
@@ -141,11 +141,11 @@ def test_spoilt_answers_are_asked_for_again_and_nothing_is_lost_CON_3(folder, se
     ],
 )
 def test_an_answer_that_must_not_be_trained_on_ends_the_run_SYN_8_ROL_3(folder, server, proxy, fault, words):
-    """SYN-8, ROL-3, LRN-5: of another version, to another prompt: on both ranks, with last words; the server lives."""
+    """SYN-8, ROL-3, LRN-5: of another version, or to another prompt: both ranks end with a report; the server lives."""
     proxy.faults.extend([None] * PER_STEP + [fault])
     with learner_of(config_of(folder, fault.__name__, server, proxy.url)) as learner:
         assert learner.wait_for(lambda: not proxy.faults), learner.output[-6000:]
-        family = family_of(learner.process.pid)
+        family = process_tree(learner.process.pid)
         learner.end(END_S)
     assert_clean_end(learner, family, words, folder / fault.__name__, step=1)
     assert server.get("/health/").status_code == 200
@@ -153,12 +153,12 @@ def test_an_answer_that_must_not_be_trained_on_ends_the_run_SYN_8_ROL_3(folder, 
 
 @pytest.mark.slow
 def test_a_server_that_never_answers_well_ends_the_run_CON_3(folder, server, proxy):
-    """CON-3, LRN-5: retried, split, given up, and more given up than `max_failed_fraction` allows."""
+    """CON-3, LRN-5: retried, split, given up; more samples are given up than `max_failed_fraction` allows."""
     proxy.faults.extend([None] * PER_STEP + [faults.not_json] * 1000)
     config = config_of(folder, "never", server, proxy.url, matching={"max_failed_fraction": 0.0})
     with learner_of(config) as learner:
         assert learner.wait_for(lambda: len(proxy.faults) < 1000), learner.output[-6000:]
-        family = family_of(learner.process.pid)
+        family = process_tree(learner.process.pid)
         learner.end(END_S)
     assert_clean_end(learner, family, "max_failed_fraction=0 allows; last: ", folder / "never", step=1)
 
@@ -177,10 +177,10 @@ DELAYS_S = {"generating": 0.02, "syncing": 1.0, "streaming": 0.01}
 
 
 class Strike:
-    """Does something to the server once, when the learner asks for `path` the `count`-th time.
+    """Do something to the server once, when the learner requests `path` for the `count`-th time.
 
-    idle: before the request arrives. generating: while it runs. syncing: with the workers stopped in front of the
-    buckets that the learner is sending. streaming: about when they arrive; a sync here takes 20 to 50 ms.
+    idle: before the request arrives. generating: while it runs. syncing: with the workers stopped before the buckets
+    that the learner is sending. streaming: about when they arrive; a sync here takes 20 to 50 ms.
     """
 
     def __init__(self, server: Server, moment: str, count: int, strike: Callable[[], None]) -> None:
@@ -206,12 +206,12 @@ class Strike:
 
 
 def freeze(server: Server) -> None:
-    for process in family_of(server.process.pid):
+    for process in process_tree(server.process.pid):
         process.suspend()
 
 
 def thaw(server: Server) -> None:
-    for process in family_of(server.process.pid):
+    for process in process_tree(server.process.pid):
         process.resume()
 
 
@@ -235,22 +235,22 @@ def test_a_server_that_is_killed_and_started_again_costs_nothing_CON_4(folder, s
 @pytest.mark.parametrize("moment", list(MOMENTS))
 @pytest.mark.parametrize("what", ["killed", "frozen"])
 def test_a_server_that_does_not_come_back_ends_the_run_in_time_CON_4_CON_5_SYN_3(folder, server, proxy, moment, what):
-    """CON-4, CON-5, SYN-3, LRN-5: killed, or frozen for longer than all time-outs; both ranks end, with last words. A
-    server that thaws is as good as new for the next run."""
+    """CON-4, CON-5, SYN-3, LRN-5: killed, or frozen for longer than all timeouts; both ranks end with a report. A
+    server that thaws is ready for the next run."""
     name = f"{what}_{moment}"
     count = PER_STEP + 1 if moment == "generating" else 2
     proxy.on_request = Strike(server, moment, count, server.kill if what == "killed" else lambda: freeze(server))
     with learner_of(config_of(folder, name, server, proxy.url)) as learner:
         try:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
-            family, start = family_of(learner.process.pid), time.monotonic()
+            family, start = process_tree(learner.process.pid), time.monotonic()
             learner.end(END_S)
             print(f"{name}: ended after {time.monotonic() - start:.1f} s")
         finally:
             thaw(server)
     assert_clean_end(learner, family, "not every rollout server could be reached", folder / name, step=1)
     if moment == "streaming":
-        assert proxy.seen.count("/finish_weight_update/") == 1  # struck before the second stream's end
+        assert proxy.seen.count("/finish_weight_update/") == 1  # it struck before the second stream ended
     assert proxy.url in learner.output[learner.output.rindex("run /") :]
 
 
@@ -275,8 +275,8 @@ def test_a_server_that_thaws_while_it_is_waited_for_is_used_again_CON_4_CON_5(fo
 @pytest.mark.slow
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_one_of_two_engines_killed_SRV_6_CON_4(folder, start_model, comes_back):
-    """SRV-6, CON-4, LRN-5: the server says that it cannot generate; the run ends with its words, or goes on once the
-    operator has started it again."""
+    """SRV-6, CON-4, LRN-5: the server says that it cannot generate; the run ends with that message, or continues once
+    the operator has restarted the server."""
     server = Server(folder, start_model, vllm_data_parallel_size=2)
     name = f"engine_{comes_back}"
     try:
@@ -288,7 +288,7 @@ def test_one_of_two_engines_killed_SRV_6_CON_4(folder, start_model, comes_back):
         proxy.on_request = Strike(server, "generating", 3, engines[1].kill)
         with learner_of(config) as learner:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
-            family = family_of(learner.process.pid)
+            family = process_tree(learner.process.pid)
             if comes_back:
                 server.kill()
                 server.start_again()
@@ -306,8 +306,9 @@ def test_one_of_two_engines_killed_SRV_6_CON_4(folder, start_model, comes_back):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["generating", "syncing"])
 def test_an_engine_that_hangs_while_the_front_answers_SRV_6_CON_5_SYN_3(folder, start_model, moment):
-    """SRV-6, CON-5, SYN-3, LRN-5: one of two stopped; the server says so within half of its `timeout_s`, in a sync
-    within the learner's `sync.timeout_s`; then the run ends. Once the engine answers again, so does the server."""
+    """SRV-6, CON-5, SYN-3, LRN-5: one of two engines is stopped. The server says so within half of its `timeout_s`,
+    during a sync within the learner's `sync.timeout_s`; then the run ends. Once the engine answers again, so does the
+    server."""
     server_s, name = 20.0, f"hangs_{moment}"
     stuck_s = TIME_OUT_S if moment == "syncing" else server_s / 2
     server = Server(folder, start_model, vllm_data_parallel_size=2, timeout_s=server_s)
@@ -316,11 +317,11 @@ def test_an_engine_that_hangs_while_the_front_answers_SRV_6_CON_5_SYN_3(folder, 
         server.wait_ready()
         engines = [child for child in server.children if "EngineCore" in " ".join(child.cmdline())]
         assert len(engines) == 2
-        count = 3 if moment == "generating" else 2  # of one round per rank and step: two engines have twice the slots
+        count = 3 if moment == "generating" else 2  # one round per rank and step: two engines have twice the slots
         proxy.on_request = Strike(server, moment, count, engines[1].suspend)
         with learner_of(config_of(folder, name, server, proxy.url)) as learner:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
-            family, start = family_of(learner.process.pid), time.monotonic()
+            family, start = process_tree(learner.process.pid), time.monotonic()
             answer = server.get("/health/")
             while answer.status_code == 200 and time.monotonic() < start + END_S:
                 time.sleep(0.2)
@@ -349,7 +350,7 @@ def test_an_engine_that_hangs_while_the_front_answers_SRV_6_CON_5_SYN_3(folder, 
 
 @pytest.mark.slow
 def test_a_group_port_that_is_taken_ends_the_run_CON_1(folder, server, proxy):
-    """CON-1: named, with the ways out, and the server, which was not asked to meet there, is as before."""
+    """CON-1: the port is named, with the ways out; the server, which was never told to meet there, is unchanged."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = config_of(folder, "taken", server, proxy.url)
         port = listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Two jobs on one machine: side by side they do not touch each other; what is taken is refused by name."""
+"""Two jobs on one machine: side by side they do not touch each other; what is in use is refused by name."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.processes import Server, free_port
 from tests.faults.learners import newest_step
 from tests.faults.test_server_faults import config_of, learner_of
-from tools.launch import ranks_below
+from tools.launch import ranks_of
 from tools.make_demo import make_dataset
 from utils.run.rollout_log import read_rollout_log
 from utils.run.shutdown import STOPPED_STATUS
@@ -43,7 +43,7 @@ def endless(folder: Path, name: str, server: Server) -> Path:
 
 
 def test_two_runs_side_by_side_do_not_touch_each_other_CON_4_SYN_8(folder, servers):
-    """CON-4, SYN-8: on their own ports; each server has seen its own run only, proven by digests after every sync."""
+    """CON-4, SYN-8: on their own ports; each server has seen only its own run, verified by digests after every sync."""
     configs = [config_of(folder, f"side_{i}", server, server.url, LONG_S) for i, server in enumerate(servers)]
     with learner_of(configs[0]) as one, learner_of(configs[1]) as two:
         for learner in (one, two):
@@ -59,12 +59,12 @@ def test_two_runs_side_by_side_do_not_touch_each_other_CON_4_SYN_8(folder, serve
 
 
 def test_what_a_living_run_holds_is_refused_by_name_and_the_run_goes_on_LRN_5_CON_4_SRV_3(folder, servers):
-    """LRN-5, CON-4, SRV-3: its run directory, its server, its rendezvous port (`make train PORT=`). The run that was
-    there first trains on all the while, and ends as asked."""
+    """LRN-5, CON-4, SRV-3: its run directory, its server, its rendezvous port (`make train PORT=`). The first run keeps
+    training all the while and ends normally when stopped."""
     master_port = free_port()
     with learner_of(endless(folder, "first", servers[0]), master_port=master_port) as first:
         assert first.wait_for(lambda: newest_step(folder / "first") >= 1), first.output[-6000:]
-        holder = ranks_below(first.process.pid)[0].pid
+        holder = ranks_of(first.process.pid)[0].pid
 
         with learner_of(endless(folder, "first", servers[1])) as other:
             assert other.end() != 0
@@ -82,7 +82,7 @@ def test_what_a_living_run_holds_is_refused_by_name_and_the_run_goes_on_LRN_5_CO
         group_port = str(servers[0].group_port)
         config.write_text(config.read_text().replace(group_port, str(free_port())))
         with learner_of(config) as other:
-            assert other.end(LONG_S - 60) != 0  # at once, not after a time-out
+            assert other.end(LONG_S - 60) != 0  # at once, not after a timeout
         last = other.output[other.output.rindex("run /") :]
         words = f"run {run_id} holds this server and its learner is alive; end that run or use another server"
         assert words in last and servers[0].url in last and "it ended before the first step" in last
@@ -94,7 +94,7 @@ def test_what_a_living_run_holds_is_refused_by_name_and_the_run_goes_on_LRN_5_CO
 
         step = newest_step(folder / "first")
         assert first.wait_for(lambda: newest_step(folder / "first") >= step + 2), first.output[-6000:]
-        for rank in ranks_below(first.process.pid):
+        for rank in ranks_of(first.process.pid):
             os.kill(rank.pid, signal.SIGTERM)
         assert first.end() in (1, STOPPED_STATUS), first.output[-6000:]
     assert "stopped by SIGTERM after step" in first.output and "failed" not in first.output

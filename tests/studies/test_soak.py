@@ -1,4 +1,4 @@
-"""What counts as creeping in `make soak`, and that what soak and demos run their commands with leaves none behind."""
+"""What counts as growth in `make soak`, and that the demos and soak leave no process behind."""
 
 import subprocess
 import sys
@@ -7,14 +7,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from studies.soak import judge
+from studies.soak import find_growth
 
 MB = 1e6
 
 
 def run_of(pss: list[float], fds: list[int], seconds: list[float]) -> list[str]:
     samples = [{"learner": {"pss": p, "fds": f}} for p, f in zip(pss, fds, strict=True)]
-    return judge(samples, seconds)[1]
+    return find_growth(samples, seconds)[1]
 
 
 def ramp(start: float, end: float, num: int = 100) -> list[float]:
@@ -24,30 +24,30 @@ def ramp(start: float, end: float, num: int = 100) -> list[float]:
 FLAT = [300 * MB] * 100, [20] * 100, [1.0] * 100
 
 
-def test_a_warm_up_and_noise_are_no_creeping():
-    """Memory that grows in the first quarter, slow steps by chance, and 5 % of much memory."""
+def test_a_warm_up_and_noise_are_no_growth():
+    """Memory that grows in the first quarter, slow steps by chance, and less than 5 % of much memory."""
     pss = ramp(100 * MB, 2000 * MB, 25) + ramp(2000 * MB, 2080 * MB, 75)
     seconds = [1.0, 1.02, 9.0, 1.01] * 25
     assert run_of(pss, [20, 21] * 50, seconds) == []
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "words"),
+    ("index", "message"),
     [
         (0, "learner: pss grew from"),
         (1, "learner: fds grew from"),
         (2, "steps took 1.1"),
     ],
 )
-def test_what_creeps_is_named(spoilt, words):
-    """64 MB of little memory are too much, and so are three file descriptors, and steps a third slower."""
+def test_growth_is_named(index, message):
+    """More than 64 MB of little memory is too much, and so are three file descriptors, and steps a third slower."""
     run = list(FLAT)
-    run[spoilt] = [ramp(300 * MB, 420 * MB), [round(fds) for fds in ramp(20, 30)], ramp(1.0, 1.6)][spoilt]
+    run[index] = [ramp(300 * MB, 420 * MB), [round(fds) for fds in ramp(20, 30)], ramp(1.0, 1.6)][index]
     (problem,) = run_of(*run)
-    assert problem.startswith(words)
+    assert problem.startswith(message)
 
 
-def test_what_was_started_ends_with_a_demo_that_is_asked_to_end():
+def test_a_demo_that_is_stopped_stops_what_it_started():
     """SRV-7: SIGTERM to the demo alone, as from `timeout`, leaves no process of the learner's."""
     code = "from tools import demo; demo.exit_on_sigterm(); demo.run(['sh', '-c', 'sleep 300 & echo up; wait'], {})"
     demo = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The study: which runs it makes, how it resumes, and that its report says what the records say."""
+"""The study: its runs, how it resumes, and that its report agrees with the records."""
 
 import json
 import math
@@ -82,7 +82,7 @@ def test_all_tasks_have_the_demos_global_batch():
 
 
 def test_the_plan_has_each_run_once_and_the_main_comparison_on_both_tasks_first():
-    jobs = study.plan()
+    jobs = study.all_jobs()
     both_tasks = 3 * len(MAIN | LONGER | ABLATIONS)
     assert len(set(jobs)) == len(jobs) == 2 * both_tasks + 3 * len(HARD_ONLY) + len(LEARNING_RATES)
     main = jobs[: 2 * 3 * len(MAIN)]
@@ -103,7 +103,7 @@ def test_what_was_not_run_is_named_with_its_seeds():
     done = [record("demo", PLAIN, seed, 0.5) for seed in (1, 3)]
     missing = study.missing(done)
     assert missing["demo: stage 2"] == [2] and missing["hard: stage 2"] == [1, 2, 3]
-    assert sum(map(len, missing.values())) == len(study.plan()) - 2
+    assert sum(map(len, missing.values())) == len(study.all_jobs()) - 2
     text = study_report.text_of(records(supervised=(0.5,)), {"demo: stage 2": [2, 3]})
     assert "## Not run yet" in text and "- demo: stage 2: seeds 2, 3\n" in text
 
@@ -118,15 +118,15 @@ def test_store_adds_a_record_or_replaces_that_of_the_same_run(tmp_path, monkeypa
 
 
 def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its_servers(tmp_path, monkeypatch):
-    """The learner and the server are stood in for: what is tested is the order and the skipping."""
+    """Learner and server are fakes: the test is about the order and the skipping."""
     monkeypatch.setattr(study, "RECORDS", tmp_path / "results.json")
     runs = [(TASKS[0], PLAIN, 1), (TASKS[0], BOTH, 1), (TASKS[1], PLAIN, 1), (TASKS[1], PLAIN, 2), (TASKS[1], BOTH, 3)]
     jobs = [Job(*run) for run in runs]
-    monkeypatch.setattr(study, "prepare", lambda task, environment: calls.append(f"prepare {task.name}"))
+    monkeypatch.setattr(study, "prepare", lambda task: calls.append(f"prepare {task.name}"))
     calls = []
 
     class FakeServer:
-        def __init__(self, task, environment):
+        def __init__(self, task):
             self.task, self.process = task, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
         def close(self):
@@ -134,7 +134,7 @@ def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its
             self.process.wait()
             calls.append(f"close {self.task.name}")
 
-    def run_learner(job, steps, server, environment):
+    def run_learner(job, steps, server):
         assert server.process.poll() is None and server.task == job.task
         calls.append((job.task.name, job.seed, steps))
         if job.seed == 2:
@@ -154,7 +154,7 @@ def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its
         "prepare hard",
         ("hard", 1, steps["hard"]),
         ("hard", 2, steps["hard"]),
-        "close hard",  # the server may be what failed
+        "close hard",  # it may be the server that failed
         "prepare hard",
         ("hard", 3, steps["hard"]),
         "close hard",
@@ -218,7 +218,7 @@ def test_a_run_that_is_cut_short_ends_its_learner(tmp_path):
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            study.wait_for([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(600)"], {}, log)
+            study.run_to_end([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(600)"], log)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -242,7 +242,7 @@ def test_spread_and_interval_against_welchs_formula():
 
 
 def test_the_last_step_counts_by_number_not_by_spelling():
-    assert study_report.last([record("demo", PLAIN, 1, 0.7)], "f1") == [0.7]  # "9" sorts behind "80" as text
+    assert study_report.last([record("demo", PLAIN, 1, 0.7)], "f1") == [0.7]  # "9" sorts after "80" as text
 
 
 def test_the_report_says_so_when_nothing_beats_supervised_training():

@@ -1,4 +1,4 @@
-"""`tools.add_coord_tokens` on small Qwen3-VL checkpoints without coordinate tokens: tied, untied, with reserve rows."""
+"""`tools.add_coord_tokens` on small Qwen3-VL checkpoints without coordinate tokens: tied, untied, with spare rows."""
 
 import json
 import os
@@ -20,11 +20,11 @@ from utils.data.encoding import encode_prompt, load_processor
 from utils.data.samples import load_samples
 from utils.parsing import TokenTable
 
-RESERVE = 300  # rows beyond the tokenizer, as released checkpoints have them
+RESERVE = 300  # rows beyond the tokenizer, as in released checkpoints
 
 
 def build(folder: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, reserve: int, dtype=torch.float32) -> Path:
-    """A checkpoint as it would be released: several files, no coordinate tokens."""
+    """Make a checkpoint as it would be released: several files, no coordinate tokens."""
     monkeypatch.setattr(make_demo, "NUM_COORD_TOKENS", 0)
     processor = make_demo.build_processor(64)
     config = make_demo.model_config(processor, 64)
@@ -32,7 +32,7 @@ def build(folder: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, reserve: in
     config.text_config.vocab_size = len(processor.tokenizer) + reserve
     torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(config).to(dtype)
-    with torch.no_grad():  # so that generation ends at some point and weights are not all alike
+    with torch.no_grad():  # so that generation ends at some point and not all weights are alike
         model.get_input_embeddings().weight.mul_(3)
     eos = processor.tokenizer.eos_token_id
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=eos, repetition_penalty=1.25)
@@ -44,7 +44,7 @@ def build(folder: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, reserve: in
 @pytest.mark.parametrize("reserve", [0, RESERVE, 5000])
 @pytest.mark.parametrize("tied", [True, False])
 def test_old_tokens_are_what_they_were_and_new_ones_usable_TGT_1(tmp_path, monkeypatch, tied, reserve) -> None:
-    """TGT-1: transformers loads the result; logits of old tokens for text and image are those of before."""
+    """TGT-1: transformers loads the result; logits of old tokens for text and image are unchanged."""
     source = build(tmp_path / "released", monkeypatch, tied, reserve)
     target = add_coord_tokens(source, tmp_path / "with_coords")
     old_processor, processor = load_processor(source), load_processor(target)
@@ -78,7 +78,7 @@ def test_old_tokens_are_what_they_were_and_new_ones_usable_TGT_1(tmp_path, monke
 
 
 def test_only_files_with_the_vocabulary_are_written_anew(tmp_path, monkeypatch) -> None:
-    """The others are the same file on disk; the index, dtype and all other tensors stay."""
+    """The other files are the same file on disk; the index, the dtype and all other tensors are unchanged."""
     source = build(tmp_path / "released", monkeypatch, False, RESERVE, torch.bfloat16)
     target = add_coord_tokens(source, tmp_path / "out")
     files = [path.name for path in source.glob("*.safetensors")]
@@ -131,7 +131,7 @@ def test_neighbours_are_alike_and_the_further_the_less(dim) -> None:
 
 
 def test_rows_start_from_the_digits() -> None:
-    """Rows lie nearer to the digits' mean than to that of other tokens."""
+    """Rows are closer to the digits' mean than to that of other tokens."""
     old = torch.randn(500, 256, generator=torch.Generator().manual_seed(0))
     old[100:110] += 2.0
     rows = coord_rows(old, list(range(100, 110)), seed=0)
@@ -148,7 +148,7 @@ def test_rows_start_from_the_digits() -> None:
         (lambda source: (source.parent / "out").mkdir(), "out: exists; name another directory"),
         (lambda source: (source / "config.json").write_text('{"model_type": "qwen2"}'), "only qwen3_vl is supported"),
         (lambda source: (source / "config.json").unlink(), "config.json cannot be read"),
-        (lambda source: [file.unlink() for file in source.glob("*.safetensors")], "holds no *.safetensors"),
+        (lambda source: [file.unlink() for file in source.glob("*.safetensors")], "no *.safetensors files"),
     ],
 )
 def test_what_cannot_be_extended_is_refused_with_one_line(tmp_path, monkeypatch, capsys, change, message) -> None:
@@ -166,7 +166,7 @@ def test_what_cannot_be_extended_is_refused_with_one_line(tmp_path, monkeypatch,
 
 @pytest.mark.slow
 def test_vllm_serves_the_result(tmp_path, monkeypatch) -> None:
-    """Both backends of `tools.evaluate` load it and say the same, in float32."""
+    """Both backends of `tools.evaluate` load it and give the same answers, in float32."""
     target = add_coord_tokens(build(tmp_path / "released", monkeypatch, False, RESERVE), tmp_path / "out")
     data = make_demo.make_dataset(tmp_path / "data", num_train=2, num_val=1, image_size=64)[0]
     (tmp_path / "run.yaml").write_text(

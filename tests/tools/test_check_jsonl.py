@@ -58,14 +58,14 @@ print(counts.num_bad, (peak() - before) / 1024)
 
 
 def peak_growth_mib(path: Path) -> tuple[int, float]:
-    """Bad lines found, and by how much the checker's peak memory grew over its imports."""
+    """Return the bad lines found, and how much the checker's peak memory grew over its imports."""
     done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
     num_bad, growth = done.stdout.split()
     return int(num_bad), float(growth)
 
 
 def write_big(path: Path, num_lines: int) -> Path:
-    """A line with 7 objects over and over, every tenth one with an object outside its image."""
+    """Write a line with 7 objects many times, every tenth time with an object outside its image."""
     Image.new("RGB", (64, 48)).save(path.parent / "a.png")
     objects = [{"desc": "traffic light", "bbox_2d": [1, 2, 30, 40.5]}] * 7
     good = json.dumps({"images": ["a.png"], "width": 64, "height": 48, "objects": objects}) + "\n"

@@ -1,4 +1,4 @@
-"""tools.coco_to_jsonl: what becomes of annotations (DAT-1), against hand-worked values and the mask library itself."""
+"""tools.coco_to_jsonl: conversion of annotations (DAT-1), against values by hand and the mask library itself."""
 
 import json
 import subprocess
@@ -13,7 +13,8 @@ from faster_coco_eval.core import mask as rle_masks
 from PIL import Image
 
 from tools.check_jsonl import check
-from tools.coco_to_jsonl import Options, convert, convert_object, main, parse_splits, split_of
+from tools.coco import Options, convert_object
+from tools.coco_to_jsonl import convert, main, parse_splits, split_of
 from utils.data.samples import load_samples
 
 WIDTH, HEIGHT = 100, 80
@@ -26,7 +27,7 @@ def annotation(image_id=1, category_id=1, **item) -> dict:
 
 
 def coco_file(folder: Path, annotations: list[dict], images: list[dict] | None = None, **more) -> Path:
-    """An annotation file with its keys in LVIS's order: what refers to images and categories comes first."""
+    """Write an annotation file with its keys in LVIS's order: references to images and categories come first."""
     Image.new("RGB", (WIDTH, HEIGHT)).save(folder / "1.png")
     images = images or [{"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT}]
     categories = [{"id": key, "name": name} for key, name in CATEGORIES.items()]
@@ -123,7 +124,7 @@ def area(coords: list[float]) -> float:
 
 
 def test_several_rings(tmp_path):
-    """Apart: the main part or the box by the share of the area; touching: one outline."""
+    """Apart: the main part or the box, by the share of the area; touching: one outline."""
     large, small = [0, 0, 40, 0, 40, 40, 0, 40], [60, 60, 70, 60, 70, 70, 60, 70]  # 1600 and 100 of area
     item = annotation(segmentation=[small, large], bbox=[0, 0, 70, 70])
     rows, report = converted(tmp_path, [item], geometry="poly")
@@ -152,7 +153,7 @@ def test_no_outline_with_an_area_leaves_the_box(tmp_path, segmentation):
 
 
 BAD_MASKS = {
-    "another size": ({"size": [5, 5], "counts": [0, 25]}, "malformed: the mask has another size than the image"),
+    "another size": ({"size": [5, 5], "counts": [0, 25]}, "malformed: the mask's size differs from the image's"),
     "too long": ({"size": [HEIGHT, WIDTH], "counts": [0, HEIGHT * WIDTH + 1]}, "malformed: segmentation"),
     "too short": ({"size": [HEIGHT, WIDTH], "counts": [5, 5]}, "malformed: segmentation"),
     "negative": ({"size": [HEIGHT, WIDTH], "counts": [5, -5, HEIGHT * WIDTH]}, "malformed: segmentation"),
@@ -173,7 +174,7 @@ def test_malformed_outlines_are_counted_not_met_with_a_crash(tmp_path, name):
 
 
 def random_mask(seed: int) -> np.ndarray:
-    """One blob: a disc with a bite and a rough border, uint8 [HEIGHT, WIDTH], without holes."""
+    """Return one blob: a disc with a bite and a rough border, uint8 [HEIGHT, WIDTH], without holes."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:HEIGHT, :WIDTH]
     angle = np.arctan2(y - 40, x - 50)
@@ -193,7 +194,7 @@ def as_rle(mask: np.ndarray, compressed: bool) -> dict:
 @pytest.mark.parametrize("compressed", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mask_becomes_its_outline(tmp_path, seed, compressed):
-    """Unsimplified it covers exactly the mask's pixels, by the library's area and box and by each pixel's centre."""
+    """Unsimplified, it covers exactly the mask's pixels: by the library's area and box, and by each pixel's centre."""
     mask = random_mask(seed)
     rle = as_rle(mask, compressed)
     truth = rle_masks.encode(np.asfortranarray(mask))
@@ -277,7 +278,7 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
     reasons = {reason: entry for (what, reason), entry in report.reasons.items() if what == IMAGES}
     assert reasons == {
         "no such image file": (1, 2),
-        "the image file has another size than the annotations say (turned by EXIF, or resized?)": (1, 3),
+        "the image file's size differs from the annotations' (rotated by EXIF, or resized?)": (1, 3),
         "image file cannot be read": (1, 4),
         "malformed: neither file_name nor coco_url": (1, 5),
         "malformed: no id": (1, None),
@@ -313,7 +314,7 @@ def test_splits_are_disjoint_deterministic_and_of_the_right_size(tmp_path):
     assert not set(first["train"]) & set(first["val"]) and not (tmp_path / "d.jsonl").exists()
     assert abs(len(first["train"]) - 800) < 50 and abs(len(first["val"]) - 100) < 40
     assert ids(0) == first and ids(1) != first
-    grown = coco_file(tmp_path, [], many_images(1500))  # an image stays where it is when others come
+    grown = coco_file(tmp_path, [], many_images(1500))  # an image stays in its split when others are added
     convert(grown, tmp_path, tmp_path / "d.jsonl", splits=splits)
     assert [json.loads(row)["id"] for row in (tmp_path / "d_val.jsonl").open()][: len(first["val"])] == first["val"]
     assert Counter(split_of(i, {"a": 0.5, "b": 0.5}, 3) for i in range(4000))[None] == 0
@@ -362,8 +363,8 @@ def test_dat_1_what_is_written_passes_every_check_of_training(tmp_path):
     ("content", "words"),
     [
         ("{", "not valid JSON"),
-        ("[]", "no COCO file"),
-        ('{"images": [3]}', "images: must be a list of objects, holds 3"),
+        ("[]", "not a COCO file"),
+        ('{"images": [3]}', "images: must be a list of objects, contains 3"),
         (
             '{"images": [{"id": 1}], "categories": [{"id": 1, "name": "<|im_end|>"}]}',
             "cannot be an object's description",
@@ -419,7 +420,8 @@ def test_the_program(tmp_path, monkeypatch, capsys):
 PEAK = """
 import re, sys
 from pathlib import Path
-from tools.coco_to_jsonl import Options, convert
+from tools.coco import Options
+from tools.coco_to_jsonl import convert
 def peak():  # of this program alone; getrusage's starts at that of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 before = peak()
@@ -430,7 +432,7 @@ print(report.objects["poly"], (peak() - before) / 1024)
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    """A file of 60 MB, its outlines in an order in which none can be written before all are read."""
+    """A file of 60 MB, with outlines in an order in which none can be written before all are read."""
     num_images, num_objects = 300, 1800
     angle = np.linspace(0, 6, 1000)
     ring = np.stack([50 + 30 * np.cos(angle), 40 + 30 * np.sin(angle)], 1).ravel()

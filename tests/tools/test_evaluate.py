@@ -50,7 +50,7 @@ def test_coco_precision_by_hand(truth: list, answers: list, expected: float) -> 
 
 
 def test_coco_thresholds_run_from_half_to_95_percent() -> None:
-    """Overlap 0.75 (up to float rounding a little above): found at 0.50 to 0.75, six of ten thresholds."""
+    """Overlap 0.75 (slightly above, by float rounding): found at 0.50 to 0.75, six of ten thresholds."""
     truth = Object("cat", "bbox_2d", (0, 0, 400, 400))
     result = coco_scores([image(truth)], [[Object("cat", "bbox_2d", (0, 0, 400, 301))]])
     assert (result["AP"], result["AP50"], result["AP75"]) == pytest.approx((0.6, 1.0, 1.0))
@@ -72,7 +72,7 @@ def test_coco_without_any_object_is_undefined() -> None:
 
 
 def run_files(folder: Path, model: Path) -> tuple[Path, Path]:
-    """Six images, and a config that differs from the defaults in everything the program takes from it."""
+    """Write six images, and a config that differs from the defaults in everything the program reads from it."""
     data = make_dataset(folder / "data", num_train=6, num_val=1, seed=7)[0]
     config = {
         "global_max_length": 512,
@@ -110,7 +110,7 @@ def overlap(a: list[int], b: list[int]) -> float:
 
 
 def most_pairs(pred: list[dict], gt: list[dict], threshold: float, with_label: bool) -> int:
-    """Size of the largest one-to-one pairing above the threshold, by trying everything (few objects only)."""
+    """Return the size of the largest one-to-one pairing above the threshold, by brute force (few objects only)."""
     if not pred:
         return 0
     best = most_pairs(pred[1:], gt, threshold, with_label)
@@ -134,7 +134,7 @@ def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, cap
     for name, with_label in (("f1", True), ("f1_no_label", False)):
         matched = sum(most_pairs(record["pred"], record["gt"], 0.3, with_label) for record in records)
         assert result[name] == pytest.approx(2 * matched / num_objects)
-    assert 0 < result["f1_no_label"] < 1  # the model says something, and not everything is right
+    assert 0 < result["f1_no_label"] < 1  # the model finds something, and not everything is right
     assert (result["num_images"], result["iou_threshold"], result["dtype"]) == (6, 0.3, "float32")
     assert set(result["coco"]) == set(COCO_NAMES)
     assert "f1_no_label" in (shown := capsys.readouterr().out) and "COCO AP50" in shown
@@ -142,7 +142,7 @@ def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, cap
 
 @pytest.mark.slow
 def test_answers_are_the_same_by_vllm_and_transformers_ROL_1(warm_model, tmp_path) -> None:
-    """ROL-1: in float32, images in the config's size. vLLM changes the process it lives in, so it gets its own."""
+    """ROL-1: in float32, images in the config's size. vLLM changes the process it runs in, so it gets its own."""
     data, config = run_files(tmp_path, warm_model)
     answers = {}
     for backend in ("hf", "vllm"):
@@ -169,7 +169,7 @@ def test_images_prompt_and_length_are_the_configs_CFG_17(start_model, tmp_path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "model" / "merged").mkdir(parents=True), "holds no config.json; use"),
+        (lambda folder: (folder / "model" / "merged").mkdir(parents=True), "no config.json there; use"),
         (lambda folder: (folder / "model").mkdir(), "name a directory in Hugging Face form"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the launcher says where a rank was killed, and where the port at which the ranks meet is taken."""
+"""The launcher's messages when a rank is killed, and when the port where the ranks meet is in use."""
 
 import json
 import os
@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from tests.run.test_resume import ranks, save  # noqa: F401
-from tools.launch import check_port_of, words_for_the_killed
+from tools.launch import check_port_of, killed_rank_message
 from utils.dist import Ranks
 
 
-def test_the_launcher_has_last_words_for_ranks_that_were_killed_LRN_5(tmp_path, ranks):  # noqa: F811
-    """LRN-5: step and version on record, newest complete checkpoint, command; as far as there are any."""
+def test_the_launcher_reports_the_run_of_a_killed_rank_LRN_5(tmp_path, ranks):  # noqa: F811
+    """LRN-5: last logged step and version, newest complete checkpoint, command; each if there is one."""
     config, run = tmp_path / "a.yaml", tmp_path / "run"
     content = {
         "model": {"path": "m"},
@@ -32,7 +32,7 @@ def test_the_launcher_has_last_words_for_ranks_that_were_killed_LRN_5(tmp_path, 
     config.write_text(yaml.safe_dump(content))
     arguments = ["--num_gpus", "2", "train_stage2.py", "--config", str(config)]
     command = f"python -m tools.launch {' '.join(arguments)} --resume auto"
-    assert words_for_the_killed(signal.SIGTERM, arguments) == [
+    assert killed_rank_message(signal.SIGTERM, arguments) == [
         f"run {run}: a rank was ended by SIGTERM",
         "  no checkpoint is complete",
         f"  start again with: {command}",
@@ -40,18 +40,18 @@ def test_the_launcher_has_last_words_for_ranks_that_were_killed_LRN_5(tmp_path, 
     save(run, 4, ranks)
     with Path(run / "rollouts.jsonl").open("w") as file:
         file.writelines(json.dumps({"step": step, "weight_version": f"r:{step - 1}"}) + "\n" for step in (4, 5))
-    words = words_for_the_killed(signal.SIGKILL, [*arguments, "--resume", "auto"])
-    assert words[0].startswith(f"run {run}: a rank was ended by SIGKILL; where memory runs out")
-    assert words[1:] == [
-        "  last step on record: 5, with weights r:4",
+    lines = killed_rank_message(signal.SIGKILL, [*arguments, "--resume", "auto"])
+    assert lines[0].startswith(f"run {run}: a rank was ended by SIGKILL; the kernel does this when memory runs out")
+    assert lines[1:] == [
+        "  last logged step: 5, with weights r:4",
         f"  newest complete checkpoint: {run / 'checkpoint-4'}",
-        f"  go on from it with: {command}",
+        f"  resume from it with: {command}",
     ]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ""])
 def test_a_rendezvous_port_that_is_taken_is_refused_before_anything_starts(address):
-    """In one message: the port, its holder, the way out. That the script is not there goes unseen."""
+    """One message has the port, its owner and the way out. The missing script is never looked at."""
     with socket.create_server((address, 0)) as listener:
         port = listener.getsockname()[1]
         arguments = ["--num_gpus", "1", "--master_port", str(port), "none.py"]
@@ -76,7 +76,7 @@ def test_the_rendezvous_port_is_read_as_deepspeed_reads_it(monkeypatch):
 
 
 def test_rank_0_refuses_a_rendezvous_port_that_is_taken(monkeypatch):
-    """The same words without our launcher; the other ranks do not listen, and torchrun does so itself."""
+    """The same message without our launcher; the other ranks do not listen, and torchrun checks its own port."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # other tests have opened groups
     monkeypatch.setenv("RANK", "0")
     with socket.create_server(("127.0.0.1", 0)) as listener:

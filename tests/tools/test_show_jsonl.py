@@ -1,4 +1,4 @@
-"""tools.show_jsonl: which samples are drawn, what is on the pictures."""
+"""tools.show_jsonl: which samples it chooses, and what the pictures show."""
 
 import json
 import sys

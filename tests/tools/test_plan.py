@@ -1,4 +1,4 @@
-"""`tools.predict` and `tools.plan`: seconds worked out by hand, and what is said when nothing was measured (CFG-16)."""
+"""`tools.plan`: seconds worked out by hand, and the message when nothing was measured (CFG-16)."""
 
 import subprocess
 import sys
@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_load import edited
-from tools.plan import measure, splits
-from tools.predict import Constants, StepTime, Work, calibrate, load_constants, predict, write_constants
+from tools.plan import (
+    Constants,
+    StepTime,
+    StepWork,
+    calibrate,
+    load_constants,
+    measure,
+    predict,
+    splits,
+    write_constants,
+)
 from utils.config.load import build_config, load_config
 from utils.run.monitor import write_run_json
 
@@ -18,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 CONSTANTS = Constants(
     train_flops_per_s=1e6, rollout_flops_per_s=2e5, prepare_s=0.1, sync_fixed_s=0.5, sync_bytes_per_s=1e3
 )
-WORK = Work(num_answers=10, new_tokens=50, num_tokens=1000, parameters=1000, trainable=500, sync_bytes=2000)
+WORK = StepWork(num_answers=10, new_tokens=50, num_tokens=1000, parameters=1000, trainable=500, sync_bytes=2000)
 
 
 def test_a_step_by_hand():
@@ -49,7 +58,7 @@ def test_what_was_not_measured_is_named(tmp_path):
 
 
 def test_the_best_split_balances_learner_and_rollouts():
-    """The 8B preset on 16 GPUs: every split is one of 16 devices, best first, memory is that of --dry-run."""
+    """The 8B preset on 16 GPUs: every split uses at most 16 devices, best first; memory is that of --dry-run."""
     cfg = load_config(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml")
     constants = replace(CONSTANTS, train_flops_per_s=3e14, rollout_flops_per_s=3e13, sync_bytes_per_s=1e10)
     args = Namespace(new_tokens=None, segment_tokens=None, device_gib=80.0)
@@ -70,7 +79,7 @@ def test_without_constants_the_tool_says_how_to_measure_them():
 
 
 def finished_run(folder: Path, **changes) -> Path:
-    """What a run of two learners and a server of two devices leaves: five steps, the first three of them slow."""
+    """Write what a run of two learners and a server of two devices leaves: five steps, the first three of them slow."""
     from torch.utils.tensorboard import SummaryWriter
 
     from tests.config.test_plan import checkpoint
