@@ -11,8 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from utils.rollout import client as rollout_client
-from utils.rollout.client import RolloutClient, ServerGone
-from utils.rollout.link import CallFailed, Link, RolloutError, is_loopback
+from utils.rollout.client import RolloutClient
+from utils.rollout.link import CallFailed, CallTimeout, RolloutError
+from utils.rollout.round import ServerGone
 
 METRICS = b"""# HELP rollout_running by replica
 rollout_running{replica="0"} 3.0
@@ -227,7 +228,6 @@ def test_con_1_error_lists_every_server_and_the_ways_out():
     with setting(1, 1, ready=False, timeout_s=0.5) as (client, (one, two)):
         one.on_health = lambda: (503, {"status": "engine is dead"})
         client.servers.append(Address(free_url(), 60000))
-        client._idle.append([])
         start = time.monotonic()
         with pytest.raises(RolloutError) as error:
             client.wait_ready()
@@ -274,7 +274,7 @@ def test_con_1_one_server_under_two_names():
     """CON-1: CFG-7: two urls of one process would hold twice what it can."""
     with setting(1, 1, ready=False) as (client, (one, two)):
         two.boot_id = one.boot_id
-        with pytest.raises(RolloutError, match="one and the same"):
+        with pytest.raises(RolloutError, match="are the same rollout server"):
             client.wait_ready()
 
 
@@ -284,11 +284,11 @@ def test_con_4_a_restarted_server_is_told_apart():
         two.boot_id = "again"
         assert client.wait_ready() == [1] and client.boot_ids == ["boot0", "again"]
         two.world_size = 1
-        with pytest.raises(RolloutError, match="world size 1, it had 2"):
+        with pytest.raises(RolloutError, match="world size 1 instead of 2; restart the run"):
             client.wait_ready()
         two.world_size = 2
         two.on_health = lambda: (200, two.health(model="/other"))
-        with pytest.raises(RolloutError, match="model /other, it had /m"):
+        with pytest.raises(RolloutError, match="model /other instead of /m; restart the run"):
             client.wait_ready()
 
 
@@ -323,24 +323,6 @@ def test_con_4_a_dirty_server_is_reachable():
     with setting(1, ready=False) as (client, (server,)):
         server.on_health = lambda: (503, server.health(status="dirty: weight update failed"))
         assert client.wait_ready() == [0]
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("http://127.0.0.1:8000", True),
-        ("http://127.9.9.9/pre", True),
-        ("http://localhost:8000", True),
-        ("http://[::1]:8000", True),
-        ("http://10.0.0.1:8000", False),
-        ("http://localhost.example.org", False),
-        ("https://rollout.example.org", False),
-    ],
-)
-def test_con_2_loopback(url, expected):
-    """CON-2: loopback urls do not look at the environment."""
-    assert is_loopback(url) is expected
-    assert Link(url, None)._session.trust_env is not expected
 
 
 def test_con_2_environment_proxies_do_not_apply(monkeypatch):
@@ -409,39 +391,10 @@ def test_post_errors_carry_url_and_answer():
     with setting(1) as (client, (server,)):
         with pytest.raises(CallFailed, match=rf"{server.url}/nothing/: HTTP 404: .*Not Found") as error:
             client.get(0, "/nothing/")
-        assert (error.value.kind, error.value.status) == ("status", 404)
+        assert error.value.status == 404 and "Not Found" in error.value.body
         server.on_infer = server.hang
-        with pytest.raises(CallFailed, match="no answer within 0.2 s") as error:
+        with pytest.raises(CallTimeout, match="no answer within 0.2 s"):
             client.post(0, "/infer/", {"infer_requests": []}, 0.2)
-        assert error.value.kind == "timeout"
-
-
-def test_a_server_that_answers_in_drops_is_bounded():
-    """The time limit is for the whole call, not for each piece of its answer."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    stop = threading.Event()
-
-    def drip():
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            while not stop.wait(0.05):
-                try:
-                    connection.sendall(b" " * 10)
-                except OSError:
-                    return
-
-    threading.Thread(target=drip, daemon=True).start()
-    link = Link(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
-    start = time.monotonic()
-    try:
-        with pytest.raises(CallFailed) as error:
-            link.request("GET", "/health/", None, 0.4)
-        assert error.value.kind == "timeout" and time.monotonic() - start < 3.0
-    finally:
-        stop.set()
-        listener.close()
 
 
 # Faults of /infer/
@@ -696,14 +649,17 @@ def test_con_5_the_loss_of_one_server_ends_the_calls_to_the_others():
 
 def test_no_thread_outlives_a_round():
     """Watches and workers end with their round, lost rounds included."""
+    names = ("health-", "infer-")
     before = set(threading.enumerate())
     with setting(1, timeout_s=0.5) as (client, (server,)):
+        seen = set()
+        server.on_infer = lambda body: (seen.update(t.name for t in threading.enumerate()), server.answer(body))[1]
         infer(client, 4)
+        assert all(any(thread.startswith(name) for thread in seen) for name in names)  # else nothing is tested below
         server.on_infer = server.on_health = server.hang
         with pytest.raises(ServerGone):
             infer(client, 4)
         deadline = time.monotonic() + 3.0
-        names = ("health", "(run)")
         while time.monotonic() < deadline:
             left = [t for t in set(threading.enumerate()) - before if any(name in t.name for name in names)]
             if not left:

@@ -3,8 +3,8 @@
 import pytest
 
 from utils.dist import DistributedError, Ranks
-from utils.rollout.client import ServerGone
 from utils.rollout.link import RolloutError
+from utils.rollout.round import ServerGone
 from utils.run.recovery import MAX_RECOVERIES, retry_on_server_loss
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from utils.dist import DistributedError, Ranks, capture_error
-from utils.rollout.client import RolloutClient, ServerGone
+from utils.rollout.client import RolloutClient
+from utils.rollout.round import ServerGone
 
 logger = logging.getLogger(__name__)
 
