@@ -44,7 +44,7 @@ def run(errors: list, client: Client | None) -> tuple[str, list[str]]:
 def test_con_4_work_is_done_again_after_the_communicators_were_opened_anew():
     """CON-4."""
     client = Client()
-    assert run([ServerGone(0, "http://there", "gone"), ServerGone(0, "http://there", "gone")], client) == (
+    assert run([ServerGone("gone"), ServerGone("gone")], client) == (
         "rows",
         ["work", "quiet", "reopen", "work"] + ["quiet", "reopen", "work"],
     )
@@ -66,12 +66,12 @@ def test_con_4_other_failures_end_the_run_at_once(client):
 def test_con_4_a_server_that_does_not_come_back_ends_the_run_with_its_url():
     """CON-4."""
     with pytest.raises(DistributedError, match="http://there"):
-        run([ServerGone(0, "http://there", "gone")], Client(comes_back=False))
+        run([ServerGone("gone")], Client(comes_back=False))
 
 
 def test_con_4_a_server_that_dies_again_and_again_ends_the_run():
     """CON-4."""
     client = Client()
     with pytest.raises(DistributedError, match="gone"):
-        run([ServerGone(0, "http://there", "gone")] * (MAX_RECOVERIES + 1), client)
+        run([ServerGone("gone")] * (MAX_RECOVERIES + 1), client)
     assert client.waits == MAX_RECOVERIES

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from utils.capacity import check_capacity, chunk_size, rounds
+from utils.capacity import check_capacity, chunk_size, requests_per_server, rounds
 from utils.config.schema import ServerAddress
 from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError
 from utils.rollout.responses import excerpt, read_health, read_json, read_text
@@ -95,6 +95,10 @@ class RolloutClient:
     def chunk(self) -> int:
         """Most requests that this learner sends per round (DIS-3)."""
         return chunk_size(self.decode_batch_size, sum(self.world_sizes), self.world_size)
+
+    def requests_per_server(self, num_requests: int) -> list[int]:
+        """Split the requests of one round over the servers (DIS-4)."""
+        return requests_per_server(num_requests, self.rank, self.world_size, self.decode_batch_size, self.world_sizes)
 
     # Single calls
 

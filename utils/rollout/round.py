@@ -1,8 +1,9 @@
 """One round of a rank's requests: a batch for each rollout server, all at once, through retries, halves and faults.
 
-caller            Round.run: starts the batches, waits for all of them, raises the first error
-infer-<server>    ServerBatch.run: one server's `/infer/` calls over one `Link`
-health-<server>   HealthWatch: polls `/health/` during the batch; a lost server cancels the round
+The threads of a round:
+    the caller's     Round.run: starts the batches, waits for all of them, raises the first error
+    infer-<server>   ServerBatch.run: one server's `/infer/` calls over one `Link`
+    health-<server>  HealthWatch: polls `/health/` during the batch; a lost server cancels the round
 """
 
 import logging
@@ -13,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from utils.capacity import call_seed, requests_per_server
+from utils.capacity import call_seed
 from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError
 from utils.rollout.responses import excerpt, is_dirty, read_health, read_outputs
 
@@ -28,15 +29,10 @@ NUM_RETRIES = 2  # of a call, before it is split or given up
 class ServerGone(RolloutError):
     """A server gave no good response for `timeout_s`, was restarted, or needs full weights first (CON-4)."""
 
-    def __init__(self, index: int, url: str, reason: str) -> None:
-        super().__init__(f"rollout server {index} at {url} is gone: {reason}")
-        self.index = index
-        self.url = url
-
 
 @dataclass(frozen=True)
 class InferJob:
-    """The arguments of one `infer`, and its `outputs` as they come in."""
+    """The arguments of one `RolloutClient.infer`, and its `outputs` as they come in."""
 
     infer_requests: Sequence[dict[str, Any]]
     request_config: dict[str, Any]
@@ -54,10 +50,7 @@ class Round:
         self._links: set[Link] = set()
         self._lock = threading.Lock()  # guards `error` and the links: a late cancel must not reach a link's next user
         self._batches: list[ServerBatch] = []
-        sizes = client.world_sizes
-        for index, count in enumerate(
-            requests_per_server(len(numbers), client.rank, client.world_size, client.decode_batch_size, sizes)
-        ):
+        for index, count in enumerate(client.requests_per_server(len(numbers))):
             if count:
                 self._batches.append(ServerBatch(client, self, job, index, numbers[:count]))
             numbers = numbers[count:]
@@ -134,11 +127,10 @@ class ServerBatch:
 
     def _call(self, link: Link, numbers: range) -> list[dict[str, Any]]:
         """Make one `/infer/` call and return its outputs, checked for form. Raises: CallFailed."""
-        url = self.client.url(self.index)
         seed = call_seed(self.job.seed, numbers.start)
         requests = list(self.job.infer_requests[numbers.start : numbers.stop])
         body = {"infer_requests": requests, "request_config": {**self.job.request_config, "seed": seed}}
-        record = {**self.job.labels, "server": self.index, "url": url, "seed": seed}
+        record = {**self.job.labels, "server": self.index, "url": self.client.url(self.index), "seed": seed}
         record |= {"group_port": self.client.servers[self.index].group_port}
         record |= {"first_request": numbers.start, "num_requests": len(numbers), "outcome": "ok"}
         start = time.monotonic()
@@ -146,7 +138,7 @@ class ServerBatch:
         try:
             return read_outputs(*link.request("POST", "/infer/", self.client.infer_timeout_s, json=body), len(numbers))
         except BaseException as error:
-            record["outcome"] = str(error)
+            record["outcome"] = str(error) or type(error).__name__
             raise
         finally:
             self.client.calls.append({**record, "seconds": time.monotonic() - start})
@@ -156,24 +148,23 @@ class ServerBatch:
     ) -> list[tuple[range, int]]:
         """Return what to call next, last one first: the same, its halves, or nothing for a request given up (CON-3)."""
         failed_at = time.monotonic()
-        which = f"{self.client.url(self.index)}, requests {numbers.start}-{numbers.stop - 1}"
         self.round.raise_if_cancelled()
         self.client.count(timeouts=isinstance(failure, CallTimeout))
         if failure.status not in (400, 413, 422):  # the same body gets the same response
             if failure.status is not None and failure.status < 500 and failure.status not in (408, 429):
                 raise failure  # not our server, or it rejects the token: no matter of one sample
-            log.warning("%s, try %d: %s", which, attempt + 1, failure)
+            log.warning("requests %d-%d, try %d: %s", numbers[0], numbers[-1], attempt + 1, failure)
             self.round.cancelled.wait(self.client.backoff_s * 2 ** (attempt % NUM_RETRIES))  # smaller calls begin anew
             watch.wait_good(failed_at)
             if attempt < NUM_RETRIES:
                 self.client.count(retries=1)
                 return [(numbers, attempt + 1)]
         if len(numbers) == 1:
-            self._store(
-                numbers, [{"response": None, "response_token_ids": [], "rollout_infos": {"error": str(failure)}}]
-            )
+            log.warning("giving up request %d: %s", numbers[0], failure)
+            infos = {"error": str(failure)}
+            self._store(numbers, [{"response": None, "response_token_ids": [], "rollout_infos": infos}])
             return []
-        log.warning("%s: splitting: %s", which, failure)
+        log.warning("splitting requests %d-%d: %s", numbers[0], numbers[-1], failure)
         self.client.count(splits=1)
         half = (len(numbers) + 1) // 2
         return [(numbers[half:], 0), (numbers[:half], 0)]
@@ -181,18 +172,16 @@ class ServerBatch:
     def _store(self, numbers: range, outputs: list[dict[str, Any]]) -> None:
         """Put outputs where they belong. Raises: RolloutError for a refused request, or too many failed ones."""
         for number, output in zip(numbers, outputs, strict=True):
-            infos = output["rollout_infos"]
-            error = infos.get("error")
-            sample = self.job.infer_requests[number].get("uuid") or number
-            message = f"{self.client.url(self.index)}, request {sample}: {error}"
-            if infos.get("refused"):
+            error = output["rollout_infos"].get("error")
+            where = f"{self.client.url(self.index)}, request {self.job.infer_requests[number].get('uuid') or number}"
+            if output["rollout_infos"].get("refused"):
                 raise RolloutError(
-                    f"{self.client.url(self.index)}, request {sample}: refused: {error}; let the server read it: "
+                    f"{where}: refused: {error}; let the server read it: "
                     "custom.extra.rollout_server.allowed_image_roots (paths) or allow_image_urls"
                 )
             if error is not None:
-                log.warning("empty rollout: %s", message)
-            self.client.count_request(None if error is None else message)
+                log.warning("%s: empty rollout: %s", where, error)
+            self.client.count_request(None if error is None else f"{where}: {error}")
             self.job.outputs[number] = output
 
 
@@ -259,4 +248,4 @@ class HealthWatch:
         self.good_until = time.monotonic()
 
     def _gone(self, reason: str) -> ServerGone:
-        return ServerGone(self.index, self.client.url(self.index), reason)
+        return ServerGone(f"rollout server {self.index} at {self.client.url(self.index)} is gone: {reason}")
