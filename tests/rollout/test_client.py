@@ -257,7 +257,7 @@ def test_con_1_something_else_on_the_port():
         with pytest.raises(RolloutError, match="not JSON: <html>"):
             client.wait_ready()
         server.on_health = lambda: (200, {"status": "ok"})
-        with pytest.raises(RolloutError, match="something else than a rollout server"):
+        with pytest.raises(RolloutError, match="something other than a rollout server"):
             client.wait_ready()
 
 

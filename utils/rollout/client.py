@@ -61,7 +61,7 @@ class RolloutClient:
         stats: counts of `calls`, `retries`, `timeouts`, `splits` and `given_up` (requests that became empty rollouts).
     """
 
-    servers: list[ServerAddress]
+    servers: Sequence[ServerAddress]
     rank: int
     world_size: int
     decode_batch_size: int
@@ -186,10 +186,10 @@ class RolloutClient:
         as reachable, since only the next full update can mend it.
 
         Returns:
-            Indices of the servers that are another process than before (at first: all); they have no weights yet.
+            Indices of the servers that are not the same process as before (at first: all); they have no weights yet.
 
         Raises:
-            RolloutError: lists each server that did not respond in `timeout_s`; or names one that came back different.
+            RolloutError: lists all servers if one did not respond in `timeout_s`; names one that came back different.
             ValueError: the servers are too small for this many learners (DIS-2).
         """
         deadline, stopped = time.monotonic() + self.timeout_s, threading.Event()
@@ -198,7 +198,7 @@ class RolloutClient:
             try:
                 found = [poll.result() for poll in polls]
             finally:
-                stopped.set()  # after Ctrl-C
+                stopped.set()  # the others, after Ctrl-C
         if any(isinstance(health, CallFailed) for health in found):
             states = [health.detail if isinstance(health, CallFailed) else "ready" for health in found]
             lines = [

@@ -38,7 +38,7 @@ def read_health(url: str, status: int, text: str, allow_dirty: bool = False) -> 
                 return health
     health = read_json(url, status, text)
     if not isinstance(health, dict) or not isinstance(health.get("boot_id"), str):
-        raise CallFailed(url, f"something else than a rollout server answers: {excerpt(health)}")
+        raise CallFailed(url, f"something other than a rollout server responded: {excerpt(health)}")
     return health
 
 
