@@ -38,13 +38,13 @@ def main() -> None:
 
 def record_requests() -> list[dict]:
     """Record every HTTP call that leaves this process from now on; return the growing list."""
-    sent, exchange = [], Link._exchange
+    sent, request = [], Link.request
 
-    def noting(link: Link, method: str, url: str, body: dict | None, *args):
-        sent.append({"path": url.removeprefix(link.base_url), "body": body})
-        return exchange(link, method, url, body, *args)
+    def noting(link: Link, method: str, path: str, timeout_s: float | None, **options):
+        sent.append({"path": path, "body": options.get("json")})
+        return request(link, method, path, timeout_s, **options)
 
-    Link._exchange = noting
+    Link.request = noting
     return sent
 
 

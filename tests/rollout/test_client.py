@@ -1,6 +1,7 @@
 """The HTTP client against a small server in this process that can misbehave on command."""
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -11,8 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from utils.rollout import client as rollout_client
-from utils.rollout.client import RolloutClient, ServerGone
-from utils.rollout.link import CallFailed, Link, RolloutError, is_loopback
+from utils.rollout.client import RolloutClient
+from utils.rollout.link import CallFailed, CallTimeout, RolloutError
+from utils.rollout.round import ServerGone
 
 METRICS = b"""# HELP rollout_running by replica
 rollout_running{replica="0"} 3.0
@@ -227,7 +229,6 @@ def test_con_1_error_lists_every_server_and_the_ways_out():
     with setting(1, 1, ready=False, timeout_s=0.5) as (client, (one, two)):
         one.on_health = lambda: (503, {"status": "engine is dead"})
         client.servers.append(Address(free_url(), 60000))
-        client._idle.append([])
         start = time.monotonic()
         with pytest.raises(RolloutError) as error:
             client.wait_ready()
@@ -256,7 +257,7 @@ def test_con_1_something_else_on_the_port():
         with pytest.raises(RolloutError, match="not JSON: <html>"):
             client.wait_ready()
         server.on_health = lambda: (200, {"status": "ok"})
-        with pytest.raises(RolloutError, match="something else than a rollout server"):
+        with pytest.raises(RolloutError, match="something other than a rollout server"):
             client.wait_ready()
 
 
@@ -274,7 +275,7 @@ def test_con_1_one_server_under_two_names():
     """CON-1: CFG-7: two urls of one process would hold twice what it can."""
     with setting(1, 1, ready=False) as (client, (one, two)):
         two.boot_id = one.boot_id
-        with pytest.raises(RolloutError, match="one and the same"):
+        with pytest.raises(RolloutError, match="are the same rollout server"):
             client.wait_ready()
 
 
@@ -284,11 +285,11 @@ def test_con_4_a_restarted_server_is_told_apart():
         two.boot_id = "again"
         assert client.wait_ready() == [1] and client.boot_ids == ["boot0", "again"]
         two.world_size = 1
-        with pytest.raises(RolloutError, match="world size 1, it had 2"):
+        with pytest.raises(RolloutError, match="world size 1 instead of 2; restart the run"):
             client.wait_ready()
         two.world_size = 2
         two.on_health = lambda: (200, two.health(model="/other"))
-        with pytest.raises(RolloutError, match="model /other, it had /m"):
+        with pytest.raises(RolloutError, match="model /other instead of /m; restart the run"):
             client.wait_ready()
 
 
@@ -323,24 +324,6 @@ def test_con_4_a_dirty_server_is_reachable():
     with setting(1, ready=False) as (client, (server,)):
         server.on_health = lambda: (503, server.health(status="dirty: weight update failed"))
         assert client.wait_ready() == [0]
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("http://127.0.0.1:8000", True),
-        ("http://127.9.9.9/pre", True),
-        ("http://localhost:8000", True),
-        ("http://[::1]:8000", True),
-        ("http://10.0.0.1:8000", False),
-        ("http://localhost.example.org", False),
-        ("https://rollout.example.org", False),
-    ],
-)
-def test_con_2_loopback(url, expected):
-    """CON-2: loopback urls do not look at the environment."""
-    assert is_loopback(url) is expected
-    assert Link(url, None)._session.trust_env is not expected
 
 
 def test_con_2_environment_proxies_do_not_apply(monkeypatch):
@@ -409,39 +392,10 @@ def test_post_errors_carry_url_and_answer():
     with setting(1) as (client, (server,)):
         with pytest.raises(CallFailed, match=rf"{server.url}/nothing/: HTTP 404: .*Not Found") as error:
             client.get(0, "/nothing/")
-        assert (error.value.kind, error.value.status) == ("status", 404)
+        assert error.value.status == 404 and "Not Found" in error.value.body
         server.on_infer = server.hang
-        with pytest.raises(CallFailed, match="no answer within 0.2 s") as error:
+        with pytest.raises(CallTimeout, match="no answer within 0.2 s"):
             client.post(0, "/infer/", {"infer_requests": []}, 0.2)
-        assert error.value.kind == "timeout"
-
-
-def test_a_server_that_answers_in_drops_is_bounded():
-    """The time limit is for the whole call, not for each piece of its answer."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    stop = threading.Event()
-
-    def drip():
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            while not stop.wait(0.05):
-                try:
-                    connection.sendall(b" " * 10)
-                except OSError:
-                    return
-
-    threading.Thread(target=drip, daemon=True).start()
-    link = Link(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
-    start = time.monotonic()
-    try:
-        with pytest.raises(CallFailed) as error:
-            link.request("GET", "/health/", None, 0.4)
-        assert error.value.kind == "timeout" and time.monotonic() - start < 3.0
-    finally:
-        stop.set()
-        listener.close()
 
 
 # Faults of /infer/
@@ -602,10 +556,9 @@ def test_con_5_a_frozen_server_is_noticed_without_http_timeout():
     with setting(1, timeout_s=0.6) as (client, (server,)):
         server.on_infer = server.on_health = server.hang
         start = time.monotonic()
-        with pytest.raises(ServerGone, match=r"no good answer for 0.6 s") as error:
+        with pytest.raises(ServerGone, match=f"rollout server 0 at {server.url} is gone: no good answer for 0.6 s"):
             infer(client, 2)
         assert 0.5 < time.monotonic() - start < 3.0
-        assert (error.value.index, error.value.url) == (0, server.url)
 
 
 def test_con_5_a_slow_call_of_a_healthy_server_is_waited_for():
@@ -696,20 +649,62 @@ def test_con_5_the_loss_of_one_server_ends_the_calls_to_the_others():
 
 def test_no_thread_outlives_a_round():
     """Watches and workers end with their round, lost rounds included."""
+    names = ("health-", "infer-")
     before = set(threading.enumerate())
     with setting(1, timeout_s=0.5) as (client, (server,)):
+        seen = set()
+        server.on_infer = lambda body: (seen.update(t.name for t in threading.enumerate()), server.answer(body))[1]
         infer(client, 4)
+        assert all(any(thread.startswith(name) for thread in seen) for name in names)  # else nothing is tested below
         server.on_infer = server.on_health = server.hang
         with pytest.raises(ServerGone):
             infer(client, 4)
         deadline = time.monotonic() + 3.0
-        names = ("health", "(run)")
         while time.monotonic() < deadline:
             left = [t for t in set(threading.enumerate()) - before if any(name in t.name for name in names)]
             if not left:
                 break
             time.sleep(0.02)
         assert left == []
+
+
+def interrupt(after_s, when=lambda: True):
+    """Ctrl-C in the main thread, once `when()` holds."""
+
+    def send():
+        time.sleep(after_s)
+        while not when():
+            time.sleep(0.02)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_ctrl_c_ends_all_calls_of_a_round():
+    """CON-5: no thread is left, and nobody waits for servers that generate for minutes."""
+    with setting(1, 1, timeout_s=30.0) as (client, servers):
+        for server in servers:
+            server.on_infer = server.hang
+        interrupt(0.2, lambda: all(server.calls for server in servers))
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            infer(client, 8)
+        assert time.monotonic() - start < 3.0
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("infer-")]
+        assert [call["outcome"] for call in client.pop_calls()] == ["KeyboardInterrupt"] * 2
+        for server in servers:
+            server.on_infer = server.answer
+        assert tokens(infer(client, 2)) == [[[100]], [[101]]]
+
+
+def test_ctrl_c_ends_the_wait_for_servers():
+    with setting(1, ready=False, timeout_s=30.0) as (client, (server,)):
+        server.on_health = lambda: (503, {"status": "loading"})
+        interrupt(0.2, lambda: server.paths)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            client.wait_ready()
+        assert time.monotonic() - start < 3.0
 
 
 def test_a_lost_round_does_not_spoil_the_next():

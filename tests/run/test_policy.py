@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from utils.dist import DistributedError, Ranks
-from utils.rollout.client import ServerGone
 from utils.rollout.link import RolloutError
+from utils.rollout.round import ServerGone
+<<<<<<< HEAD:tests/run/test_policy.py
 from utils.run.policy import MAX_RECOVERIES, Policy
 from utils.run.records import Timer
 
@@ -23,6 +24,10 @@ class Engine:
     def sync(self, version: str) -> SimpleNamespace:
         self.happened.append(f"sync {version}")
         return SimpleNamespace(num_bytes=1, gb_per_s=1.0, seconds=1.0)
+=======
+from utils.rollout.round import ServerGone
+from utils.run.recovery import MAX_RECOVERIES, retry_on_server_loss
+>>>>>>> client:tests/run/test_recovery.py
 
 
 class Client:
@@ -63,7 +68,7 @@ AGAIN = ["drain", "reopen", "sync run:3", "work"]
 def test_con_4_work_is_done_again_after_the_communicators_were_opened_anew():
     """CON-4."""
     client = Client()
-    assert run([ServerGone(0, "http://there", "gone"), ServerGone(0, "http://there", "gone")], client) == (
+    assert run([ServerGone("gone"), ServerGone("gone")], client) == (
         "rows",
         ["sync run:3", "work", *AGAIN, *AGAIN],
     )
@@ -88,12 +93,12 @@ def test_con_4_other_failures_end_the_run_at_once(client):
 def test_con_4_a_server_that_does_not_come_back_ends_the_run_with_its_url():
     """CON-4."""
     with pytest.raises(DistributedError, match="http://there"):
-        run([ServerGone(0, "http://there", "gone")], Client(comes_back=False))
+        run([ServerGone("gone")], Client(comes_back=False))
 
 
 def test_con_4_a_server_that_dies_again_and_again_ends_the_run():
     """CON-4."""
     client = Client()
     with pytest.raises(DistributedError, match="gone"):
-        run([ServerGone(0, "http://there", "gone")] * (MAX_RECOVERIES + 1), client)
+        run([ServerGone("gone")] * (MAX_RECOVERIES + 1), client)
     assert client.waits == MAX_RECOVERIES

@@ -12,7 +12,8 @@ from utils.data.encoding import EncodedPrompt, prompt_chat
 from utils.data.samples import Sample
 from utils.dist import DistributedError, Ranks, capture_error
 from utils.rollout.backend import Engine, RolloutContext, RolloutRequest, RolloutResult, Sampling, check_prompt
-from utils.rollout.client import RolloutClient, ServerGone
+from utils.rollout.client import RolloutClient
+from utils.rollout.round import ServerGone
 from utils.run.records import Timer
 from utils.run.rollout_log import RolloutLog
 

@@ -1,0 +1,251 @@
+"""One round of a rank's requests: a batch for each rollout server, all at once, through retries, halves and faults.
+
+The threads of a round:
+    the caller's     Round.run: starts the batches, waits for all of them, raises the first error
+    infer-<server>   ServerBatch.run: one server's `/infer/` calls over one `Link`
+    health-<server>  HealthWatch: polls `/health/` during the batch; a lost server cancels the round
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from utils.capacity import call_seed
+from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError
+from utils.rollout.responses import excerpt, is_dirty, read_health, read_outputs
+
+if TYPE_CHECKING:
+    from utils.rollout.client import RolloutClient
+
+log = logging.getLogger(__name__)
+
+NUM_RETRIES = 2  # of a call, before it is split or given up
+
+
+class ServerGone(RolloutError):
+    """A server gave no good response for `timeout_s`, was restarted, or needs full weights first (CON-4)."""
+
+
+@dataclass(frozen=True)
+class InferJob:
+    """The arguments of one `RolloutClient.infer`, and its `outputs` as they come in."""
+
+    infer_requests: Sequence[dict[str, Any]]
+    request_config: dict[str, Any]
+    seed: int
+    labels: dict[str, Any]
+    outputs: list[Any]
+
+
+class Round:
+    """One round of a job: a batch per server, all at once. The first failure cancels the others' calls (CON-5)."""
+
+    def __init__(self, client: "RolloutClient", job: InferJob, numbers: range) -> None:
+        self.error: BaseException | None = None  # the first failure
+        self.cancelled = threading.Event()
+        self._links: set[Link] = set()
+        self._lock = threading.Lock()  # guards `error` and the links: a late cancel must not reach a link's next user
+        self._batches: list[ServerBatch] = []
+        for index, count in enumerate(client.requests_per_server(len(numbers))):
+            if count:
+                self._batches.append(ServerBatch(client, self, job, index, numbers[:count]))
+            numbers = numbers[count:]
+
+    def run(self) -> None:
+        """Fill in the job's outputs. Returns when all threads have ended. Raises: the first failure."""
+        threads = [threading.Thread(target=b.run, name=f"infer-{b.index}", daemon=True) for b in self._batches]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C
+            self.cancel(error)
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join()
+            raise
+        self.raise_if_cancelled()
+
+    def cancel(self, error: BaseException) -> None:
+        """End all calls of the round; from any thread. The first error counts."""
+        with self._lock:
+            self.error = self.error or error
+            self.cancelled.set()
+            for link in self._links:
+                link.cancel(self.error)
+
+    def raise_if_cancelled(self) -> None:
+        """Raise the error that ended the round, if any."""
+        if self.error is not None:
+            raise self.error
+
+    @contextmanager
+    def owns(self, link: Link) -> Iterator[None]:
+        """Let `cancel` cancel this link, too."""
+        with self._lock:
+            self._links.add(link)
+        try:
+            self.raise_if_cancelled()
+            yield
+        finally:
+            with self._lock:
+                self._links.remove(link)
+
+
+@dataclass(eq=False)
+class ServerBatch:
+    """One server's part of a round: the requests `numbers` of a job, their calls, retries and halves."""
+
+    client: "RolloutClient"
+    round: Round
+    job: InferJob
+    index: int
+    numbers: range
+
+    def run(self) -> None:
+        """Fill in the outputs of all requests, or cancel the round: by one call, its retries, then half by half."""
+        try:
+            with (
+                self.client.link(self.index) as link,
+                self.round.owns(link),
+                closing(HealthWatch(self.client, self.round, self.index)) as watch,
+            ):
+                pending = [(self.numbers, 0)]  # with the number of failed attempts
+                while pending:
+                    numbers, attempt = pending.pop()
+                    try:
+                        self._store(numbers, self._call(link, numbers))
+                    except CallFailed as failure:
+                        pending += self._after_failure(failure, numbers, attempt, watch)
+        except BaseException as error:  # noqa: BLE001  (raised by `Round.run`, in the caller's thread)
+            self.round.cancel(error)
+
+    def _call(self, link: Link, numbers: range) -> list[dict[str, Any]]:
+        """Make one `/infer/` call and return its outputs, checked for form. Raises: CallFailed."""
+        seed = call_seed(self.job.seed, numbers.start)
+        requests = list(self.job.infer_requests[numbers.start : numbers.stop])
+        body = {"infer_requests": requests, "request_config": {**self.job.request_config, "seed": seed}}
+        record = {**self.job.labels, "server": self.index, "url": self.client.url(self.index), "seed": seed}
+        record |= {"group_port": self.client.servers[self.index].group_port}
+        record |= {"first_request": numbers.start, "num_requests": len(numbers), "outcome": "ok"}
+        start = time.monotonic()
+        self.client.count(calls=1)
+        try:
+            return read_outputs(*link.request("POST", "/infer/", self.client.infer_timeout_s, json=body), len(numbers))
+        except BaseException as error:
+            record["outcome"] = str(error) or type(error).__name__
+            raise
+        finally:
+            self.client.calls.append({**record, "seconds": time.monotonic() - start})
+
+    def _after_failure(
+        self, failure: CallFailed, numbers: range, attempt: int, watch: "HealthWatch"
+    ) -> list[tuple[range, int]]:
+        """Return what to call next, last one first: the same, its halves, or nothing for a request given up (CON-3)."""
+        failed_at = time.monotonic()
+        self.round.raise_if_cancelled()
+        self.client.count(timeouts=isinstance(failure, CallTimeout))
+        if failure.status not in (400, 413, 422):  # the same body gets the same response
+            if failure.status is not None and failure.status < 500 and failure.status not in (408, 429):
+                raise failure  # not our server, or it rejects the token: no matter of one sample
+            log.warning("requests %d-%d, try %d: %s", numbers[0], numbers[-1], attempt + 1, failure)
+            self.round.cancelled.wait(self.client.backoff_s * 2 ** (attempt % NUM_RETRIES))  # smaller calls begin anew
+            watch.wait_good(failed_at)
+            if attempt < NUM_RETRIES:
+                self.client.count(retries=1)
+                return [(numbers, attempt + 1)]
+        if len(numbers) == 1:
+            log.warning("giving up request %d: %s", numbers[0], failure)
+            infos = {"error": str(failure)}
+            self._store(numbers, [{"response": None, "response_token_ids": [], "rollout_infos": infos}])
+            return []
+        log.warning("splitting requests %d-%d: %s", numbers[0], numbers[-1], failure)
+        self.client.count(splits=1)
+        half = (len(numbers) + 1) // 2
+        return [(numbers[half:], 0), (numbers[:half], 0)]
+
+    def _store(self, numbers: range, outputs: list[dict[str, Any]]) -> None:
+        """Put outputs where they belong. Raises: RolloutError for a refused request, or too many failed ones."""
+        for number, output in zip(numbers, outputs, strict=True):
+            error = output["rollout_infos"].get("error")
+            where = f"{self.client.url(self.index)}, request {self.job.infer_requests[number].get('uuid') or number}"
+            if output["rollout_infos"].get("refused"):
+                raise RolloutError(
+                    f"{where}: refused: {error}; let the server read it: "
+                    "custom.extra.rollout_server.allowed_image_roots (paths) or allow_image_urls"
+                )
+            if error is not None:
+                log.warning("%s: empty rollout: %s", where, error)
+            self.client.count_request(None if error is None else f"{where}: {error}")
+            self.job.outputs[number] = output
+
+
+@dataclass(eq=False)
+class HealthWatch:
+    """Polls a server's `/health/` while a batch runs, and cancels the round when the server is gone (CON-5)."""
+
+    client: "RolloutClient"
+    round: Round
+    index: int
+
+    def __post_init__(self) -> None:
+        self.good_until = time.monotonic()  # when the last good response came
+        self.good_since = self.good_until  # when its poll began
+        self.last_failure = "no answer yet"
+        self._link = self.client.new_link(self.index)  # cancelled: the watch is closed
+        self._wake = threading.Event()
+        threading.Thread(target=self._run, name=f"health-{self.index}", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread, also during a poll that hangs. Does not wait for it."""
+        self._link.cancel(RolloutError("the batch has ended"))
+        self._wake.set()
+
+    def wait_good(self, since: float) -> None:
+        """Return once a poll that began after `since` got a good response. Raises: the error that ended the round."""
+        self._wake.set()
+        while self.good_since < since and not self.round.cancelled.wait(0.02):
+            pass
+        self.round.raise_if_cancelled()
+
+    def _run(self) -> None:
+        try:
+            while self._link.error is None:
+                self._wake.wait(self.client.poll_s)
+                self._wake.clear()
+                self._poll()
+        except Exception as error:  # a bug, too: a watch that dies unseen would let a call wait for ever
+            if self._link.error is None:
+                self.round.cancel(error)
+        finally:
+            self._link.close()
+
+    def _poll(self) -> None:
+        """Look at the server once. Raises: ServerGone; RolloutError if it belongs to another run."""
+        left_s = self.good_until + self.client.timeout_s - time.monotonic()
+        if left_s <= 0:
+            raise self._gone(f"no good answer for {self.client.timeout_s:g} s; last: {self.last_failure}")
+        start = time.monotonic()
+        try:
+            health = read_health(*self._link.request("GET", "/health/", left_s), allow_dirty=True)
+        except CallFailed as error:
+            self.last_failure = str(error)
+            self.round.cancelled.wait(min(0.25, self.client.poll_s))
+            self._wake.set()
+            return
+        if is_dirty(health):
+            raise self._gone(f"it needs full weights: {excerpt(health)}")
+        boot_id = self.client.boot_ids[self.index]
+        if health["boot_id"] != boot_id:
+            raise self._gone(f"restarted: boot id {health['boot_id']}, was {boot_id}")
+        self.client.check_owner(self.index, health)
+        self.good_since = start
+        self.good_until = time.monotonic()
+
+    def _gone(self, reason: str) -> ServerGone:
+        return ServerGone(f"rollout server {self.index} at {self.client.url(self.index)} is gone: {reason}")
