@@ -22,8 +22,9 @@ from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL
 from utils.geometry import Object, iou_matrix, pixels_to_bins, to_norm1000
 from utils.losses import Labels, loss_sums
 from utils.packing import check_row
-from utils.parsing import DROP_REASONS, ParsedAnswer, TokenTable, parse_answer
+from utils.parsing import DROP_REASONS, ParsedAnswer, parse_answer
 from utils.targets import Target, TargetOptions, build_target, check_segment, ground_truth_target, make_segment
+from utils.token_table import TokenTable
 
 KINDS = ["native", "fused"]
 OPENINGS = ["[", "[\n\t", "```json\n[\n\t", "```\n[\n  ", "```json\n["]
@@ -79,10 +80,9 @@ def check_alignment(parsed: ParsedAnswer, kind: str) -> None:
     for pred in parsed.objects:
         written = json.loads(data[slice(*pred.byte_span)])
         assert written == {"bbox_2d": list(pred.object.coords), "label": pred.object.desc}
-        for value, (first, end), (a, b) in zip(pred.object.coords, pred.coord_spans, pred.coord_bytes, strict=True):
+        for value, first, (a, b) in zip(pred.object.coords, pred.coord_index, pred.coord_bytes, strict=True):
             assert data[a:b] == str(value).encode() and not data[a - 1 : a].isdigit() and not data[b : b + 1].isdigit()
-            assert starts[first] <= a < ends[first] and starts[end - 1] < b <= ends[end - 1]
-        assert pred.coord_index == [first for first, _ in pred.coord_spans]
+            assert starts[first] <= a < ends[first]
         assert json.loads(b'"' + data[slice(*pred.desc_bytes)] + b'"') == pred.object.desc
 
 
