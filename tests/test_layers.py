@@ -6,18 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["", "config", "data", "sync", "learner", "rollout", "server", "run"]  # "": the words of a step, flat
-STEP = {
-    "token_table",
-    "parsing",
-    "answer_format",
-    "matching",
-    "geometry",
-    "targets",
-    "packing",
-    "losses",
-    "policy_loss",
-    "grpo",
-}
+STEP = {"parsing", "answer_format", "matching", "geometry", "targets", "packing", "losses", "policy_loss", "grpo"}
 FLAT = STEP | {"token_table", "scores", "rewards", "capacity", "dist"}
 
 
