@@ -506,14 +506,17 @@ def test_tgt_8_qwen3vl_violations_name_the_sample() -> None:
     comma = segment.text_index[[text_of([t]) == "," for t in segment.input_ids[segment.text_index]]]
     assert len(segment.digit_index) and len(comma)
     wrong = {
-        "which has no digit": {"digit_index": comma},
+        "which is no digit": {"digit_index": comma},
         "digit_index 0 lies outside": {"digit_index": np.array([0])},
-        "no part of text_index": {
+        "an index that text_index lacks": {
             "text_index": segment.text_index[1:],
             "text_label": segment.text_label[1:],
             "text_weight": segment.text_weight[1:],
         },
-        "no coordinate": {"coord_index": segment.digit_index[:1], "coord_target": np.zeros(1, dtype=np.float32)},
+        "is no coordinate": {
+            "coord_index": segment.digit_index[:1],
+            "coord_target": np.zeros(1, dtype=np.float32),
+        },
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=f"sample img-7: .*{message}"):
