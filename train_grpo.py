@@ -40,7 +40,7 @@ from utils.grpo import (
 from utils.learner.learner import StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
-from utils.policy_loss import PolicyOptions, policy_segment
+from utils.policy_loss import policy_segment
 from utils.rewards import REWARDS, Completion, RewardFunction, data_problems, load_rewards, score
 from utils.rollout.backend import Decoding, RolloutResult, policy_lags
 from utils.run.monitor import collapse_warnings
@@ -134,10 +134,8 @@ def train(run: Run) -> None:
             weighted = weight_answers(
                 [group for made in micro_steps for group in made.groups],
                 run.reward_weights,
-                scale_rewards=run.cfg.rlhf.scale_rewards,
-                loss_type=run.cfg.rlhf.loss_type,
-                max_new_tokens=run.cfg.rlhf.max_new_tokens,
-                ranks=run.ranks,
+                run.cfg.rlhf,
+                run.ranks,
             )
             with run.timed("train"):
                 result = update(run, weighted, step)
@@ -317,7 +315,7 @@ def update(run: Run, weighted: WeightedAnswers, step: int) -> StepResult:
         reference = run.learner.logprobs(batches, cfg.decoding.temperature, of_start_policy=True)
         for batch, logprob in zip(batches, reference, strict=True):
             batch.policy.ref_logprob = logprob
-    objective = PolicyObjective(policy_options(run.cfg), weighted.denominator, cfg.decoding.temperature)
+    objective = PolicyObjective(run.cfg.rlhf, weighted.denominator, cfg.decoding.temperature)
     return [run.learner.step(batches, objective, step) for _ in range(cfg.num_iterations)][-1]
 
 
@@ -454,10 +452,6 @@ def dump_answers(run: Run, step: int, answers: Sequence[Answer], advantages: np.
 
 # ---------------------------------------------------------------------------------------------------------------------
 # small translations from the config
-
-
-def policy_options(cfg: Config) -> PolicyOptions:
-    return PolicyOptions(**{name: getattr(cfg.rlhf, name) for name in PolicyOptions.__dataclass_fields__})
 
 
 def decoding(cfg: Config) -> Decoding:

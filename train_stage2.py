@@ -28,7 +28,6 @@ from utils.data.samples import Sample
 from utils.geometry import iou_matrix
 from utils.learner.learner import StepResult
 from utils.learner.objectives import MatchingObjective
-from utils.losses import LossWeights
 from utils.matching import match
 from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import parse_answer
@@ -106,7 +105,9 @@ def train(run: Run) -> None:
         with run.timed("step"):
             rows, rollouts = prepare_rows(run, step)
             with run.timed("train"):
-                result = run.learner.step([run.collate(row) for row in rows], objective(run.cfg), step)
+                result = run.learner.step(
+                    [run.collate(row) for row in rows], MatchingObjective(run.cfg.rm.losses), step
+                )
         run.steps_done = step + 1
         lags = policy_lags((segment.policy_version for row in rows for segment in row), step)
         signal_name = log_step(run, step + 1, result, rollouts, lags)
@@ -324,10 +325,6 @@ def log_step(run: Run, step: int, result: StepResult, rollouts: Rollouts, lags: 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # small translations from the config
-
-
-def objective(cfg: Config) -> MatchingObjective:
-    return MatchingObjective(LossWeights(**cfg.rm.losses.model_dump(exclude={"desc"})))
 
 
 def target_options(cfg: Config) -> TargetOptions:

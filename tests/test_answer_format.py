@@ -9,6 +9,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tests.answers import make_table, make_tokenizer, random_box
 from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL
 from utils.geometry import Object, iou_matrix, pixels_to_bins, to_norm1000
-from utils.losses import Labels, loss_sums
+from utils.losses import loss_sums
 from utils.packing import check_row
 from utils.parsing import DROP_REASONS, ParsedAnswer, parse_answer
 from utils.targets import Target, TargetOptions, build_target, check_segment, ground_truth_target, make_segment
@@ -551,13 +552,13 @@ def test_tgt_7_qwen3vl_gradient_only_where_something_is_learnt() -> None:
     hidden, head = torch.randn(size, 8, requires_grad=True), torch.nn.Linear(8, 2000)
     none = torch.zeros(0, dtype=torch.int64)
     position = torch.tensor(target.text_index - 1)
-    labels = Labels(
-        none,
-        none.float(),
-        position[position >= 0],
-        torch.tensor(target.text_label)[position >= 0],
-        torch.tensor(target.text_weight)[position >= 0],
-        none,
+    labels = SimpleNamespace(
+        coord_pos=none,
+        coord_target=none.float(),
+        text_pos=position[position >= 0],
+        text_label=torch.tensor(target.text_label)[position >= 0],
+        text_weight=torch.tensor(target.text_weight)[position >= 0],
+        coord_ids=none,
     )
     for num_chunks in (1, 3):
         hidden.grad = None

@@ -11,16 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from utils.losses import PARTS, LossWeights, loss_sums, total_loss
+from utils.config.schema import Losses, Rlhf
+from utils.losses import PARTS, loss_sums, total_loss
 from utils.packing import Batch, denominators
-from utils.policy_loss import (
-    PolicyOptions,
-    PolicyRow,
-    policy_loss,
-    policy_metrics,
-    policy_sums,
-    token_logprobs,
-)
+from utils.policy_loss import PolicyRow, policy_loss, policy_metrics, policy_sums, token_logprobs
 
 Head = Callable[[Tensor], Tensor]
 Numbers = dict[str, Tensor]
@@ -54,7 +48,7 @@ class Objective(Protocol):
 class MatchingObjective:
     """Stage 2: coordinates and text of targets (TGT-7)."""
 
-    weights: LossWeights
+    weights: Losses
 
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
         return denominators(batches)
@@ -80,7 +74,7 @@ class PolicyObjective:
         temperature: that of the sampling.
     """
 
-    options: PolicyOptions
+    options: Rlhf
     denominator: float
     temperature: float = 1.0
 
