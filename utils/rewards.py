@@ -296,7 +296,7 @@ def detection_parse(completion: Completion, sample: Sample) -> float:
 
 @_reward()
 def detection_f1(completion: Completion, sample: Sample) -> float:
-    """F1 of the objects at IoU 0.5 with equal label (stripped, case-folded); 1 if nothing exists and nothing is found."""
+    """F1 of the objects at IoU 0.5 with equal label (stripped, case-folded); 1 if there are none and none is found."""
     return scores(_detection_counts(completion, sample))["f1"]
 
 
