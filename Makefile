@@ -57,9 +57,10 @@ test-faults: $(READY) ## learners and servers killed, frozen and resumed, spoilt
 soak: $(READY) ## 20 minutes of server and learner, watched for what creeps (ARGS="--minutes 60"): runs/soak/soak.json
 	$(BIN)/python -m studies.soak $(ARGS)
 
-lint: $(READY) ## ruff check and format check
+lint: $(READY) ## ruff check and format check, and mypy on the flat modules of utils
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
 	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)
@@ -77,5 +78,5 @@ docs: $(READY) ## docs/config.md from the schema
 	$(BIN)/python tools/make_config_docs.py
 
 clean: ## remove runs and caches (not the environment)
-	rm -rf runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

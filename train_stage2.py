@@ -27,7 +27,6 @@ from utils.data.samples import Sample
 from utils.geometry import iou_matrix
 from utils.learner.learner import StepResult
 from utils.learner.objectives import MatchingObjective
-from utils.losses import LossWeights
 from utils.matching import match
 from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import TokenTable, parse_answer

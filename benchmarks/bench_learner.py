@@ -20,8 +20,9 @@ from benchmarks.demo import Demo
 from benchmarks.harness import Result, at_least, at_most, cpu, reported, take_turns
 from benchmarks.memory import LivePeak
 from tools.make_demo import build_tokenizer
+from utils.config.schema import Losses
 from utils.geometry import iou_matrix
-from utils.losses import LossWeights, loss_sums, num_chunks_for, total_loss
+from utils.losses import loss_sums, num_chunks_for, total_loss
 from utils.matching import match
 from utils.packing import Batch, CarryBuffer, collate_packed, collate_padded, denominators
 from utils.parsing import TokenTable, parse_answer
@@ -70,11 +71,11 @@ def loss_part() -> list[Result]:
 
 def packed_sums(batch: Batch, head: torch.nn.Module) -> Sums:
     hidden = hidden_states(batch).flatten(0, 1)
-    return loss_sums(hidden, head, batch, LossWeights.sigma, num_chunks_for(batch.num_labels))
+    return loss_sums(hidden, head, batch, Losses().sigma, num_chunks_for(batch.num_labels))
 
 
 def padded_sums(batch: Batch, head: torch.nn.Module) -> Sums:
-    return padded_loss_sums(hidden_states(batch), head, batch, LossWeights.sigma)
+    return padded_loss_sums(hidden_states(batch), head, batch, Losses().sigma)
 
 
 def hidden_states(batch: Batch) -> torch.Tensor:
@@ -84,7 +85,7 @@ def hidden_states(batch: Batch) -> torch.Tensor:
 
 
 def backward(batch: Batch, sums: Sums) -> None:
-    total_loss(sums, denominators([batch]), LossWeights()).backward()
+    total_loss(sums, denominators([batch]), Losses()).backward()
 
 
 def answer_lengths(count: int, seed: int = 0) -> list[int]:

@@ -10,19 +10,19 @@ import torch
 
 from tools.make_demo import build_start_model, make_dataset
 from utils.config.load import load_config
-from utils.config.schema import Training
+from utils.config.schema import Losses, Training
 from utils.data.encoding import EncodedPrompt, encode_prompt, load_processor
 from utils.data.samples import load_samples
 from utils.geometry import Object, iou_matrix
 from utils.learner.model import RowModel, apply_tuner, dummy_segment, load_model, param_groups, position_ids_for
 from utils.learner.objectives import MatchingObjective
-from utils.losses import LossWeights, num_chunks_for
+from utils.losses import num_chunks_for
 from utils.matching import match
 from utils.packing import Batch, collate_packed, collate_padded, denominators
 from utils.parsing import TokenTable, parse_answer
 from utils.targets import Segment, TargetOptions, build_target, format_objects, make_segment
 
-OBJECTIVE = MatchingObjective(LossWeights())
+OBJECTIVE = MatchingObjective(Losses())
 CONFIG = Path(__file__).parents[1] / "configs/demo/stage2.yaml"
 
 

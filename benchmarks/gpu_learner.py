@@ -28,18 +28,18 @@ from benchmarks.baselines.padded_full_logits import padded_loss_sums
 from benchmarks.bench_learner import answer_lengths, carried_rows
 from tools.plan import write_constants
 from utils.config.memory import known_config
+from utils.config.schema import Losses
 from utils.learner import attention
 from utils.learner.model import RowModel, dummy_segment, position_ids_for
 from utils.learner.objectives import MatchingObjective
-from utils.losses import LossWeights, loss_sums, num_chunks_for, total_loss
+from utils.losses import loss_sums, num_chunks_for, total_loss
 from utils.packing import Batch, collate_packed, collate_padded, denominators
 from utils.sync.merged_weights import MergedWeights
 from utils.targets import Segment
 
 RESULTS = Path(__file__).parent / "gpu_results.json"
-OBJECTIVE = MatchingObjective(LossWeights())
-FIRST_COORD, PROMPT_TOKENS = 1000, 128
-LABELLED = 0.5  # in a run, about half of an answer's tokens have a label
+OBJECTIVE = MatchingObjective(Losses())
+FIRST_COORD, PROMPT_TOKENS, LABELLED = 1000, 128, 0.5  # about half of an answer's tokens carry a label in a run
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}  # dense bf16, data sheets
 
 
@@ -173,7 +173,7 @@ def loss_part(
 ) -> dict[str, float | None]:
     """Measure head and losses alone: at labels in chunks, against the logits of every position."""
     results: dict[str, float | None] = {}
-    sigma, head = LossWeights.sigma, model.lm_head
+    sigma, head = Losses().sigma, model.lm_head
     for kind, batch in (("at labels", packed), ("full logits", padded)):
         shape = (*batch.input_ids.shape, model.config.text_config.hidden_size)
         hidden = torch.randn(shape, device=device, dtype=head.weight.dtype).requires_grad_()
@@ -183,7 +183,7 @@ def loss_part(
                 sums = loss_sums(hidden.flatten(0, 1), head, batch, sigma, num_chunks_for(batch.num_labels))
             else:
                 sums = padded_loss_sums(hidden, head, batch, sigma)
-            total_loss(sums, denominators([batch]), LossWeights()).backward()
+            total_loss(sums, denominators([batch]), Losses()).backward()
 
         reset_peak(device)
         results[f"loss, {kind}, us per label"] = 1e6 * median_seconds(step, device, rounds) / batch.num_labels

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from utils.answer_format import FORMATS, QWEN3VL
 from utils.geometry import Object
-from utils.parsing import TokenTable
 from utils.targets import format_objects
+from utils.token_table import TokenTable
 
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -9,6 +9,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tests.answers import make_table, make_tokenizer, random_box
 from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL
 from utils.geometry import Object, iou_matrix, pixels_to_bins, to_norm1000
-from utils.losses import Labels, loss_sums
+from utils.losses import loss_sums
 from utils.packing import check_row
-from utils.parsing import DROP_REASONS, ParsedAnswer, TokenTable, parse_answer
+from utils.parsing import DROP_REASONS, ParsedAnswer, parse_answer
 from utils.targets import Target, TargetOptions, build_target, check_segment, ground_truth_target, make_segment
+from utils.token_table import TokenTable
 
 KINDS = ["native", "fused"]
 OPENINGS = ["[", "[\n\t", "```json\n[\n\t", "```\n[\n  ", "```json\n["]
@@ -79,10 +81,9 @@ def check_alignment(parsed: ParsedAnswer, kind: str) -> None:
     for pred in parsed.objects:
         written = json.loads(data[slice(*pred.byte_span)])
         assert written == {"bbox_2d": list(pred.object.coords), "label": pred.object.desc}
-        for value, (first, end), (a, b) in zip(pred.object.coords, pred.coord_spans, pred.coord_bytes, strict=True):
+        for value, first, (a, b) in zip(pred.object.coords, pred.coord_index, pred.coord_bytes, strict=True):
             assert data[a:b] == str(value).encode() and not data[a - 1 : a].isdigit() and not data[b : b + 1].isdigit()
-            assert starts[first] <= a < ends[first] and starts[end - 1] < b <= ends[end - 1]
-        assert pred.coord_index == [first for first, _ in pred.coord_spans]
+            assert starts[first] <= a < ends[first]
         assert json.loads(b'"' + data[slice(*pred.desc_bytes)] + b'"') == pred.object.desc
 
 
@@ -506,14 +507,17 @@ def test_tgt_8_qwen3vl_violations_name_the_sample() -> None:
     comma = segment.text_index[[text_of([t]) == "," for t in segment.input_ids[segment.text_index]]]
     assert len(segment.digit_index) and len(comma)
     wrong = {
-        "which has no digit": {"digit_index": comma},
+        "which is no digit": {"digit_index": comma},
         "digit_index 0 lies outside": {"digit_index": np.array([0])},
-        "no part of text_index": {
+        "an index that text_index lacks": {
             "text_index": segment.text_index[1:],
             "text_label": segment.text_label[1:],
             "text_weight": segment.text_weight[1:],
         },
-        "no coordinate": {"coord_index": segment.digit_index[:1], "coord_target": np.zeros(1, dtype=np.float32)},
+        "is no coordinate": {
+            "coord_index": segment.digit_index[:1],
+            "coord_target": np.zeros(1, dtype=np.float32),
+        },
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=f"sample img-7: .*{message}"):
@@ -548,13 +552,13 @@ def test_tgt_7_qwen3vl_gradient_only_where_something_is_learnt() -> None:
     hidden, head = torch.randn(size, 8, requires_grad=True), torch.nn.Linear(8, 2000)
     none = torch.zeros(0, dtype=torch.int64)
     position = torch.tensor(target.text_index - 1)
-    labels = Labels(
-        none,
-        none.float(),
-        position[position >= 0],
-        torch.tensor(target.text_label)[position >= 0],
-        torch.tensor(target.text_weight)[position >= 0],
-        none,
+    labels = SimpleNamespace(
+        coord_pos=none,
+        coord_target=none.float(),
+        text_pos=position[position >= 0],
+        text_label=torch.tensor(target.text_label)[position >= 0],
+        text_weight=torch.tensor(target.text_weight)[position >= 0],
+        coord_ids=none,
     )
     for num_chunks in (1, 3):
         hidden.grad = None

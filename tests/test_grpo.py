@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from utils.config.schema import Rlhf
 from utils.grpo import (
     EPSILON,
     Answer,
@@ -117,13 +118,13 @@ def answer(rewards: list[float], length: int = 3, **state) -> Answer:
 
 
 WEIGHTS = np.array([1.0, 2.0])
-OPTIONS = {"scale_rewards": "none", "loss_type": "grpo", "max_new_tokens": 8}
+RLHF = Rlhf(reward_funcs=["one", "two"], scale_rewards="none", loss_type="grpo", max_new_tokens=8)
 
 
 def test_rewards_are_weighted_and_compared_within_their_group_GRP_6():
     """GRP-6: 1, 3 and 0.5, 0.5 with weights 1 and 2: totals 3 and 1 in the first group."""
     groups = [[answer([1.0, 1.0]), answer([1.0, 0.0])], [answer([0.5, 0.0]), answer([0.5, 0.0])]]
-    weighted = weight_answers(groups, WEIGHTS, ranks=Alone(), **OPTIONS)
+    weighted = weight_answers(groups, WEIGHTS, RLHF, Alone())
     assert weighted.advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
     assert weighted.has_signal.tolist() == [True, False] == has_signal(groups, WEIGHTS).tolist()
     assert weighted.weights == pytest.approx([1 / 3] * 4) and weighted.denominator == 4.0
@@ -133,7 +134,7 @@ def test_the_std_of_the_batch_is_that_of_all_ranks_GRP_6():
     """GRP-6: rewards 0, 2 here and 4, 6 on the other rank."""
     groups = [[answer([0.0, 0.0]), answer([0.0, 1.0])]]
     elsewhere = np.array([2.0, 10.0, 52.0])
-    weighted = weight_answers(groups, WEIGHTS, ranks=Alone(elsewhere), **OPTIONS | {"scale_rewards": "batch"})
+    weighted = weight_answers(groups, WEIGHTS, RLHF.model_copy(update={"scale_rewards": "batch"}), Alone(elsewhere))
     assert weighted.advantages == pytest.approx(np.array([-1, 1]) / (np.std([0, 2, 4, 6], ddof=1) + 1e-4))
 
 
@@ -141,7 +142,7 @@ def test_answers_left_out_weigh_nothing_and_take_no_row_GRP_6():
     """GRP-6."""
     failed = Answer(policy_segment("f", [1, 2], []), "", np.zeros(2), [], is_valid=False, is_failed=True)
     group = [answer([0.0, 0.0]), answer([1.0, 0.0]), answer([1.0, 1.0], is_valid=False, is_truncated=True), failed]
-    weighted = weight_answers([group], WEIGHTS, ranks=Alone(), **OPTIONS)
+    weighted = weight_answers([group], WEIGHTS, RLHF, Alone())
     assert weighted.advantages.tolist() == [-0.5, 0.5, 0.0, 0.0] and weighted.denominator == 2.0
     assert choose_rows(weighted, has_penalty=True, cap=100, per_row=8, ranks=Alone()) == [[0, 1]]
 
@@ -149,7 +150,7 @@ def test_answers_left_out_weigh_nothing_and_take_no_row_GRP_6():
 def test_groups_without_signal_cost_no_computation_but_for_kl_GRP_6():
     """GRP-6: they stay in the denominator, so that leaving them out changes no gradient."""
     groups = [[answer([1.0, 0.0]), answer([0.0, 0.0])], [answer([1.0, 0.0]), answer([1.0, 0.0])]]
-    weighted = weight_answers(groups, WEIGHTS, ranks=Alone(), **OPTIONS)
+    weighted = weight_answers(groups, WEIGHTS, RLHF, Alone())
     assert weighted.denominator == 4.0
     assert choose_rows(weighted, has_penalty=False, cap=100, per_row=8, ranks=Alone()) == [[0, 1]]
     assert choose_rows(weighted, has_penalty=True, cap=100, per_row=8, ranks=Alone()) == [[0, 1, 2, 3]]
@@ -158,10 +159,10 @@ def test_groups_without_signal_cost_no_computation_but_for_kl_GRP_6():
 def test_all_ranks_run_equally_many_rows_PCK_5_PCK_8():
     """PCK-5, PCK-8: all answers of a step train in it; a rank with fewer rows gets empty ones."""
     group = [answer([float(i % 2), 0.0], length) for i, length in enumerate((4, 8, 3, 2))]  # segments of 6, 10, 5, 4
-    weighted = weight_answers([group], WEIGHTS, ranks=Alone(), **OPTIONS)
+    weighted = weight_answers([group], WEIGHTS, RLHF, Alone())
     assert choose_rows(weighted, has_penalty=False, cap=12, per_row=8, ranks=Alone(4)) == [[0, 2], [1], [3], []]
     assert choose_rows(weighted, has_penalty=False, cap=None, per_row=3, ranks=Alone(1)) == [[0, 1, 2], [3]]
-    dull = weight_answers([[answer([1.0, 0.0])] * 2], WEIGHTS, ranks=Alone(), **OPTIONS)
+    dull = weight_answers([[answer([1.0, 0.0])] * 2], WEIGHTS, RLHF, Alone())
     assert choose_rows(dull, has_penalty=False, cap=12, per_row=8, ranks=Alone(0)) == [[]]
 
 
@@ -184,7 +185,7 @@ def test_a_row_knows_its_tokens_in_order_GRP_6(start_model):
     model = load_model(start_model, "float32")
     group = [answer([0.0, 0.0], 3), answer([1.0, 0.0], 2)]
     group[0].engine_logprobs = [-1.0, -2.0]
-    weighted = weight_answers([group], WEIGHTS, ranks=Alone(), **OPTIONS)
+    weighted = weight_answers([group], WEIGHTS, RLHF, Alone())
 
     def collate(segments):
         return collate_packed(segments, position_ids_for(model), np.zeros(0, dtype=np.int64), dummy_segment(model))

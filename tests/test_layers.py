@@ -1,13 +1,15 @@
 """The modules of `utils` import only downwards, without a cycle (docs/architecture.md)."""
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["", "config", "data", "sync", "learner", "rollout", "server", "run"]  # "": the words of a step, flat
 STEP = {"parsing", "answer_format", "matching", "geometry", "targets", "packing", "losses", "policy_loss", "grpo"}
-FLAT = STEP | {"scores", "rewards", "capacity", "dist"}
+FLAT = STEP | {"token_table", "scores", "rewards", "capacity", "dist"}
 
 
 def imports(path: Path) -> set[str]:
@@ -65,3 +67,14 @@ def imported_names(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     return plain | {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def test_flat_modules_need_no_engine_and_no_config():
+    """They work on plain values: importing them loads neither vLLM nor DeepSpeed nor the config."""
+    heavy = {"vllm", "deepspeed", "pydantic", "transformers", "utils.config"}
+    modules = ", ".join(f"utils.{name}" for name in sorted(FLAT))
+    code = f"import sys, {modules}; print(sorted({heavy} & sys.modules.keys()))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.strip() == "[]"

@@ -1,6 +1,7 @@
 """Loss parts against scipy, float64 and hand-made values; chunking against one plain pass."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +11,9 @@ from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 from torch import nn
 
+from utils.config.schema import Losses
 from utils.losses import (
     PARTS,
-    Labels,
-    LossWeights,
     coordinate_losses,
     gaussian_target,
     loss_sums,
@@ -26,9 +26,9 @@ VOCAB = 1300
 COORD_IDS = torch.arange(200, 1200)
 
 
-def random_labels(num_coord: int, num_text: int, num_positions: int, seed: int = 0) -> Labels:
+def random_labels(num_coord: int, num_text: int, num_positions: int, seed: int = 0) -> SimpleNamespace:
     g = torch.Generator().manual_seed(seed)
-    return Labels(
+    return SimpleNamespace(
         coord_pos=torch.randint(0, num_positions, (num_coord,), generator=g),
         coord_target=999 * torch.rand(num_coord, generator=g),
         text_pos=torch.randint(0, num_positions, (num_text,), generator=g),
@@ -142,9 +142,9 @@ def test_chunks_change_neither_sums_nor_gradients_lrn_4(num_coord, num_text, num
     labels = random_labels(num_coord, num_text, 40)
     parameters = (hidden, head.weight)
     sums = loss_sums(hidden, head, labels, 12.0, num_chunks)
-    ours = torch.autograd.grad(total_loss(sums, {"text": 3.0, "coord": 5.0}, LossWeights()), parameters)
+    ours = torch.autograd.grad(total_loss(sums, {"text": 3.0, "coord": 5.0}, Losses()), parameters)
     truth = plain_sums(hidden, head, labels, 12.0)
-    theirs = torch.autograd.grad(total_loss(truth, {"text": 3.0, "coord": 5.0}, LossWeights()), parameters)
+    theirs = torch.autograd.grad(total_loss(truth, {"text": 3.0, "coord": 5.0}, Losses()), parameters)
     for part in PARTS:
         torch.testing.assert_close(sums[part], truth[part], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -191,7 +191,7 @@ def test_parts_are_float32_even_on_bfloat16_states_tgt_7():
 def test_total_loss_by_hand_tgt_7():
     """TGT-7."""
     sums = {"text": torch.tensor(6.0), "coord": torch.tensor(8.0), "w1": torch.tensor(2.0), "gate": torch.tensor(1.0)}
-    weights = LossWeights(text=0.5, coord=1.0, w1=3.0, gate=4.0)
+    weights = Losses(text=0.5, coord=1.0, w1=3.0, gate=4.0)
     loss = total_loss(sums, {"text": 3.0, "coord": 2.0}, weights)
     assert float(loss) == 0.5 * 6 / 3 + (8 + 3 * 2 + 4 * 1) / 2
     assert float(total_loss({part: torch.tensor(0.0) for part in PARTS}, {"text": 0.0, "coord": 0.0}, weights)) == 0
@@ -203,12 +203,12 @@ def test_layout_of_micro_steps_does_not_change_the_loss_pck_5():
     head, hidden = head_and_states()
     whole = random_labels(5, 5, 40)
 
-    def part(lo: int, hi: int) -> Labels:
-        return Labels(**{k: v if k == "coord_ids" else v[lo:hi] for k, v in vars(whole).items()})
+    def part(lo: int, hi: int) -> SimpleNamespace:
+        return SimpleNamespace(**{k: v if k == "coord_ids" else v[lo:hi] for k, v in vars(whole).items()})
 
     step = {"text": float(whole.text_weight.sum()), "coord": 5.0}
     losses = [
-        total_loss(loss_sums(hidden, head, labels, 12.0, 2), step, LossWeights())
+        total_loss(loss_sums(hidden, head, labels, 12.0, 2), step, Losses())
         for labels in (whole, part(0, 2), part(2, 5))
     ]
     torch.testing.assert_close(losses[0], losses[1] + losses[2])

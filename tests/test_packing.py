@@ -27,7 +27,7 @@ NO_LABELS = {
 
 def plain_segment(sample_id: str, length: int) -> Segment:
     """Text without supervision; every token is the length, so that a row shows who lies where."""
-    return Segment(sample_id, np.full(length, length), answer_start=length, **NO_LABELS)
+    return Segment(sample_id=sample_id, input_ids=np.full(length, length), answer_start=length, **NO_LABELS)
 
 
 def labelled_segment(sample_id: str, coord: int, num_patches: int | None = 4) -> Segment:

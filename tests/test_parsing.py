@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.answers import DESCS, make_table, make_tokenizer, random_object
 from utils.geometry import Object
-from utils.parsing import DROP_REASONS, ParsedAnswer, TokenTable, parse_answer
+from utils.parsing import DROP_REASONS, ParsedAnswer, parse_answer
 from utils.targets import format_objects
+from utils.token_table import TokenTable
 
 KINDS = ["qwen", "whole"]
 BOX = "[<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>]"
@@ -44,6 +45,12 @@ def wrap(*objects: str) -> str:
     return '{"objects": [' + ", ".join(objects) + "]}"
 
 
+def tokens_of(span: tuple[int, int], parsed: ParsedAnswer) -> tuple[int, int]:
+    """`[start, end)` of the tokens that hold a byte of the span."""
+    start, end = np.searchsorted(parsed.prefix_ends, [span[0], span[1] - 1], side="right").tolist()
+    return start, end + 1
+
+
 def check_alignment(parsed: ParsedAnswer, table: TokenTable) -> None:
     """Every index of a parsed answer says what it should."""
     ids = parsed.prefix_ids
@@ -54,8 +61,9 @@ def check_alignment(parsed: ParsedAnswer, table: TokenTable) -> None:
         written = parsed.prefix_bytes[slice(*pred.byte_span)]
         coord_text = iter(f"<|coord_{c}|>".encode() for c in pred.object.coords)
         written = re.sub(rb"\xff", lambda _: next(coord_text), written)  # noqa: B023
-        for span, text in [(pred.desc_span, raw + b'"'), (pred.token_span, written)]:
-            start, end = span  # the fewest tokens that hold the text
+        first, last = pred.desc_bytes
+        for span, text in [((first, last + 1), raw + b'"'), (pred.byte_span, written)]:
+            start, end = tokens_of(span, parsed)  # the fewest tokens that hold the text
             assert text in text_of(ids[start:end], table)
             fewer = [text_of(ids[start + 1 : end], table), text_of(ids[start : end - 1], table)]
             assert len(text) < 6 or not any(text in part for part in fewer)  # a short desc may stand elsewhere too
@@ -190,12 +198,13 @@ def test_tgt_1_any_json_layout_is_read(kind: str, objects: list[Object], data: s
 
 
 def test_tgt_2_characters_split_over_tokens() -> None:
-    """TGT-2: a character of four bytes is four tokens here; the desc's span holds all of them and the closing quote."""
+    """TGT-2: a character of four bytes is four tokens here; the desc holds them all, then comes the closing quote."""
     table = make_table("qwen")
     parsed = parse_text(wrap(f'{{"desc": "\U0001f98a", "bbox_2d": {BOX}}}'))
     (pred,) = parsed.objects
     assert pred.object.desc == "\U0001f98a"
-    tokens = [table.bytes_of[token] for token in parsed.prefix_ids[slice(*pred.desc_span)]]
+    first, last = pred.desc_bytes
+    tokens = [table.bytes_of[token] for token in parsed.prefix_ids[slice(*tokens_of((first, last + 1), parsed))]]
     assert len(tokens) == 5 and b"".join(tokens[:4]).decode() == "\U0001f98a" and tokens[4].startswith(b'"')
 
 

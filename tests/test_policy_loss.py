@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.learner.test_model import collate, make_segment, relative_difference
+from utils.config.schema import Rlhf
 from utils.grpo import group_advantages
 from utils.learner.model import RowModel, base_model, load_model
 from utils.packing import Batch
 from utils.policy_loss import (
-    PolicyOptions,
     PolicyTokens,
     policy_loss,
     policy_metrics,
@@ -27,6 +28,11 @@ from utils.policy_loss import (
 )
 
 VOCAB, WIDTH, MAX_NEW_TOKENS = 50, 8, 20
+
+
+def settings_of(**changes: Any) -> Rlhf:
+    """The config section `rlhf` with its defaults and these changes."""
+    return Rlhf(reward_funcs=["detection_f1"], **changes)
 
 
 @dataclasses.dataclass
@@ -67,7 +73,7 @@ def tokens_of(answers: list[Answer], loss_type: str = "grpo") -> tuple[PolicyTok
 def our_gradient(
     head: nn.Linear,
     batches: list[list[Answer]],
-    options: PolicyOptions,
+    options: Rlhf,
     loss_type: str = "grpo",
     num_chunks: int = 2,
     temperature: float = 1.0,
@@ -87,7 +93,7 @@ def our_gradient(
 
 
 def reference_gradient(
-    head: nn.Linear, answers: list[Answer], options: PolicyOptions, loss_type: str = "grpo", temperature: float = 1.0
+    head: nn.Linear, answers: list[Answer], options: Rlhf, loss_type: str = "grpo", temperature: float = 1.0
 ) -> tuple[float, torch.Tensor]:
     """As the papers write it: a Python loop over answers and tokens in float64."""
     weight = head.weight.detach().double().requires_grad_()
@@ -118,11 +124,11 @@ def reference_gradient(
 
 
 VARIANTS = [
-    PolicyOptions(),
-    PolicyOptions(epsilon_high=0.28, beta=0.04),
-    PolicyOptions(epsilon=0.05, importance_correction_cap=None),
-    PolicyOptions(epsilon=0.1, importance_correction_cap=1.1, beta=0.5),
-    PolicyOptions(importance_sampling_level="sequence", epsilon=3e-3, epsilon_high=4e-2),
+    settings_of(),
+    settings_of(epsilon_high=0.28, beta=0.04),
+    settings_of(epsilon=0.05, importance_correction_cap=None),
+    settings_of(epsilon=0.1, importance_correction_cap=1.1, beta=0.5),
+    settings_of(importance_sampling_level="sequence", epsilon=3e-3, epsilon_high=4e-2),
 ]
 
 
@@ -165,8 +171,8 @@ def test_rows_micro_steps_and_ranks_do_not_change_the_gradient_pck_5(lengths, da
 def test_sharing_the_denominator_per_micro_step_would_be_seen_pck_5():
     """PCK-5: the check above tells a mean of means from the mean."""
     head, answers = head_and_answers([2, 9, 3])
-    _, whole = our_gradient(head, [answers], PolicyOptions(), "dapo")
-    wrong = sum(our_gradient(head, [part], PolicyOptions(), "dapo")[1] / 2 for part in (answers[:1], answers[1:]))
+    _, whole = our_gradient(head, [answers], settings_of(), "dapo")
+    wrong = sum(our_gradient(head, [part], settings_of(), "dapo")[1] / 2 for part in (answers[:1], answers[1:]))
     assert (wrong - whole).abs().max() > 1e-3
 
 
@@ -176,7 +182,7 @@ def test_on_policy_ratios_are_one_and_the_gradient_is_reinforce_grp_6():
     tokens, denominator = tokens_of(answers)
     tokens.old_logprob = tokens.engine_logprob = None
     states, labels = torch.cat([a.states for a in answers]), torch.cat([a.labels for a in answers])
-    options = PolicyOptions(epsilon=1e-6)
+    options = settings_of(epsilon=1e-6)
     logprob, entropy = token_logprobs(states, head, torch.arange(13), labels, 2)
     sums = policy_sums(logprob, tokens, options, entropy)
     metrics = policy_metrics({name: float(value) for name, value in sums.sums.items()})
@@ -196,16 +202,16 @@ def test_equal_rewards_leave_nothing_but_the_kl_grp_6(beta):
     advantages = group_advantages(np.full((2, 2), 0.7)).advantages.flatten()
     for answer, advantage in zip(answers, advantages, strict=True):
         answer.advantage = float(advantage)
-    loss, gradient = our_gradient(head, [answers], PolicyOptions(beta=beta))
+    loss, gradient = our_gradient(head, [answers], settings_of(beta=beta))
     if not beta:
         assert loss == 0 and gradient.abs().max() == 0
         return
     assert loss > 0
-    _, kl_alone = reference_gradient(head, answers, PolicyOptions(beta=beta))
+    _, kl_alone = reference_gradient(head, answers, settings_of(beta=beta))
     torch.testing.assert_close(gradient.double(), kl_alone, rtol=1e-5, atol=1e-5)
 
 
-def one_token(ratio: float, advantage: float, options: PolicyOptions, engine: float = 0.0) -> tuple[float, float, dict]:
+def one_token(ratio: float, advantage: float, options: Rlhf, engine: float = 0.0) -> tuple[float, float, dict]:
     """Loss, gradient by the log-probability and metrics of one token whose ratio is given; old is log(1)."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
     tokens = policy_tokens([1], [advantage], [1.0], [[engine]])
@@ -228,7 +234,7 @@ def one_token(ratio: float, advantage: float, options: PolicyOptions, engine: fl
 )
 def test_clipping_by_hand_grp_6(ratio, advantage, loss, has_gradient, clip):
     """GRP-6: epsilon 0.2 below, 0.3 above; clipped exactly where the objective would gain from going on."""
-    found, gradient, metrics = one_token(ratio, advantage, PolicyOptions(epsilon=0.2, epsilon_high=0.3))
+    found, gradient, metrics = one_token(ratio, advantage, settings_of(epsilon=0.2, epsilon_high=0.3))
     assert found == pytest.approx(loss) and (abs(gradient) > 0) == has_gradient
     clipped = {name: metrics[name] for name in ("clip_high", "clip_low")}
     assert clipped == {"clip_high": float(clip == "clip_high"), "clip_low": float(clip == "clip_low")}
@@ -237,24 +243,24 @@ def test_clipping_by_hand_grp_6(ratio, advantage, loss, has_gradient, clip):
 
 def test_symmetric_bounds_without_epsilon_high_grp_6():
     """GRP-6."""
-    assert one_token(1.5, 1.0, PolicyOptions(epsilon=0.2))[0] == pytest.approx(-1.2)
+    assert one_token(1.5, 1.0, settings_of(epsilon=0.2))[0] == pytest.approx(-1.2)
 
 
 def test_kl_by_hand_grp_6():
     """GRP-6: k3 at p = 0.2, reference 0.5: 2.5 - log 2.5 - 1; its mean over the policy is the true KL."""
     logprob, tokens = torch.tensor([math.log(0.2)]), policy_tokens([1], [0.0], [1.0])
     tokens.ref_logprob = torch.tensor([math.log(0.5)])
-    assert float(policy_sums(logprob, tokens, PolicyOptions(beta=1.0)).kl) == pytest.approx(2.5 - math.log(2.5) - 1)
+    assert float(policy_sums(logprob, tokens, settings_of(beta=1.0)).kl) == pytest.approx(2.5 - math.log(2.5) - 1)
     p, q = torch.rand(6, generator=torch.Generator().manual_seed(0)).softmax(0), torch.full((6,), 1 / 6)
     tokens = policy_tokens([6], [0.0], [1.0])
     tokens.weight, tokens.ref_logprob = p, q.log()
-    kl = policy_sums(p.log(), tokens, PolicyOptions(beta=1.0)).kl
+    kl = policy_sums(p.log(), tokens, settings_of(beta=1.0)).kl
     assert float(kl) == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-6)
 
 
 def test_importance_correction_by_hand_grp_6():
     """GRP-6: learner e^0 against engine e^-0.5 weighs e^0.5, capped at 2; what the engine did not report weighs 1."""
-    options = PolicyOptions(importance_correction_cap=2.0)
+    options = settings_of(importance_correction_cap=2.0)
     assert one_token(1.0, 1.0, options, engine=-0.5)[0] == pytest.approx(-math.exp(0.5))
     assert one_token(1.0, 1.0, options, engine=-5.0)[0] == pytest.approx(-2.0)
     loss, _, metrics = one_token(1.0, 1.0, dataclasses.replace(options, importance_correction_cap=None), engine=-5.0)
@@ -284,8 +290,8 @@ def test_head_runs_equally_often_on_every_rank_pck_8(num_labels):
     assert logprob.shape == entropy.shape == (num_labels,) and not entropy.requires_grad
     assert len(rows) == 3 and max(rows) == max(1, num_labels // 3)
     one = [1.0] if num_labels else []
-    sums = policy_sums(logprob, policy_tokens([num_labels][: len(one)], one, one), PolicyOptions())
-    policy_loss(sums, float(len(one)), PolicyOptions()).backward()
+    sums = policy_sums(logprob, policy_tokens([num_labels][: len(one)], one, one), settings_of())
+    policy_loss(sums, float(len(one)), settings_of()).backward()
     assert len(rows) == 6
     if not num_labels:
         assert head.weight.grad.abs().max() == 0 and hidden.grad.abs().max() == 0
@@ -335,7 +341,7 @@ def answers_of(model: nn.Module, num: int = 4) -> list:
 def model_gradient(model: nn.Module, rows: list[list], advantage: dict[str, float]) -> dict[str, torch.Tensor]:
     """One optimizer step over packed rows, as a trainer does it."""
     model.zero_grad()
-    options, total = PolicyOptions(), 0.0
+    options, total = settings_of(), 0.0
     prepared = []
     for row in rows:
         lengths = [len(segment.text_index) for segment in row]

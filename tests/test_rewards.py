@@ -378,6 +378,6 @@ def test_samples_that_lack_what_a_reward_needs_grp_5(tmp_path: Path) -> None:
         "3: summary: must be an object {category: {attribute: value}}",
         "4: domain: must be text without <, >, comma and line break",
     ]
-    assert "summary_tversky, summary_category_recall cannot do without" in found[2]
+    assert "required by summary_tversky, summary_category_recall" in found[2]
     assert data_problems(["detection_f1", "my_own"], samples) == []
     assert NEEDS.keys() == REWARDS.keys()

@@ -13,9 +13,7 @@ def box(desc: str, *coords: int) -> Object:
 
 def parsed(*objects: Object, closed: bool = True, dropped: dict | None = None) -> ParsedAnswer:
     span = (0, 0)
-    preds = [
-        PredObject(o, [], desc_span=span, token_span=span, desc_bytes=span, byte_span=span, lead=0) for o in objects
-    ]
+    preds = [PredObject(o, [], desc_bytes=span, byte_span=span, lead=0) for o in objects]
     return ParsedAnswer(objects=preds, closed=closed, dropped=dropped or {})
 
 

@@ -481,10 +481,10 @@ def test_tgt_8_violations_name_the_sample() -> None:
     wrong = {
         "outside the answer": {"coord_index": segment.coord_index - segment.coord_index[0] + 1},
         "text_index 0 lies outside": {"text_index": segment.text_index - 2},
-        "no coordinate": {"coord_index": segment.coord_index - 1},
+        "which is no coordinate": {"coord_index": segment.coord_index - 1},
         "does not ascend": {"coord_index": segment.coord_index[::-1].copy()},
         "outside 0..999": {"coord_target": segment.coord_target + 980},
-        "no token id": {"text_label": segment.text_label + 10_000},
+        "not a token id": {"text_label": segment.text_label + 10_000},
         "differ in length": {"text_weight": segment.text_weight[1:]},
         "no predecessor": {"answer_start": 0},
     }

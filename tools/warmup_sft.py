@@ -32,7 +32,7 @@ from utils.data.samples import DataError, Sample, load_samples
 from utils.data.stream import SampleStream
 from utils.learner.model import RowModel, dummy_segment, load_model, part_of, position_ids_for
 from utils.learner.objectives import MatchingObjective
-from utils.losses import PARTS, LossWeights, num_chunks_for, total_loss
+from utils.losses import PARTS, num_chunks_for, total_loss
 from utils.packing import Batch, CarryBuffer, collate_packed, denominators
 from utils.parsing import TokenTable
 from utils.targets import Segment, TargetOptions, ground_truth_target, make_segment
@@ -113,8 +113,7 @@ def train(cfg: WarmupConfig, parts: Parts, segment_of: SegmentOf | None = None) 
     row_model = RowModel(model).train()
     optimizers = make_optimizers(model, cfg)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(cfg)) for optimizer in optimizers]
-    weights = LossWeights(**cfg.losses.model_dump(exclude={"desc"}))
-    objective = MatchingObjective(weights)
+    objective = MatchingObjective(cfg.losses)
     options = TargetOptions(desc_weight=cfg.losses.desc, coord_weight=cfg.losses.coord)
     if segment_of is None:
         segment_of = partial(supervised_segment, table=table, options=options)
@@ -137,7 +136,7 @@ def train(cfg: WarmupConfig, parts: Parts, segment_of: SegmentOf | None = None) 
             schedule.step()
             optimizer.zero_grad()
         if step % cfg.logging_steps == 0 or step == cfg.steps - 1:
-            log(step, cfg.steps, sums, totals, weights, time.monotonic() - started)
+            log(step, cfg.steps, sums, totals, cfg.losses, time.monotonic() - started)
 
 
 def supervised_segment(sample: Sample, processor: Any, table: TokenTable, options: TargetOptions) -> Segment:
@@ -186,7 +185,7 @@ def lr_factor(cfg: WarmupConfig) -> Callable[[int], float]:
     return factor
 
 
-def log(step: int, steps: int, sums: dict, totals: dict, weights: LossWeights, seconds: float) -> None:
+def log(step: int, steps: int, sums: dict, totals: dict, weights: Losses, seconds: float) -> None:
     means = {part: float(sums[part]) / (totals["text" if part == "text" else "coord"] or 1.0) for part in PARTS}
     parts = "  ".join(f"{part} {value:.4f}" for part, value in means.items())
     print(

@@ -1,10 +1,10 @@
-"""Which learner sends how many requests to which rollout server, and with which seeds. Plain integers only.
+"""How many requests each learner sends to each rollout server, and their seeds. Plain integers only.
 
-Letters: `W` learners, server `i` of `s_i` devices, `S` their sum, `d` = `decode_batch_size`. All servers' slots lie in
-one line, `d * s_i` for server `i`; rank `r` owns the stretch `[floor(r*d*S/W), floor((r+1)*d*S/W))` of it (DIS-4).
+Symbols: `W` learners, server `i` of `s_i` devices, `S` their sum, `d` = `decode_batch_size`. All servers' slots form
+one line, `d * s_i` for server `i`; rank `r` owns the slots `[floor(r*d*S/W), floor((r+1)*d*S/W))` (DIS-4).
 
 Why no device is ever overloaded: a rank owns `C >= chunk = floor(d*S/W)` slots, so with `N <= chunk` requests
-`ceil(N * c_i / C) <= c_i`, and the ranks' stretches do not overlap, so all ranks together stay within `d * s_i`.
+`ceil(N * c_i / C) <= c_i`, and no two ranks own the same slot, so all ranks together stay within `d * s_i`.
 """
 
 import hashlib
@@ -18,29 +18,29 @@ EVAL_MICRO_STEP = 1 << 20  # seeds of evaluation rollouts never meet those of tr
 def request_seed(run_seed: int, global_step: int, micro_step_idx: int, rank: int) -> int:
     """Seed of the first request of one rank's micro-step, in [0, 2^31), the same on every platform (DIS-6).
 
-    `global_step` is the optimizer step that trains the sample. BLAKE2b of the four numbers rather than a sum of them,
-    so that neighbouring steps and ranks, which go on counting from their seed by request, do not share seeds.
+    `global_step` is the optimizer step that trains the sample. The seed is BLAKE2b of the four numbers, not their sum:
+    requests count upwards from it, so sums of neighbouring steps and ranks would overlap.
     """
     key = struct.pack("<4q", run_seed, global_step, micro_step_idx, rank)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % SEED_MODULUS
 
 
 def call_seed(base: int, req_idx: int) -> int:
-    """Seed of the call whose first request is `req_idx` of the micro-step; its request `i` gets `i` more (SRV-4)."""
+    """Seed of the call whose first request is number `req_idx` of the micro-step; its request `i` adds `i` (SRV-4)."""
     return (base + req_idx) % SEED_MODULUS
 
 
 def check_capacity(decode_batch_size: int, num_devices: int, num_learners: int) -> None:
-    """Every learner must be able to have at least one request running at a time (DIS-2).
+    """Check that every learner can have at least one request running at a time (DIS-2).
 
     Raises:
-        ValueError: names the three numbers and the three ways out.
+        ValueError: names the three numbers and three ways out.
     """
     if decode_batch_size * num_devices >= num_learners:
         return
     rm = "custom.extra.rollout_matching"
     raise ValueError(
-        f"{rm}.decode_batch_size={decode_batch_size} on {num_devices} rollout device(s) is room for "
+        f"{rm}.decode_batch_size={decode_batch_size} on {num_devices} rollout device(s) allows "
         f"{decode_batch_size * num_devices} request(s) at once, too few for {num_learners} learners. Ways out: raise "
         f"{rm}.decode_batch_size to at least {-(-num_learners // num_devices) if num_devices else 1}; give the servers "
         f"more devices (or list more servers in {rm}.vllm.server); launch fewer learners."
@@ -48,16 +48,12 @@ def check_capacity(decode_batch_size: int, num_devices: int, num_learners: int) 
 
 
 def chunk_size(decode_batch_size: int, num_devices: int, num_learners: int) -> int:
-    """Most requests one learner sends per round, `floor(d * S / W)` (DIS-3); at least 1 after `check_capacity`."""
+    """Maximum number of requests one learner sends per round, `floor(d * S / W)` (DIS-3); `check_capacity`: >= 1."""
     return decode_batch_size * num_devices // num_learners
 
 
 def capacity_slots(rank: int, num_learners: int, decode_batch_size: int, server_sizes: Sequence[int]) -> list[int]:
-    """`c_i`: how many of this rank's slots lie on each server (DIS-4).
-
-    Args:
-        server_sizes: devices `s_i` of each server, in configured order.
-    """
+    """This rank's slots on each server, `c_i` (DIS-4); `server_sizes`: devices of each server, in configured order."""
     total = decode_batch_size * sum(server_sizes)
     first, last = rank * total // num_learners, (rank + 1) * total // num_learners
     counts, start = [], 0
@@ -71,32 +67,29 @@ def capacity_slots(rank: int, num_learners: int, decode_batch_size: int, server_
 def requests_per_server(
     num_requests: int, rank: int, num_learners: int, decode_batch_size: int, server_sizes: Sequence[int]
 ) -> list[int]:
-    """How many of one round's requests go to each server: the first of them to server 0, the next to server 1 (DIS-4).
+    """Split one round's requests over the servers: the first go to server 0, the next to server 1, ... (DIS-4).
 
-    Guarantees: sums to `num_requests`, and no share exceeds the rank's own slots on that server.
+    Guarantees: the counts sum to `num_requests`, and none exceeds the rank's own slots on that server.
 
     Raises:
-        ValueError: more requests than one round may hold; cut them with `rounds` first.
+        ValueError: more requests than one round may hold; split them with `rounds` first.
     """
     chunk = chunk_size(decode_batch_size, sum(server_sizes), num_learners)
     if not 0 <= num_requests <= chunk:
         raise ValueError(f"{num_requests} requests in one round of at most {chunk}")
     slots = capacity_slots(rank, num_learners, decode_batch_size, server_sizes)
-    num_slots = sum(slots)
-    result, remaining = [], num_requests
-    for count in slots:
-        share = min(remaining, -(-num_requests * count // num_slots)) if remaining else 0
-        result.append(share)
-        remaining -= share
-    return result
+    counts: list[int] = []
+    for own in slots:
+        counts.append(min(num_requests - sum(counts), -(-num_requests * own // max(1, sum(slots)))))
+    return counts
 
 
 def rounds(num_requests: int, chunk: int) -> list[range]:
-    """The request numbers of each round, in order (DIS-3); no round at all for no requests (DIS-5).
+    """The request numbers of each round, in order (DIS-3); no rounds for no requests (DIS-5).
 
     Raises:
-        ValueError: a chunk below 1, which `check_capacity` would have caught.
+        ValueError: a chunk below 1, which `check_capacity` rules out.
     """
     if chunk < 1:
-        raise ValueError(f"a round of {chunk} requests: check_capacity first")
+        raise ValueError(f"a round of {chunk} requests; call check_capacity first")
     return [range(start, min(start + chunk, num_requests)) for start in range(0, num_requests, chunk)]

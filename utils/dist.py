@@ -1,4 +1,4 @@
-"""Process groups of the learner and the few collectives the trainer uses by name."""
+"""The learner's process groups and the few collectives that the trainer needs."""
 
 import contextlib
 import os
@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 
 class DistributedError(RuntimeError):
-    """An error that every rank has already raised, so no further fence may be entered because of it."""
+    """An error that every rank has raised already, so no rank may enter another fence because of it."""
 
 
 class Ranks:
     """This process's place among the learners, and a Gloo control group beside the group that DeepSpeed trains on.
 
-    Control messages (failures, counts, denominators) never travel on the training group: they must also work while a
-    CUDA stream is busy, and they must time out instead of waiting for ever.
+    Control messages (failures, counts, denominators) never use the training group: they must also work while a CUDA
+    stream is busy, and they must time out instead of waiting for ever.
     """
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
@@ -29,24 +29,27 @@ class Ranks:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0
-        self.device = _device(self.local_rank)
+        self.device = torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self._timeout = timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
 
     def check_port(self) -> None:
-        """Raises OSError on rank 0 where the port that the launcher chose is taken. torchrun listens on its own."""
+        """Raise OSError on rank 0 if the launcher's port is in use. torchrun listens on its own, so it is skipped."""
         is_given = "MASTER_PORT" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self.is_main and is_given and not dist.is_initialized():
             check_master_port(int(os.environ["MASTER_PORT"]))
 
     def open(self) -> None:
-        """Open the process groups (collective). Works under `deepspeed`, `torchrun` and, alone, without a launcher."""
+        """Open the process groups (collective), under `deepspeed`, `torchrun` or, for one rank, without either."""
         import deepspeed
 
         for key, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             os.environ.setdefault(key, value)
         if "MASTER_PORT" not in os.environ:
-            os.environ["MASTER_PORT"] = str(_free_port())
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, timeout=self._timeout, auto_mpi_discovery=False, verbose=False)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -68,7 +71,7 @@ class Ranks:
         return values
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Sum of dictionaries over ranks; a key that a rank lacks counts as 0."""
+        """Sums over ranks by key; a key that a rank lacks counts as 0."""
         totals: dict[str, float] = {}
         for part in self.gather(values):
             for key, value in part.items():
@@ -76,12 +79,12 @@ class Ranks:
         return totals
 
     def fence(self) -> None:
-        """Returns only when every rank has arrived."""
+        """Wait until every rank has arrived."""
         if self.world_size > 1:
             dist.barrier(group=self._control)
 
     def raise_on_all_ranks(self, error: BaseException | None, where: str) -> None:
-        """Fence that raises on every rank if any rank arrives with an error (SYN-3).
+        """Wait for all ranks and raise on every rank if any arrives with an error (SYN-3).
 
         Raises:
             DistributedError: names `where` and every failing rank with its message.
@@ -91,7 +94,7 @@ class Ranks:
     def gather_or_raise(self, value: Any, where: str, error: BaseException | None = None) -> list[Any]:
         """`value` of every rank, or the same error on every rank.
 
-        A rank that failed on its way to this gather arrives at the fence after it; the others learn of it here and do
+        A rank that failed before this gather arrives at the next fence instead; the others see its error here and do
         not wait for its value.
 
         Raises:
@@ -107,29 +110,16 @@ class Ranks:
         return [value for _, value in arrived]
 
 
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
 def _forget_shared_buffer(rank: int) -> None:
-    """DeepSpeed 0.19's CPU operator never removes the 66 MiB that each rank shares with the others: after enough runs
-    the machine's memory is full. Once all ranks have opened it the name is not needed; the memory goes with them."""
+    """Unlink the 66 MiB of shared memory per rank that DeepSpeed 0.19's CPU operator never removes and that would fill
+    the machine's memory after enough runs. Once all ranks have opened it, the name is not needed; the memory is freed
+    when they exit."""
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank}"
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def _free_port() -> int:
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def capture_error(function: Callable[..., Any], *args: Any) -> Exception | None:
-    """Run `function`; hand its error back instead of raising, so that collectives around it stay aligned."""
+    """Run `function` and return its error instead of raising, so that collectives around it stay aligned."""
     try:
         function(*args)
     except Exception as error:  # noqa: BLE001  (raised again, on all ranks, at the next fence)
@@ -138,23 +128,23 @@ def capture_error(function: Callable[..., Any], *args: Any) -> Exception | None:
 
 
 def check_master_port(port: int) -> None:
-    """Whether rank 0 can listen on `port`, where the learner's ranks meet.
+    """Check that rank 0 can listen on `port`, where the learner's ranks meet.
 
     Raises:
-        OSError: it cannot; names the port's holder, as far as the system tells, and the way out.
+        OSError: it cannot; names the process that uses the port, if the system tells, and the way out.
     """
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        reason = os.strerror(error.errno) + port_holder(port)
+        reason = os.strerror(error.errno or 0) + port_holder(port)
         raise OSError(
-            f"the learner's ranks cannot meet at port {port}: {reason}; end that process or take another port: "
-            f"PORT={port + 1} behind make train or make grpo (deepspeed --master_port {port + 1})"
+            f"the learner's ranks cannot meet at port {port}: {reason}; end that process or choose another port: "
+            f"make train PORT={port + 1}, make grpo PORT={port + 1} (deepspeed --master_port {port + 1})"
         ) from error
 
 
 def port_holder(port: int) -> str:
-    """Who listens on `port`, as far as the system tells this user; for an error message."""
+    """The process that listens on `port`, if the system tells this user; for an error message."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:

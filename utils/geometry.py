@@ -1,8 +1,8 @@
-"""Boxes and polygons on the norm1000 grid: pixels to bins and back, overlap, and where a matched shape should move to.
+"""Boxes and polygons on the norm1000 grid: pixels to bins and back, overlap, and where a matched shape should move.
 
 Every coordinate is a bin `0..999` of the image's width (x, even positions) or height (y, odd positions); with
-Qwen3-VL's own numbers (`utils.answer_format`) `0..1000`, for all shapes of a run alike. Who is paired with whom is
-`matching`'s business; how shapes are written as tokens is `parsing`'s and `targets`'.
+Qwen3-VL's own numbers (`utils.answer_format`) `0..1000`, for all shapes of a run alike. `matching` pairs shapes;
+`parsing` and `targets` read and write them as tokens.
 """
 
 import math
@@ -17,24 +17,27 @@ from scipy.optimize import linear_sum_assignment, linprog
 
 NUM_BINS = 1000
 MAX_BIN = NUM_BINS - 1
-_MAX_COPIES = 256  # transport problems up to this common multiple are solved as an assignment, larger ones as a program
+_MAX_COPIES = 256  # transport problems up to this common multiple are assignments, larger ones linear programs
 
 Kind = Literal["bbox_2d", "poly"]
 
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """One object: `desc`, and its geometry in bins: `bbox_2d` as `x1, y1, x2, y2`, `poly` as `x1, y1, x2, y2, ...`."""
+    """One object: `desc`, and its geometry in bins: `bbox_2d` as `x1, y1, x2, y2`, `poly` as `x1, y1, x2, y2, ...`.
+
+    Bins are whole numbers, except after `to_norm1000`.
+    """
 
     desc: str
     kind: Kind
-    coords: tuple[int, ...]
+    coords: tuple[float, ...]
 
 
 def pixel_to_bin(value: float, size: float, max_bin: int = MAX_BIN) -> int:
     """Bin of a pixel coordinate on an axis of `size` pixels: `round(999 * value / size)`, clamped to 0..999 (DAT-2).
 
-    Halves go to the even bin, as Python's `round` has it. With another `max_bin` the same on its grid.
+    Halves go to the even bin, as in Python's `round`. Another `max_bin` means its grid.
     """
     return min(max(round(max_bin * value / size), 0), max_bin)
 
@@ -50,7 +53,7 @@ def pixels_to_bins(coords: Sequence[float], width: float, height: float, max_bin
 
 
 def to_norm1000(obj: Object, max_bin: int) -> Object:
-    """The same shape in bins 0..999, fractional, from a grid `0..max_bin`: what is written down has one unit."""
+    """The shape converted from a grid `0..max_bin` to fractional bins 0..999, the unit of everything that is logged."""
     if max_bin == MAX_BIN:
         return obj
     return replace(obj, coords=tuple(round(value * MAX_BIN / max_bin, 3) for value in obj.coords))
@@ -69,23 +72,22 @@ def corner_points(obj: Object) -> np.ndarray:
     return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
 
 
-def bounding_box(obj: Object) -> tuple[int, int, int, int]:
+def bounding_box(obj: Object) -> tuple[float, float, float, float]:
     """The tightest `x1, y1, x2, y2` around a shape."""
     xs, ys = obj.coords[0::2], obj.coords[1::2]
     return min(xs), min(ys), max(xs), max(ys)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Overlap
-# ---------------------------------------------------------------------------------------------------------------------
+# overlap
 
 
 def iou_matrix(pred: Sequence[Object], gt: Sequence[Object]) -> np.ndarray:
     """Intersection over union of every prediction with every ground-truth object, float64 `[num_pred, num_gt]`.
 
     Boxes in closed form; a pair with a polygon by exact area overlap, self-crossing outlines made valid first. Two
-    shapes without any area overlap fully (1.0) when their coordinates are the same and not at all otherwise, so that
-    an object thinner than one bin can still be matched.
+    shapes without area overlap fully (1.0) if their coordinates are equal and not at all otherwise, so that an object
+    thinner than one bin can still be matched.
     """
     if not pred or not gt:
         return np.zeros((len(pred), len(gt)))
@@ -118,7 +120,7 @@ def _ratio(overlap: np.ndarray, area_a: np.ndarray, area_b: np.ndarray) -> np.nd
 
 
 def _fill_polygon_pairs(iou: np.ndarray, box_overlap: np.ndarray, pred: Sequence[Object], gt: Sequence[Object]) -> None:
-    """Overwrite the pairs that hold a polygon; where the bounding boxes share no area the IoU already is 0."""
+    """Overwrite the pairs that hold a polygon; where the bounding boxes share no area, the IoU is 0 already."""
     pred_poly = np.array([obj.kind == "poly" for obj in pred])
     gt_poly = np.array([obj.kind == "poly" for obj in gt])
     rows, cols = np.nonzero((pred_poly[:, None] | gt_poly[None, :]) & (box_overlap > 0))
@@ -135,7 +137,7 @@ def _fill_polygon_pairs(iou: np.ndarray, box_overlap: np.ndarray, pred: Sequence
 
 def _fill_flat_pairs(iou: np.ndarray, pred: Sequence[Object], gt: Sequence[Object]) -> None:
     """Set pairs of equal shapes to exactly 1, those without area included."""
-    positions: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    positions: dict[tuple[str, tuple[float, ...]], list[int]] = {}
     for j, obj in enumerate(gt):
         positions.setdefault((obj.kind, obj.coords), []).append(j)
     for i, obj in enumerate(pred):
@@ -143,22 +145,21 @@ def _fill_flat_pairs(iou: np.ndarray, pred: Sequence[Object], gt: Sequence[Objec
 
 
 def _valid_shape(obj: Object) -> shapely.Geometry:
-    """A valid areal geometry; a self-crossing outline keeps the area of all its lobes, a flat one becomes empty."""
+    """A valid areal geometry: a self-crossing outline keeps the area of all its lobes, a flat one becomes empty."""
     shape = shapely.Polygon(corner_points(obj))
     return shape if shape.is_valid else shapely.make_valid(shape, method="structure", keep_collapsed=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where a matched shape should move to
-# ---------------------------------------------------------------------------------------------------------------------
+# where a matched shape should move
 
 
 def regression_targets(pred: Object, gt: Object) -> np.ndarray:
-    """What each coordinate of a matched prediction should have been, float64 `[len(pred.coords)]` in (fractional) bins.
+    """The correct value of each coordinate of a matched prediction, float64 `[len(pred.coords)]` in (fractional) bins.
 
     A predicted box learns the ground-truth box, or the tightest box around a ground-truth polygon. A predicted polygon
-    may start elsewhere, run the other way round or have another number of points, so its points are carried onto the
-    ground-truth outline (a box counts as its four corners) by `project_points`.
+    may start elsewhere, run the other way round or have another number of points, so `project_points` carries its
+    points onto the ground-truth outline (a box counts as its four corners).
     """
     if pred.kind == "bbox_2d":
         return np.array(bounding_box(gt), dtype=np.float64)
@@ -166,12 +167,12 @@ def regression_targets(pred: Object, gt: Object) -> np.ndarray:
 
 
 def project_points(points: np.ndarray, outline: np.ndarray) -> np.ndarray:
-    """Carry points `[n, 2]` onto a closed outline `[m, 2]` by optimal transport; returns float64 `[n, 2]`.
+    """Carry points `[n, 2]` onto a closed outline `[m, 2]` by optimal transport; return float64 `[n, 2]`.
 
     Both sets are uniform measures and the cost is the squared distance. Each point goes to the barycentre of the
-    outline's points its mass is sent to. With `n == m` this is a permutation of the outline's points, the one of least
-    total squared distance. A barycentre of several points may lie off the outline (inside a convex one, which would
-    shrink every shape that is drawn with fewer points) and then moves to the outline's nearest point.
+    outline's points that receive its mass. With `n == m` this is the permutation of the outline's points of least total
+    squared distance. A barycentre of several points may lie off the outline (inside a convex one, which would shrink
+    every shape drawn with fewer points); it then moves to the nearest point of the outline.
 
     Source: Courty et al., "Optimal Transport for Domain Adaptation", 2017, eq. 14 (barycentric mapping).
     """
@@ -188,8 +189,8 @@ def project_points(points: np.ndarray, outline: np.ndarray) -> np.ndarray:
 def transport_plan(cost: np.ndarray) -> np.ndarray:
     """An exactly optimal plan between two uniform measures, float64 `[n, m]`; rows sum to `1/n`, columns to `1/m`.
 
-    With `k = lcm(n, m)` unit masses it is an assignment of `k/n` copies of each row to `k/m` copies of each column;
-    where that would be large, a linear program (dual simplex) with the same optimum.
+    With `k = lcm(n, m)` unit masses it is an assignment of `k/n` copies of each row to `k/m` copies of each column; if
+    that is large, a linear program (dual simplex) with the same optimum.
     """
     num_rows, num_cols = cost.shape
     copies = math.lcm(num_rows, num_cols)

@@ -1,35 +1,33 @@
-"""Groups of judged answers on their way to rows: advantages, weights, and how many rows a step has.
+"""From rewarded groups to rows: advantages, weights, and the number of rows of a step.
 
-Shapes: P prompts (groups), n answers to each (`num_generations`), F reward functions. Where rewards come from is
-`utils.rewards`' business; what is done with advantages, `utils.policy_loss`'s.
+Shapes: P prompts (groups), n answers to each (`num_generations`), F reward functions. `utils.rewards` computes rewards;
+`utils.policy_loss` uses advantages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from utils.dist import Ranks
 from utils.packing import Batch, fill_rows, segments_from_state, segments_to_state
 from utils.policy_loss import PolicyRow, policy_tokens, token_weights
 from utils.targets import Segment
 
-# Keeps a group whose rewards hardly differ from being blown up to unit variance.
-EPSILON = 1e-4
+if TYPE_CHECKING:
+    from utils.config.schema import Rlhf
 
-
-# Rewards are sums of a few fractions: what lies closer together than this differs by rounding only.
-TOLERANCE = 1e-9
+EPSILON = 1e-4  # keeps a group whose rewards hardly differ from being scaled up to unit variance
+TOLERANCE = 1e-9  # rewards are sums of a few fractions: smaller differences are rounding
 
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """Advantages float64 `[P, n]`, 0 where an answer is left out, and which groups teach anything, bool `[P]`.
+    """Advantages float64 `[P, n]`, 0 for excluded answers, and which groups have a signal, bool `[P]`.
 
     A group without signal (fewer than two answers left, or all with the same reward) has advantages of 0 throughout.
     """
@@ -48,11 +46,11 @@ def group_advantages(
 
     Args:
         rewards: float `[P, n]`, one row per prompt.
-        valid: bool `[P, n]`, False for answers that are left out (truncated ones, where asked, and failed ones): they
-            count neither in mean and std nor as answers; None takes all.
-        scale_rewards: what the difference is divided by: `group`, the group's own sample standard deviation (n - 1);
-            `batch`, that of all answers of the optimizer step; `none`, nothing.
-        batch_std: for `batch`: `std_of(sum of reward_moments over ranks)`; None takes these rewards as the whole batch.
+        valid: bool `[P, n]`, False for excluded answers (failed ones, and truncated ones if so configured): they count
+            neither in mean and std nor as answers; None includes all.
+        scale_rewards: the divisor of the difference: `group`, the group's own sample standard deviation (n - 1);
+            `batch`, that of all answers of the optimizer step; `none`, no divisor.
+        batch_std: for `batch`: `std_of(sum of reward_moments over ranks)`; None if these rewards are the whole batch.
 
     Source: `group`: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), section 4.1.2. `none`: Liu et al. 2025, Dr. GRPO
     (arXiv:2503.20783), which shows that the group's std favours prompts that are too easy or too hard. `batch`: Liu et
@@ -78,13 +76,13 @@ def group_advantages(
 
 
 def reward_moments(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """Number, sum and sum of squares of the valid rewards, float64 `[3]`; added up over ranks, they are the batch's."""
+    """Number, sum and sum of squares of the valid rewards, float64 `[3]`; their sum over ranks is the batch's."""
     kept = np.asarray(rewards, dtype=np.float64)[np.asarray(valid, dtype=bool)]
     return np.array([len(kept), kept.sum(), (kept**2).sum()])
 
 
 def std_of(moments: np.ndarray) -> float:
-    """Sample standard deviation (n - 1) of what `reward_moments` counted; 0 for fewer than two rewards."""
+    """Sample standard deviation (n - 1) from `reward_moments`; 0 for fewer than two rewards."""
     count, total, squares = moments
     return float(np.sqrt(max(squares - total**2 / count, 0.0) / (count - 1))) if count > 1 else 0.0
 
@@ -94,12 +92,13 @@ class Answer:
     """One sampled answer.
 
     Attributes:
-        segment: prompt and answer, with the stop token behind it that the model ended it with, if it did.
-        text: what was sampled, as text.
+        segment: prompt and answer, with the stop token if the model ended it with one.
+        text: the sampled text.
         rewards: float64 `[F]`, one per reward function; zeros for a failed request.
-        engine_logprobs: of the sampled tokens, the end token included; empty where the engine did not report them.
+        engine_logprobs: of the sampled tokens, the end token included; empty if the engine did not report them.
         is_valid: it counts in its group and in the loss.
-        is_truncated, is_failed: it was cut at `max_new_tokens`; the request failed alone and there is no answer.
+        is_truncated: it stopped at `max_new_tokens`.
+        is_failed: the request failed and there is no answer.
     """
 
     segment: Segment
@@ -121,11 +120,11 @@ Group = list[Answer]
 
 @dataclass
 class WeightedAnswers:
-    """A rank's answers of one optimizer step, group after group, and how they pull.
+    """A rank's answers of one optimizer step, group after group, with advantages and weights.
 
     Attributes:
-        advantages, weights: float64 `[P * n]`; the weight is per token, 0 for answers that are left out.
-        denominator: what these answers add to the step's denominator.
+        advantages, weights: float64 `[P * n]`; the weight is per token, 0 for excluded answers.
+        denominator: these answers' contribution to the step's denominator.
         has_signal: bool `[P]`.
     """
 
@@ -137,36 +136,27 @@ class WeightedAnswers:
 
 
 def has_signal(groups: Sequence[Group], reward_weights: np.ndarray) -> np.ndarray:
-    """Which groups teach anything, bool `[P]`."""
-    return _advantages(groups, reward_weights, "none", None).has_signal
+    """Mask of the groups that give a gradient, bool `[P]`."""
+    return group_advantages(*_totals(groups, reward_weights), "none").has_signal
 
 
 def weight_answers(
-    groups: Sequence[Group],
-    reward_weights: np.ndarray,
-    *,
-    scale_rewards: str,
-    loss_type: str,
-    max_new_tokens: int,
-    ranks: Ranks,
+    groups: Sequence[Group], reward_weights: np.ndarray, settings: Rlhf, ranks: Ranks
 ) -> WeightedAnswers:
-    """Advantages and weights of a rank's answers (collective)."""
+    """Compute advantages and weights of a rank's answers (collective)."""
+    totals, valid = _totals(groups, reward_weights)
     batch_std = None
-    if scale_rewards == "batch":
-        batch_std = std_of(sum(ranks.gather(reward_moments(*_totals(groups, reward_weights)))))
-    found = _advantages(groups, reward_weights, scale_rewards, batch_std)
+    if settings.scale_rewards == "batch":
+        batch_std = std_of(np.sum(ranks.gather(reward_moments(totals, valid)), axis=0))
+    found = group_advantages(totals, valid, settings.scale_rewards, batch_std)
     answers = [answer for group in groups for answer in group]
     lengths = np.array([answer.num_tokens * answer.is_valid for answer in answers])
-    weights, parts = token_weights(lengths, loss_type, max_new_tokens)
+    weights, parts = token_weights(lengths, settings.loss_type, settings.max_new_tokens)
     return WeightedAnswers(answers, found.advantages.flatten(), weights, float(parts.sum()), found.has_signal)
 
 
-def _advantages(groups: Sequence[Group], weights: np.ndarray, scale: str, batch_std: float | None) -> GroupAdvantages:
-    return group_advantages(*_totals(groups, weights), scale, batch_std)
-
-
 def _totals(groups: Sequence[Group], reward_weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted sums of rewards, float64 `[P, n]`, and which answers count, bool `[P, n]`."""
+    """Weighted sums of rewards, float64 `[P, n]`, and the mask of valid answers, bool `[P, n]`."""
     totals = [[float(answer.rewards @ reward_weights) for answer in group] for group in groups]
     return np.array(totals), np.array([[answer.is_valid for answer in group] for group in groups])
 
@@ -174,7 +164,7 @@ def _totals(groups: Sequence[Group], reward_weights: np.ndarray) -> tuple[np.nda
 def choose_rows(
     weighted: WeightedAnswers, *, has_penalty: bool, cap: int | None, per_row: int, ranks: Ranks
 ) -> list[list[int]]:
-    """Which answers share a row, as indices; equally many rows on all ranks, some maybe empty (PCK-8; collective).
+    """Assign answers to rows, as indices; equally many rows on all ranks, some maybe empty (PCK-8; collective).
 
     All answers of a step train in that step. Without a KL penalty an answer that is no better or worse than its group
     has no gradient: it stays in the denominators, but is not computed.
@@ -183,8 +173,8 @@ def choose_rows(
         has_penalty: `beta` is not 0.
         cap: tokens in a packed row, which every answer fits; None for padded batches of `per_row` answers.
     """
-    pulls = (weighted.advantages != 0) | has_penalty
-    kept = np.flatnonzero((weighted.weights > 0) & pulls).tolist()
+    has_gradient = (weighted.advantages != 0) | has_penalty
+    kept = np.flatnonzero((weighted.weights > 0) & has_gradient).tolist()
     if cap is None:
         rows = [kept[start : start + per_row] for start in range(0, len(kept), per_row)]
     else:
@@ -194,20 +184,20 @@ def choose_rows(
     return rows + [[] for _ in range(num_rows - len(rows))]
 
 
-def policy_row(weighted: WeightedAnswers, row: Sequence[int], collate: Callable[[list[Segment]], Batch]) -> PolicyRow:
-    """The row's tensors with what is known of its tokens."""
+def policy_row(weighted: WeightedAnswers, row: list[int], collate: Callable[[list[Segment]], Batch]) -> PolicyRow:
+    """Collate a row and add the inputs of the objective."""
     answers = [weighted.answers[index] for index in row]
     tokens = policy_tokens(
         [answer.num_tokens for answer in answers],
-        weighted.advantages[row] if row else [],
-        weighted.weights[row] if row else [],
+        weighted.advantages[row],
+        weighted.weights[row],
         [answer.engine_logprobs for answer in answers],
     )
     return PolicyRow(**vars(collate([answer.segment for answer in answers])), policy=tokens)
 
 
 def groups_to_state(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
-    """Groups as plain types and tensors, which `torch.load(weights_only=True)` takes."""
+    """Groups as plain types and tensors, which `torch.load(weights_only=True)` accepts."""
 
     def plain(answer: Answer) -> dict[str, Any]:
         (segment,) = segments_to_state([answer.segment])
@@ -217,9 +207,10 @@ def groups_to_state(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
 
 
 def groups_from_state(state: Sequence[Sequence[dict[str, Any]]]) -> list[Group]:
+    """The reverse of `groups_to_state`."""
+
     def revived(fields: dict[str, Any]) -> Answer:
         (segment,) = segments_from_state([fields["segment"]])
-        rewards: Tensor = fields["rewards"]
-        return Answer(**fields | {"segment": segment, "rewards": rewards.numpy()})
+        return Answer(**fields | {"segment": segment, "rewards": fields["rewards"].numpy()})
 
     return [[revived(fields) for fields in group] for group in state]

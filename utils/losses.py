@@ -1,45 +1,27 @@
-"""What the supervised positions of a row cost (TGT-7), without ever holding the logits of a whole row (LRN-4). Pure.
+"""The loss of a row's supervised positions (TGT-7), without ever holding the logits of a whole row (LRN-4). Pure.
 
 Shapes: N positions, V vocabulary, D hidden width, Nc coordinates, Nt text tokens. Every part is computed in float32 and
 is a weighted SUM; `total_loss` divides by totals over all ranks and micro-steps of an optimizer step (PCK-5), so the
-gradient does not depend on how samples were laid out in rows.
+gradient does not depend on how samples are laid out in rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
-NUM_BINS = 1000
+from utils.geometry import NUM_BINS
+
+if TYPE_CHECKING:
+    from utils.config.schema import Losses
+    from utils.packing import Batch
+
 PARTS = ("text", "coord", "w1", "gate")
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """Weights of the parts, and the width of the coordinate target in bins. `desc` weights are in `text_weight`."""
-
-    text: float = 1.0
-    coord: float = 1.0
-    w1: float = 1.0
-    gate: float = 1.0
-    sigma: float = 12.0
-
-
-@dataclass
-class Labels:
-    """Supervised positions and what they learn; `*_pos` index the rows of the hidden states that predict."""
-
-    coord_pos: Tensor  # int64[Nc]
-    coord_target: Tensor  # float32[Nc], bins
-    text_pos: Tensor  # int64[Nt]
-    text_label: Tensor  # int64[Nt]
-    text_weight: Tensor  # float32[Nt]
-    coord_ids: Tensor  # int64[1000], vocabulary id of each bin's token; [0] where coordinates are text, and Nc 0
 
 
 def gaussian_target(target: Tensor, sigma: float) -> Tensor:
@@ -83,16 +65,12 @@ def text_losses(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def num_chunks_for(num_labels: int, chunk_size: int = 256) -> int:
-    """How many chunks keep a chunk's logits within about `chunk_size` rows. Ranks must agree: take their maximum."""
+    """The number of chunks of about `chunk_size` rows of logits. Ranks must agree: use the largest of all ranks."""
     return max(1, -(-num_labels // chunk_size))
 
 
 def loss_sums(
-    hidden: Tensor,
-    lm_head: Callable[[Tensor], Tensor],
-    labels: Labels,
-    sigma: float,
-    num_chunks: int,
+    hidden: Tensor, lm_head: Callable[[Tensor], Tensor], labels: Batch, sigma: float, num_chunks: int
 ) -> dict[str, Tensor]:
     """Weighted sums of the parts over all labels, each a float32 scalar: `{"text", "coord", "w1", "gate"}`.
 
@@ -103,14 +81,14 @@ def loss_sums(
     Args:
         hidden: [N, D] final hidden states.
         lm_head: the model's head, called as a module (so that PEFT's and ZeRO's hooks act).
-        labels: anything with the fields of `Labels`, such as `utils.packing.Batch`.
+        labels: read are the positions, targets, weights and `coord_ids`.
     """
 
     def score(states: Tensor, target: Tensor, label: Tensor, weight: Tensor) -> Tensor:
         # Split, not sliced: the backward of each slice would fill a whole gradient of its own.
-        coord_logits, text_logits = lm_head(states).split([len(target), len(label)])
+        coord_logits, text_logits = torch.split(lm_head(states), [len(target), len(label)])
         text = (text_losses(text_logits, label) * weight).sum()
-        if not len(target):  # there may be no coordinate tokens at all (answer_format: qwen3vl)
+        if not len(target):  # with answer_format: qwen3vl there are no coordinate tokens at all
             return torch.stack([text, *text.new_zeros(len(PARTS) - 1)])
         coord = coordinate_losses(coord_logits, target, labels.coord_ids, sigma)
         return torch.stack([text, *(coord[part].sum() for part in PARTS[1:])])
@@ -118,25 +96,26 @@ def loss_sums(
     total = torch.zeros(len(PARTS), device=hidden.device)
     chunks = [_chunk(labels, chunk, num_chunks) for chunk in range(num_chunks)]
     positions = [position for position, *_ in chunks]
-    states = hidden[torch.cat(positions)].split([len(position) for position in positions])
+    states = torch.split(hidden[torch.cat(positions)], [len(position) for position in positions])
     for own, (_, *rest) in zip(states, chunks, strict=True):
         total = total + checkpoint(score, own, *rest, use_reentrant=False, preserve_rng_state=False)
     return dict(zip(PARTS, total.unbind(), strict=True))
 
 
-def total_loss(sums: Mapping[str, Tensor], denominators: Mapping[str, float], weights: LossWeights) -> Tensor:
+def total_loss(sums: Mapping[str, Tensor], denominators: Mapping[str, float], weights: Losses) -> Tensor:
     """`sum over parts of weight * sum / denominator`, a float32 scalar.
 
     Args:
         denominators: `{"text": total text weight, "coord": number of coordinates}` of all ranks and micro-steps of the
-            optimizer step. Added up over them, this is the step's loss; who averages gradients multiplies first.
+            optimizer step. The sum over them is the step's loss; if gradients are averaged, multiply first.
+        weights: of the parts; those of `desc` are in `text_weight` already.
     """
     text = weights.text * sums["text"] / (denominators["text"] or 1.0)
     coord = weights.coord * sums["coord"] + weights.w1 * sums["w1"] + weights.gate * sums["gate"]
     return text + coord / (denominators["coord"] or 1.0)
 
 
-def _chunk(labels: Labels, chunk: int, num_chunks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _chunk(labels: Batch, chunk: int, num_chunks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Part `chunk` of `num_chunks` equal parts: positions (coordinates first), coord_target, text_label, weight."""
 
     def mine(values: Tensor) -> Tensor:

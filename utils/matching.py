@@ -1,11 +1,11 @@
-"""Pairs predictions with ground-truth objects one to one (TGT-4). Knows overlaps only, not shapes or labels."""
+"""Pair predictions with ground-truth objects one to one (TGT-4). Knows overlaps only, not shapes or labels."""
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 
-TOLERANCE = 1e-9  # of an IoU or of a sum of IoUs; far above float64 rounding, far below any difference that matters
+TOLERANCE = 1e-9  # of an IoU or of a sum of IoUs; far above float64 rounding, far below any real difference
 
 
 def match(iou: np.ndarray, threshold: float) -> list[tuple[int, int]]:
@@ -18,12 +18,12 @@ def match(iou: np.ndarray, threshold: float) -> list[tuple[int, int]]:
     Returns:
         `(pred, gt)` pairs in ascending order of `pred`.
 
-    Ties: an IoU is a fraction rounded to float64, so `0.5 + 0.7` and `0.6 + 0.6` differ in the last bit though they
-    are equal. Sums within 1e-9 of the largest therefore count as equal to it, and out of all such pairings (not just
-    those a solver happens to visit) the lexicographically first is returned: the first prediction is matched if it can
-    be, to the earliest ground truth it can have, then the second prediction, and so on. Predictions are fixed one after
-    the other in that order; an earlier ground truth is taken exactly if the best completion of the rest, solved anew,
-    keeps the sum. Reduced costs of the first solution rule out all other candidates without solving.
+    Ties: an IoU is a fraction rounded to float64, so `0.5 + 0.7` and `0.6 + 0.6` may differ in the last bit. Sums
+    within 1e-9 of the largest therefore count as equal to it. Of all such pairings (not just those a solver happens to
+    visit) the lexicographically first is returned: the first prediction is matched if possible, to its earliest
+    possible ground truth, then the second prediction, and so on. An earlier ground truth is chosen exactly if the best
+    completion of the rest, solved anew, keeps the sum. Reduced costs of the first solution rule out all other
+    candidates without solving.
     """
     allowed = iou >= threshold - TOLERANCE
     alone = allowed & (allowed.sum(axis=1) == 1)[:, None] & (allowed.sum(axis=0) == 1)[None, :]
@@ -52,7 +52,7 @@ def _components(allowed: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 def _solve(gain: np.ndarray) -> tuple[float, np.ndarray]:
     """Largest sum of gains and the column of each row, -1 for none. `gain` `[p, g]`, -inf where a pair is forbidden.
 
-    A forbidden pair is offered at a gain of 0, like staying alone, and taken out of the solution again.
+    A forbidden pair counts as a gain of 0, like no pair, and is removed from the solution afterwards.
     """
     chosen = np.full(gain.shape[0], -1)
     if not gain.size:
@@ -91,11 +91,11 @@ def _first_optimum(gain: np.ndarray) -> np.ndarray:
 
 
 def _can_be_optimal(gain: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Which pairs may occur in a pairing of largest sum: those whose reduced cost is 0 (within the tolerance), bool.
+    """Pairs that may occur in a pairing of largest sum: those whose reduced cost is 0 (within the tolerance), bool.
 
     Prices `price[g] >= 0` and profits `profit[p] >= 0` with `profit + price >= gain` everywhere and equality on chosen
-    pairs prove `chosen` optimal; any pairing loses at least `profit + price - gain` by each pair it uses. They are
-    found as longest paths in the residual graph (Bellman-Ford, a whole matrix at a time).
+    pairs prove `chosen` optimal; any pairing loses at least `profit + price - gain` for each pair it uses. They are
+    the longest paths in the residual graph (Bellman-Ford, a whole matrix at a time).
     """
     matched = np.flatnonzero(chosen >= 0)
     own_gain = gain[matched, chosen[matched]]

@@ -1,7 +1,7 @@
-"""Rows: which finished segments travel together, and the tensors a row becomes (section PCK of the contract). Pure.
+"""Rows: which finished segments share one, and the tensors that a row becomes (section PCK of the contract). Pure.
 
 Shapes: B sequences (1 in a packed row), T tokens, Nc supervised coordinates, Nt supervised text tokens, P patches.
-What a segment is and how it was made is utils/targets.py's business; what a row costs is utils/losses.py's.
+`targets` makes segments; `losses` scores rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ WAYS_OUT = (
     "ways out: a smaller training.per_device_train_batch_size, a larger training.packing_buffer, "
     "a larger global_max_length, or a smaller RM.max_new_tokens"
 )
+IMAGE_FIELDS = ("pixel_values", "image_grid_thw")  # those of a segment that are tensors
 # Enough segments for a mean that is worth a warning, and few enough to follow answers that grow during training.
 MEAN_WINDOW = 256
 MEAN_MINIMUM = 32
@@ -42,14 +43,14 @@ def choose_row(lengths: Sequence[int], cap: int) -> list[int]:
         cap: tokens in a row.
 
     Returns:
-        Ascending indices, 0 among them. No other such set holds more tokens. Of two equally full sets the one wins that
-        lacks the newest segment in which they differ, so the result depends on nothing but the arguments.
+        Ascending indices, 0 among them. No other such set holds more tokens. Of two equally full sets, the one without
+        the newest segment in which they differ, so that the result depends on nothing but the arguments.
 
     Subset-sum: bit `s` of `reachable[i]` says that some of the segments 1..i add up to `s` tokens. 200 segments and a
     cap of 16k take about a millisecond.
     """
     budget = cap - lengths[0]
-    assert budget >= 0, "CarryBuffer lets no segment in that does not fit a row"
+    assert budget >= 0, "CarryBuffer refuses segments longer than a row"
     within = (1 << (budget + 1)) - 1
     reachable = [1]
     for length in lengths[1:]:
@@ -58,7 +59,7 @@ def choose_row(lengths: Sequence[int], cap: int) -> list[int]:
         reachable.append((reachable[-1] | reachable[-1] << length) & within)
     row, rest = [], reachable[-1].bit_length() - 1
     for index in range(len(reachable) - 1, 0, -1):
-        if not reachable[index - 1] >> rest & 1:  # cannot be had without this segment
+        if not reachable[index - 1] >> rest & 1:  # not reachable without this segment
             row.append(index)
             rest -= lengths[index]
     return [0, *reversed(row)]
@@ -82,11 +83,10 @@ def fill_rows(lengths: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def check_fits(segments: Sequence[Segment], cap: int) -> None:
-    """Raises ValueError for a segment that is longer than `cap` tokens (PCK-3)."""
+    """Raise ValueError for a segment that is longer than `cap` tokens (PCK-3)."""
     for segment in segments:
-        length = len(segment.input_ids)
-        if length > cap:
-            what = f"sample {segment.sample_id}: its segment has {length} tokens, global_max_length is {cap}"
+        if len(segment) > cap:
+            what = f"sample {segment.sample_id}: its segment has {len(segment)} tokens, global_max_length is {cap}"
             raise ValueError(f"{what}; {WAYS_OUT}")
 
 
@@ -99,7 +99,8 @@ class CarryBuffer:
     """
 
     def __init__(self, cap: int, max_segments: int) -> None:
-        self.cap, self.max_segments = cap, max_segments
+        self.cap = cap
+        self.max_segments = max_segments
         self._segments: list[Segment] = []
         self._lengths: deque[int] = deque(maxlen=MEAN_WINDOW)  # of the segments that arrived last
         self._arrivals: deque[int] = deque(maxlen=MEAN_WINDOW)  # segments per micro-step
@@ -111,29 +112,29 @@ class CarryBuffer:
 
     @property
     def sample_ids(self) -> list[str]:
-        """Samples of the segments held back, oldest first."""
+        """Samples of the waiting segments, oldest first."""
         return [segment.sample_id for segment in self._segments]
 
     def extend(self, segments: Sequence[Segment]) -> None:
-        """Take one micro-step's finished segments in.
+        """Add one micro-step's finished segments.
 
         Raises:
             ValueError: a segment is longer than a row (PCK-3).
         """
         check_fits(segments, self.cap)
         self._segments += segments
-        self._lengths.extend(len(segment.input_ids) for segment in segments)
+        self._lengths.extend(map(len, segments))
         self._arrivals.append(len(segments))
 
     def pop_row(self) -> list[Segment]:
-        """The segments of the next row, in order of arrival; empty if none waits.
+        """Remove and return the segments of the next row, in order of arrival; empty if none waits.
 
         Raises:
-            ValueError: more than `max_segments` would stay behind (PCK-3).
+            ValueError: more than `max_segments` would remain (PCK-3).
         """
         if not self._segments:
             return []
-        chosen = choose_row([len(segment.input_ids) for segment in self._segments], self.cap)
+        chosen = choose_row([len(segment) for segment in self._segments], self.cap)
         row = [self._segments[index] for index in chosen]
         taken = set(chosen)
         self._segments = [segment for index, segment in enumerate(self._segments) if index not in taken]
@@ -141,12 +142,12 @@ class CarryBuffer:
             what = f"{len(self._segments)} segments wait for a row, training.packing_buffer is {self.max_segments}"
             raise ValueError(f"{what}; {WAYS_OUT}")
         if self._segments:
-            self._rows.append(sum(len(segment.input_ids) for segment in row))
+            self._rows.append(sum(map(len, row)))
         self._warn_of_growth()
         return row
 
     def _warn_of_growth(self) -> None:
-        """PCK-7: once, when more tokens arrive per micro-step than rows carry away and segments do pile up."""
+        """Warn once if more tokens arrive per micro-step than rows carry and segments do pile up (PCK-7)."""
         seen, per_step = len(self._lengths), sum(self._arrivals) / len(self._arrivals)
         if self._warned or seen < min(MEAN_MINIMUM, self.max_segments) or len(self) < per_step or not self._rows:
             return
@@ -168,7 +169,7 @@ class CarryBuffer:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything held back and the means, of plain types and tensors."""
+        """The waiting segments and the means, as plain types and tensors."""
         return {
             "segments": segments_to_state(self._segments),
             "lengths": list(self._lengths),
@@ -178,7 +179,7 @@ class CarryBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; what was held before is forgotten.
+        """Replace the content with that of a `state_dict()`.
 
         Raises:
             ValueError: a segment is longer than a row (PCK-3).
@@ -191,20 +192,28 @@ class CarryBuffer:
 
 
 def segments_to_state(segments: Sequence[Segment]) -> list[dict[str, Any]]:
-    """Segments as plain types and tensors, which `torch.load(weights_only=True)` takes."""
-    return [dict(vars(_with_tensors(segment))) for segment in segments]
+    """Segments as plain types and tensors (on the same memory), which `torch.load(weights_only=True)` accepts."""
+    return [
+        {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in vars(segment).items()}
+        for segment in segments
+    ]
 
 
 def segments_from_state(state: Sequence[dict[str, Any]]) -> list[Segment]:
-    return [_with_arrays(Segment(**fields)) for fields in state]
+    """The reverse of `segments_to_state`."""
+
+    def array_of(name: str, value: Any) -> Any:
+        return value.numpy() if isinstance(value, Tensor) and name not in IMAGE_FIELDS else value
+
+    return [Segment(**{name: array_of(name, value) for name, value in fields.items()}) for fields in state]
 
 
 @dataclass
 class Batch:
     """One micro-step of one rank, as tensors.
 
-    `coord_pos` and `text_pos` count in the flattened [B * T] hidden states and name the state that PREDICTS the token:
-    the one before it.
+    `coord_pos` and `text_pos` index the flattened [B * T] hidden states: the state that PREDICTS the token, the one
+    before it.
     """
 
     input_ids: Tensor  # int64[B, T]
@@ -224,7 +233,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return dataclasses.replace(self, **moved)
 
     @property
@@ -245,9 +256,8 @@ def collate_packed(
         segments: at most `global_max_length` tokens together; may be empty.
         position_ids_fn: `utils.learner.model.position_ids_for(model)`.
         coord_ids: int64[1000], vocabulary id of each bin's token (`TokenTable.coord_ids`).
-        dummy: an image without supervision (`utils.learner.model.dummy_segment(model)`), appended when no segment has
-        an image,
-            so that every rank's row runs through every module (PCK-8). It is a few tokens long.
+        dummy: a few tokens with an image and no supervision (`utils.learner.model.dummy_segment(model)`), appended if
+            no segment has an image, so that every rank's row runs through every module (PCK-8).
         digit_ids: int64, ids of tokens that hold a digit (`TokenTable.digit_ids`).
 
     Raises:
@@ -255,18 +265,16 @@ def collate_packed(
             digit no digit (TGT-8), or a segment's images do not fit its tokens; the message names the sample.
     """
     parts = _with_dummy(segments, dummy)
-    starts = _starts(parts)
-    batch = _batch(
+    return _batch(
+        segments,
         parts,
-        starts,
-        num_real=len(segments),
-        coord_ids=torch.from_numpy(coord_ids),
-        input_ids=torch.cat([part.input_ids for part in parts])[None],
+        starts=np.cumsum([0, *map(len, parts[:-1])]).tolist(),
+        coord_ids=coord_ids,
+        digit_ids=digit_ids,
+        input_ids=torch.cat([_tokens(part) for part in parts])[None],
         position_ids=torch.cat([_positions(part, position_ids_fn) for part in parts], dim=1)[:, None],
         attention_mask=None,
     )
-    check_row(batch, segments, starts, digit_ids)
-    return batch
 
 
 def collate_padded(
@@ -276,30 +284,28 @@ def collate_padded(
     dummy: Segment,
     digit_ids: np.ndarray = NO_IDS,
 ) -> Batch:
-    """The same segments as a right-padded batch [B, T], one per line (PCK-6). Arguments as for `collate_packed`."""
+    """Collate the same segments as a right-padded batch [B, T], one per line (PCK-6). Arguments: `collate_packed`."""
     parts = _with_dummy(segments, dummy)
-    length = max(len(part.input_ids) for part in parts)
-    starts = [line * length for line in range(len(parts))]
+    length = max(map(len, parts))
 
     def pad(values: Tensor) -> Tensor:
         return torch.nn.functional.pad(values, (0, length - values.shape[-1]))
 
-    batch = _batch(
+    return _batch(
+        segments,
         parts,
-        starts,
-        num_real=len(segments),
-        coord_ids=torch.from_numpy(coord_ids),
-        input_ids=torch.stack([pad(part.input_ids) for part in parts]),
+        starts=[line * length for line in range(len(parts))],
+        coord_ids=coord_ids,
+        digit_ids=digit_ids,
+        input_ids=torch.stack([pad(_tokens(part)) for part in parts]),
         position_ids=torch.stack([pad(_positions(part, position_ids_fn)) for part in parts], dim=1),
-        attention_mask=torch.stack([pad(torch.ones_like(part.input_ids)) for part in parts]),
+        attention_mask=torch.stack([pad(torch.ones_like(_tokens(part))) for part in parts]),
     )
-    check_row(batch, segments, starts, digit_ids)
-    return batch
 
 
 def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int], digit_ids: np.ndarray = NO_IDS) -> None:
-    """TGT-8 on the finished row: every supervised coordinate lies in its segment's answer and is a coordinate token;
-    where coordinates are numbers, a supervised token that holds a digit.
+    """Check TGT-8 on the finished row: every supervised coordinate lies in its segment's answer and is a coordinate
+    token; where coordinates are numbers, a supervised token that holds a digit.
 
     Args:
         starts: where each segment begins in the flattened batch, tokens.
@@ -325,11 +331,11 @@ def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int], 
 
 
 def _check_indices(segment: Segment, index: Tensor, is_right: Tensor, what: str) -> None:
-    """Every index lies in the segment's answer and is right."""
-    inside = (index >= max(1, segment.answer_start)) & (index < len(segment.input_ids))
+    """Check that every index lies in the segment's answer and on a right token."""
+    inside = (index >= max(1, segment.answer_start)) & (index < len(segment))
     wrong = (~(inside & is_right)).nonzero()
     if len(wrong):
-        span = f"answer [{segment.answer_start}, {len(segment.input_ids)})"
+        span = f"answer [{segment.answer_start}, {len(segment)})"
         at = int(index[wrong[0, 0]])
         raise ValueError(f"sample {segment.sample_id}: no {what} of its {span} at supervised index {at}")
 
@@ -343,61 +349,61 @@ def denominators(batches: Iterable[Batch]) -> dict[str, float]:
     return totals
 
 
-def _with_tensors(segment: Segment) -> Segment:
-    """The same segment with its numpy arrays as tensors (on the same memory)."""
-    fields = {name: torch.from_numpy(v) for name, v in vars(segment).items() if isinstance(v, np.ndarray)}
-    return dataclasses.replace(segment, **fields)
+def _with_dummy(segments: Sequence[Segment], dummy: Segment) -> Sequence[Segment]:
+    return segments if any(segment.pixel_values is not None for segment in segments) else [*segments, dummy]
 
 
-def _with_arrays(segment: Segment) -> Segment:
-    """The reverse of `_with_tensors`; pixels stay tensors."""
-    fields = {
-        name: v.numpy()
-        for name, v in vars(segment).items()
-        if isinstance(v, Tensor) and name not in ("pixel_values", "image_grid_thw")
-    }
-    return dataclasses.replace(segment, **fields)
-
-
-def _with_dummy(segments: Sequence[Segment], dummy: Segment) -> list[Segment]:
-    has_image = any(segment.pixel_values is not None for segment in segments)
-    return [_with_tensors(segment) for segment in (segments if has_image else [*segments, dummy])]
-
-
-def _starts(parts: Sequence[Segment]) -> list[int]:
-    starts = [0]
-    for part in parts[:-1]:
-        starts.append(starts[-1] + len(part.input_ids))
-    return starts
+def _tokens(part: Segment) -> Tensor:
+    return torch.from_numpy(part.input_ids)
 
 
 def _positions(part: Segment, position_ids_fn: PositionIds) -> Tensor:
     try:
-        positions = position_ids_fn(part.input_ids, part.image_grid_thw)
+        positions = position_ids_fn(_tokens(part), part.image_grid_thw)
     except ValueError as error:
         raise ValueError(f"sample {part.sample_id}: {error}") from error
-    assert positions.shape == (4, len(part.input_ids)), positions.shape
+    assert positions.shape == (4, len(part)), positions.shape
     return positions
 
 
-def _batch(parts: list[Segment], starts: list[int], num_real: int, **tokens: Tensor | None) -> Batch:
-    """Put together what both layouts share: images in order, labels moved to where their segment starts."""
+def _batch(
+    segments: Sequence[Segment],
+    parts: Sequence[Segment],
+    starts: Sequence[int],
+    coord_ids: np.ndarray,
+    digit_ids: np.ndarray,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+) -> Batch:
+    """Join what both layouts share: images in order, labels moved to where their segment starts; then check the row.
+
+    Args:
+        parts: `segments`, with the dummy if they need it.
+    """
+
+    def joined(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(part, name) for part in parts]))
 
     def predictors(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) + start - 1 for part, start in zip(parts, starts, strict=True)])
+        moved = [getattr(part, name) + start - 1 for part, start in zip(parts, starts, strict=True)]
+        return torch.from_numpy(np.concatenate(moved))
 
-    lengths = torch.tensor([0] + [len(part.input_ids) for part in parts], dtype=torch.int32)
-    with_image = [part for part in parts if part.pixel_values is not None]
-    return Batch(
-        **tokens,
-        pixel_values=torch.cat([part.pixel_values for part in with_image]),
-        image_grid_thw=torch.cat([part.image_grid_thw for part in with_image]),
+    batch = Batch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        pixel_values=torch.cat([part.pixel_values for part in parts if part.pixel_values is not None]),
+        image_grid_thw=torch.cat([part.image_grid_thw for part in parts if part.image_grid_thw is not None]),
         coord_pos=predictors("coord_index"),
-        coord_target=torch.cat([part.coord_target for part in parts]),
+        coord_target=joined("coord_target"),
         text_pos=predictors("text_index"),
-        text_label=torch.cat([part.text_label for part in parts]),
-        text_weight=torch.cat([part.text_weight for part in parts]),
-        cu_seqlens=lengths.cumsum(0, dtype=torch.int32),
-        sample_ids=[part.sample_id for part in parts[:num_real]],
-        num_tokens=int(lengths[1 : num_real + 1].sum()),
+        text_label=joined("text_label"),
+        text_weight=joined("text_weight"),
+        coord_ids=torch.from_numpy(coord_ids),
+        cu_seqlens=torch.tensor([0, *map(len, parts)]).cumsum(0, dtype=torch.int32),
+        sample_ids=[segment.sample_id for segment in segments],
+        num_tokens=sum(map(len, segments)),
     )
+    check_row(batch, segments, starts, digit_ids)
+    return batch

@@ -1,8 +1,8 @@
-"""What the tokens of sampled answers cost under the policy gradient (GRP-6), without the logits of whole rows. Pure.
+"""The policy-gradient loss of sampled answers (GRP-6), without the logits of whole rows. Pure.
 
-Shapes: N scored tokens of a batch in the order of its rows (those of one answer stand together), S answers, D hidden
+Shapes: N scored tokens of a batch in the order of its rows (the tokens of one answer are adjacent), S answers, D hidden
 width, V vocabulary. All parts are float32 weighted SUMS; `policy_loss` divides by a total over all ranks and
-micro-steps of an optimizer step (PCK-5), so the gradient does not depend on how answers were laid out in rows.
+micro-steps of an optimizer step (PCK-5), so the gradient does not depend on how answers are laid out in rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -21,35 +21,24 @@ from torch.utils.checkpoint import checkpoint
 from utils.packing import Batch
 from utils.targets import Segment
 
+if TYPE_CHECKING:
+    from utils.config.schema import Rlhf
+
 LossType = Literal["grpo", "dapo", "dr_grpo"]
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """The objective's settings, as in `rlhf` of the config.
-
-    `epsilon_high` None means `epsilon`; `importance_correction_cap` None means no importance correction.
-    """
-
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    beta: float = 0.0
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    importance_correction_cap: float | None = 2.0
 
 
 @dataclass
 class PolicyTokens:
-    """What is known of the N scored tokens before the forward pass, all float32[N] unless said.
+    """Inputs of the objective for the N scored tokens, known before the forward pass; float32[N] unless noted.
 
     Attributes:
-        sequence: int64[N], which answer of the batch a token belongs to, 0..S-1; an answer is never split over batches.
+        sequence: int64[N], the token's answer in the batch, 0..S-1; an answer is never split over batches.
         advantage: of its answer.
-        weight: `token_weights` of its answer. Answers that are left out have no tokens here.
-        old_logprob: under the weights that the answers were sampled with; None takes the present ones, which is exact
-            in the first optimizer step after a rollout: ratios are then 1 and carry the gradient.
-        ref_logprob: under the reference policy; needed where `beta` is not 0.
-        engine_logprob: as the engine reported it when it sampled the token; nan where it did not. None for none at all.
+        weight: `token_weights` of its answer. Excluded answers have no tokens here.
+        old_logprob: under the weights that sampled the answers; None means the present ones, which is exact in the
+            first optimizer step after a rollout: ratios are then 1 and carry the gradient.
+        ref_logprob: under the reference policy; required unless `beta` is 0.
+        engine_logprob: as the engine reported it when it sampled the token; nan where it did not, None if nowhere.
     """
 
     sequence: Tensor
@@ -61,18 +50,18 @@ class PolicyTokens:
 
     def to(self, device: torch.device | str) -> PolicyTokens:
         """The same tokens on `device`."""
-        moved = {k: v.to(device, non_blocking=True) if v is not None else None for k, v in vars(self).items()}
-        return PolicyTokens(**moved)
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return dataclasses.replace(self, **{name: value.to(device, non_blocking=True) for name, value in given.items()})
 
 
 @dataclass
 class PolicySums:
-    """What a micro-step gives: loss parts with gradient, and detached numbers for the log.
+    """Results of a micro-step: loss parts with gradient, and detached metrics.
 
     Attributes:
-        policy, kl: float32 scalars, weighted sums; `kl` is unscaled by `beta`.
-        sums: float32 scalars; added up over micro-steps and ranks, `policy_metrics` turns them into means.
-        maxima: float32 scalars, of which the largest counts.
+        policy, kl: float32 scalars, weighted sums; `kl` is not yet scaled by `beta`.
+        sums: float32 scalars to add up over micro-steps and ranks; `policy_metrics` turns the totals into means.
+        maxima: float32 scalars; the largest over micro-steps and ranks counts.
     """
 
     policy: Tensor
@@ -86,13 +75,13 @@ class PolicySums:
 
 
 def token_weights(lengths: np.ndarray, loss_type: LossType, max_new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The weight of each token of an answer, and what the answer adds to the denominator, both float64[S].
+    """The weight of each token of an answer, and the answer's contribution to the denominator, both float64[S].
 
     Args:
-        lengths: int[S], scored tokens per answer; 0 for an answer that is left out, which weighs and adds nothing.
+        lengths: int[S], scored tokens per answer; 0 for an excluded answer, which has no weight and adds nothing.
         loss_type: `grpo`: mean over the tokens of an answer, then over answers; `dapo`: mean over all tokens of the
             step; `dr_grpo`: sum over the tokens of an answer divided by the constant `max_new_tokens`, then mean over
-            answers, so that neither length nor company changes what a token weighs.
+            answers, so that a token's weight depends neither on its answer's length nor on other answers.
 
     Source: Shao et al. 2024 (arXiv:2402.03300), eq. 3; Yu et al. 2025, DAPO (arXiv:2503.14476), eq. 12; Liu et al.
     2025, Dr. GRPO (arXiv:2503.20783), section 3.2.
@@ -114,19 +103,19 @@ def policy_segment(
     image_grid_thw: Tensor | None = None,
     policy_version: str | None = None,
 ) -> Segment:
-    """A sampled answer behind its prompt as a segment for rows: every token of the answer is scored.
+    """Prompt and sampled answer as a segment; every token of the answer is scored.
 
     Args:
-        answer_ids: as generated, with the end token behind them where the model ended the answer itself.
+        answer_ids: as generated, with the end token if the model ended the answer itself.
     """
     answer = np.array(answer_ids, dtype=np.int64)
-    start, nothing = len(prompt_token_ids), np.zeros(0, dtype=np.int64)
+    start = len(prompt_token_ids)
     return Segment(
         sample_id=sample_id,
         input_ids=np.concatenate([np.array(prompt_token_ids, dtype=np.int64), answer]),
         answer_start=start,
-        coord_index=nothing,
-        coord_target=nothing.astype(np.float32),
+        coord_index=np.zeros(0, dtype=np.int64),
+        coord_target=np.zeros(0, dtype=np.float32),
         text_index=start + np.arange(len(answer)),
         text_label=answer,
         text_weight=np.ones(len(answer), dtype=np.float32),
@@ -138,16 +127,16 @@ def policy_segment(
 
 def policy_tokens(
     lengths: Sequence[int],
-    advantages: Sequence[float],
-    weights: Sequence[float],
+    advantages: Sequence[float] | np.ndarray,
+    weights: Sequence[float] | np.ndarray,
     engine_logprobs: Sequence[Sequence[float]] | None = None,
 ) -> PolicyTokens:
-    """The scored tokens of a batch from what is known of its answers, `[S]` each, in the order of its segments; so
-    token `i` is what `text_pos[i]` and `text_label[i]` of the collated batch score.
+    """The scored tokens of a batch, from values per answer, `[S]` each, in the order of its segments: token `i` belongs
+    to `text_pos[i]` and `text_label[i]` of the collated batch.
 
     Args:
-        engine_logprobs: per answer and token; a shorter list is filled up with nan at its end (no correction there), an
-            empty one where the engine reports none.
+        engine_logprobs: per answer and token; a shorter list is padded with nan (no correction there), and empty if the
+            engine reports none.
     """
     size = torch.tensor(lengths, dtype=torch.int64)
     engine = None
@@ -157,8 +146,8 @@ def policy_tokens(
             engine[start : start + len(given)] = torch.as_tensor(given, dtype=torch.float32)
     return PolicyTokens(
         sequence=torch.arange(len(size)).repeat_interleave(size),
-        advantage=torch.tensor(advantages, dtype=torch.float32).repeat_interleave(size),
-        weight=torch.tensor(weights, dtype=torch.float32).repeat_interleave(size),
+        advantage=torch.as_tensor(advantages, dtype=torch.float32).repeat_interleave(size),
+        weight=torch.as_tensor(weights, dtype=torch.float32).repeat_interleave(size),
         engine_logprob=engine,
     )
 
@@ -185,7 +174,7 @@ def token_logprobs(
         lm_head: the model's head, called as a module.
         positions: int64[N], rows of `hidden` that predict the labels.
         labels: int64[N], the sampled tokens.
-        temperature: that of the sampling: the policy is the distribution that tokens are drawn from.
+        temperature: of the sampling; the policy is the distribution that tokens are sampled from.
     """
 
     def score(states: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +189,7 @@ def token_logprobs(
     # A chunk without labels scores row 0 and drops the result, which still runs the head in forward and backward.
     padding = [(0, int(start == end)) for start, end in borders]
     wanted = [pad(positions[start:end], extra) for (start, end), extra in zip(borders, padding, strict=True)]
-    states = hidden[torch.cat(wanted)].split([len(part) for part in wanted])
+    states = torch.split(hidden[torch.cat(wanted)], [len(part) for part in wanted])
     scored = []
     for own, (start, end), extra in zip(states, borders, padding, strict=True):
         label = pad(labels[start:end], extra)
@@ -213,23 +202,21 @@ def token_logprobs(
 # the objective
 
 
-def policy_sums(
-    logprob: Tensor, tokens: PolicyTokens, options: PolicyOptions, entropy: Tensor | None = None
-) -> PolicySums:
+def policy_sums(logprob: Tensor, tokens: PolicyTokens, options: Rlhf, entropy: Tensor | None = None) -> PolicySums:
     """The clipped objective and the KL penalty over one batch, as weighted sums.
 
-    Per token: `-c * min(r * A, clip(r, 1 - epsilon, 1 + epsilon_high) * A)`, and beside it the KL estimate
+    Per token: `-c * min(r * A, clip(r, 1 - epsilon, 1 + epsilon_high) * A)`, and the KL estimate
     `exp(ref - new) - (ref - new) - 1`. `r` is the ratio of new to old probability, of the token or, with
-    `importance_sampling_level: sequence`, the geometric mean over the answer. `c = min(old / engine,
-    importance_correction_cap)`, without gradient, corrects for an engine that computes other probabilities than the
-    learner from the same weights.
+    `importance_sampling_level: sequence`, its geometric mean over the answer. `c = min(old / engine,
+    importance_correction_cap)`, without gradient, corrects for an engine whose probabilities differ from the learner's
+    under the same weights.
 
     Args:
-        logprob: float32[N] with gradient, of `token_logprobs`.
-        entropy: float32[N], for the log.
+        logprob: float32[N] with gradient, from `token_logprobs`.
+        entropy: float32[N], for metrics only.
 
-    Source: clipping: Schulman et al. 2017, PPO (arXiv:1707.06347), eq. 7; the upper bound of its own: Yu et al. 2025,
-    DAPO (arXiv:2503.14476), section 3.1; sequence ratio: Zheng et al. 2025, GSPO (arXiv:2507.18071), eq. 7; KL:
+    Source: clipping: Schulman et al. 2017, PPO (arXiv:1707.06347), eq. 7; separate upper bound: Yu et al. 2025, DAPO
+    (arXiv:2503.14476), section 3.1; sequence ratio: Zheng et al. 2025, GSPO (arXiv:2507.18071), eq. 7; KL:
     Schulman 2020, "Approximating KL divergence", estimator k3; `c`: Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training" (truncated importance sampling).
     """
@@ -241,8 +228,8 @@ def policy_sums(
     gap = torch.zeros_like(old) if tokens.engine_logprob is None else (old - tokens.engine_logprob).nan_to_num(0.0)
     cap = options.importance_correction_cap
     correction = torch.ones_like(old) if cap is None else gap.exp().clamp(max=cap)
-    towards = torch.zeros_like(logprob) if tokens.ref_logprob is None else tokens.ref_logprob - logprob
-    kl = torch.expm1(towards) - towards
+    ref_gap = torch.zeros_like(logprob) if tokens.ref_logprob is None else tokens.ref_logprob - logprob
+    kl = torch.expm1(ref_gap) - ref_gap
     sums = {
         "num_tokens": torch.ones_like(old),
         "ratio_mean": ratio,
@@ -262,26 +249,26 @@ def policy_sums(
     )
 
 
-def policy_loss(sums: PolicySums, denominator: float, options: PolicyOptions) -> Tensor:
+def policy_loss(sums: PolicySums, denominator: float, options: Rlhf) -> Tensor:
     """`(policy + beta * kl) / denominator`, a float32 scalar.
 
     Args:
-        denominator: what `token_weights` says answers add, over all ranks and micro-steps of the optimizer step. Added
-            up over them, this is the step's loss; who averages gradients multiplies first.
+        denominator: the sum of the answers' contributions (`token_weights`) over all ranks and micro-steps of the
+            optimizer step. The sum over them is the step's loss; if gradients are averaged, multiply first.
     """
-    # With beta 0 the KL stays out of the graph: an exploding estimate that nobody asked for would make it nan.
+    # With beta 0 the KL stays out of the graph: an exploding estimate of an unused penalty would make it nan.
     penalty = options.beta * sums.kl if options.beta else 0.0
     return (sums.policy + penalty) / (denominator or 1.0)
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means per scored token, given `PolicySums.sums` added up over micro-steps and ranks."""
+    """Means per scored token, from `PolicySums.sums` added up over micro-steps and ranks."""
     means = {name: value / (sums["num_tokens"] or 1.0) for name, value in sums.items() if name != "num_tokens"}
     return {**means, "clip_fraction": means["clip_high"] + means["clip_low"]}
 
 
-def _log_ratio(log_ratio: Tensor, tokens: PolicyTokens, options: PolicyOptions) -> Tensor:
-    """Per token as it is, or its mean over each answer, float32[N]."""
+def _log_ratio(log_ratio: Tensor, tokens: PolicyTokens, options: Rlhf) -> Tensor:
+    """The log ratio per token, or its mean over each answer, float32[N]."""
     if options.importance_sampling_level == "token" or not len(log_ratio):
         return log_ratio
     size = int(tokens.sequence.max()) + 1
@@ -292,9 +279,9 @@ def _log_ratio(log_ratio: Tensor, tokens: PolicyTokens, options: PolicyOptions) 
 
 @dataclass
 class PolicyRow(Batch):
-    """A row of sampled answers: all its text labels are scored, and `policy` says what is known of them."""
+    """A row of sampled answers; all its text labels are scored."""
 
     policy: PolicyTokens = field(kw_only=True)
 
     def to(self, device: torch.device | str) -> PolicyRow:
-        return dataclasses.replace(super().to(device), policy=self.policy.to(device))
+        return PolicyRow(**vars(super().to(device)) | {"policy": self.policy.to(device)})

@@ -1,19 +1,19 @@
-"""What an answer is worth: named functions `(completion, sample) -> float in [0, 1]` (GRP-5).
+"""Rewards of an answer: named functions `(completion, sample) -> float in [0, 1]` (GRP-5).
 
-A completion is a `str` that also knows its token ids, so a function over text stays a function over text. A user's file
-named in `rlhf.reward_files` holds such functions as they are:
+A completion is a `str` that also has its token ids, so that a function of text stays a function of text. A user's file
+named in `rlhf.reward_files` holds such functions:
 
     def short(completion, sample):
         return 1.0 if len(completion) < 200 else 0.0
 
-Two families come with the project. `summary_*` score the form
+Two families are built in. `summary_*` score the form
 
     <DOMAIN=street>, <TASK=SUMMARY>
     {"car": {"colour": "red", "doors": 4}, "tree": {"height": "tall"}}
 
-against `domain` and `summary` of the sample: top-level keys are categories, the keys below them attributes. Which
-domains, categories and attributes there are, the data say. `detection_*` score stage 2's answers (TGT-1) by its own
-parser and matching, so that GRPO can go on where stage 2 ended.
+against `domain` and `summary` of the sample: top-level keys are categories, the keys below them attributes; the data
+define which there are. `detection_*` score stage 2's answers (TGT-1) with its parser and matching, so that GRPO can
+continue from stage 2.
 """
 
 from __future__ import annotations
@@ -32,27 +32,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utils.parsing import ParsedAnswer, TokenTable, parse_answer
+from utils.parsing import ParsedAnswer, parse_answer
 from utils.scores import count_sample, scores
+from utils.token_table import TokenTable
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
 
-# Smallest IoU of a pair that counts as found, as in evaluation (LRN-7).
-IOU_THRESHOLD = 0.5
-# Tversky's weights of what was invented and of what was left out. Source: Salehi et al. 2017 (arXiv:1706.05721).
-TVERSKY_ALPHA, TVERSKY_BETA = 0.3, 0.7
+IOU_THRESHOLD = 0.5  # smallest IoU of a pair that counts as found, as in evaluation (LRN-7)
+TVERSKY_ALPHA, TVERSKY_BETA = 0.3, 0.7  # of invented and missing parts. Source: Salehi et al. 2017 (arXiv:1706.05721)
 
 _DOMAIN = re.compile(r"[^<>,\n]+")
 _SUMMARY = re.compile(rf"<DOMAIN={_DOMAIN.pattern}>, <TASK=SUMMARY>\n\{{[^\n]*\}}")
 
 
 class Completion(str):
-    """An answer's text, and behind it the tokens that were sampled.
+    """An answer's text with its sampled tokens.
 
     Attributes:
-        token_ids: the generated ids, cut before the stop token.
-        table: the tokenizer's table, for `parsed`; None where the tokenizer has no coordinate tokens.
+        token_ids: the generated ids before the stop token.
+        table: the tokenizer's table, for `parsed`; None if the tokenizer has no coordinate tokens.
     """
 
     token_ids: list[int]
@@ -60,16 +59,13 @@ class Completion(str):
 
     def __new__(cls, text: str, token_ids: Sequence[int] = (), table: TokenTable | None = None) -> Completion:
         completion = super().__new__(cls, text)
-        completion.token_ids, completion.table = list(token_ids), table
+        completion.token_ids = list(token_ids)
+        completion.table = table
         return completion
 
     @cached_property
     def parsed(self) -> ParsedAnswer:
-        """The answer's objects (TGT-2), parsed once for all functions.
-
-        Raises:
-            ValueError: the tokenizer has no coordinate tokens.
-        """
+        """The parsed answer (TGT-2), shared by all functions. ValueError if the tokenizer has no coordinate tokens."""
         if self.table is None:
             raise ValueError("detection rewards need a tokenizer with coordinate tokens")
         return parse_answer(self.token_ids, self.table)
@@ -77,12 +73,12 @@ class Completion(str):
 
 KeyPath = tuple[str, ...]
 RewardFunction = Callable[[Completion, "Sample"], float]
-REWARDS: dict[str, RewardFunction] = {}  # those that come with the project
-NEEDS: dict[str, tuple[str, ...]] = {}  # keys of a data line that they cannot do without
+REWARDS: dict[str, RewardFunction] = {}  # the built-in ones
+NEEDS: dict[str, tuple[str, ...]] = {}  # keys of a data line that they require
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or left [0, 1]; names the function and the sample."""
+    """A reward function failed or returned a value outside [0, 1]; names the function and the sample."""
 
 
 def _reward(*needs: str) -> Callable[[RewardFunction], RewardFunction]:
@@ -98,7 +94,7 @@ def _reward(*needs: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, RewardFunction]:
-    """The functions called `names`, in that order, from the project and from the user's files, which are executed.
+    """The functions called `names`, in that order: built-in ones and those in the user's files, which are executed.
 
     Raises:
         ValueError: a file cannot be loaded, a name is unknown, or two places define it.
@@ -110,7 +106,7 @@ def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, R
         if not places:
             everything = sorted({name for _, functions in known for name in functions})
             near = difflib.get_close_matches(name, everything, 1, cutoff=0)[0]
-            raise ValueError(f"there is no reward {name!r}; did you mean {near}? All of them: {', '.join(everything)}")
+            raise ValueError(f"there is no reward {name!r}; did you mean {near}? Available: {', '.join(everything)}")
         if len(places) > 1:
             raise ValueError(f"reward {name!r} is defined in {' and in '.join(places)}; rename one")
         chosen[name] = dict(known)[places[0]][name]
@@ -118,13 +114,13 @@ def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, R
 
 
 def _functions_of(path: str) -> dict[str, RewardFunction]:
-    """Public functions that a Python file defines itself."""
+    """Public functions that a Python file defines, without those it imports."""
     name = f"rewards of {Path(path).resolve()}"
     spec = importlib.util.spec_from_file_location(name, path)
     try:
-        if spec is None:
+        if spec is None or spec.loader is None:
             raise ValueError("not a Python file")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
         spec.loader.exec_module(module)
     except Exception as error:  # a user's file may fail in any way
         raise ValueError(f"{path}: cannot be loaded: {type(error).__name__}: {error}") from error
@@ -136,13 +132,13 @@ def _functions_of(path: str) -> dict[str, RewardFunction]:
 
 
 def data_problems(names: Sequence[str], samples: Sequence[Sample]) -> list[str]:
-    """`file:line: reason` for every sample that lacks what a reward of the project needs; for before the first step."""
+    """`file:line: reason` for every sample that lacks a key of a built-in reward; for a check before the first step."""
     readers: dict[str, list[str]] = {}
     for name in names:
         for field in NEEDS.get(name, ()):
             readers.setdefault(field, []).append(name)
     return [
-        f"{sample.source}: {field}: {reason}; {', '.join(readers[field])} cannot do without"
+        f"{sample.source}: {field}: {reason}; required by {', '.join(readers[field])}"
         for sample in samples
         for field in readers
         if (reason := _field_problem(field, sample.extra))
@@ -150,7 +146,7 @@ def data_problems(names: Sequence[str], samples: Sequence[Sample]) -> list[str]:
 
 
 def _field_problem(field: str, extra: dict[str, Any]) -> str | None:
-    """What is wrong with a field of a data line that summary rewards read."""
+    """The problem of a field of a data line that summary rewards read, None if it is fine."""
     value = extra.get(field)
     if field == "summary":
         return None if isinstance(value, dict) else "must be an object {category: {attribute: value}}"
@@ -159,7 +155,7 @@ def _field_problem(field: str, extra: dict[str, Any]) -> str | None:
 
 
 def score(completion: Completion, sample: Sample, rewards: dict[str, RewardFunction]) -> np.ndarray:
-    """Each function's value for one answer, float64 `[num_functions]`; the total is its product with `reward_weights`.
+    """Each function's value for one answer, float64 `[num_functions]`; its product with `reward_weights` is the total.
 
     Raises:
         RewardError: a function raised, or returned anything but a number in [0, 1].
@@ -169,7 +165,7 @@ def score(completion: Completion, sample: Sample, rewards: dict[str, RewardFunct
         where = f"reward {name} on sample {sample.id} ({sample.source})"
         try:
             value = function(completion, sample)
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
         is_number = isinstance(value, int | float | np.number | np.bool_)
         if not is_number or not 0 <= value <= 1:
@@ -184,7 +180,7 @@ def score(completion: Completion, sample: Sample, rewards: dict[str, RewardFunct
 
 @_reward()
 def summary_format(completion: str, sample: Sample) -> float:
-    """Two lines: a header of the right form, and something in braces; nothing before, between or behind."""
+    """Two lines: a header of the right form, and something in braces; nothing before, between or after."""
     return float(_SUMMARY.fullmatch(completion) is not None)
 
 
@@ -196,7 +192,7 @@ def summary_header(completion: str, sample: Sample) -> float:
 
 @_reward()
 def summary_strict_json(completion: str, sample: Sample) -> float:
-    """What follows the first line is one JSON object by the standard (no NaN, nothing behind it)."""
+    """The rest after the first line is one JSON object by the standard (no NaN, nothing after it)."""
     return float(_body(completion) is not None)
 
 
@@ -209,25 +205,25 @@ def summary_no_duplicate_keys(completion: str, sample: Sample) -> float:
 
 @_reward("summary")
 def summary_category_recall(completion: str, sample: Sample) -> float:
-    """Share of the reference's categories that the answer has."""
+    """Fraction of the reference's categories that the answer has."""
     return _recall(completion, sample, lambda path: path[:1])
 
 
 @_reward("summary")
 def summary_attr_key_recall(completion: str, sample: Sample) -> float:
-    """Share of the reference's attributes (a category and a key in it) that the answer has, whatever their values."""
+    """Fraction of the reference's attributes (a category and a key in it) that the answer has, whatever the values."""
     return _recall(completion, sample, lambda path: path[:2] if len(path) > 1 else ())
 
 
 @_reward("summary")
 def summary_attr_path_recall(completion: str, sample: Sample) -> float:
-    """Share of the reference's key paths, from the category down to a value, that the answer has, values aside."""
+    """Fraction of the reference's key paths, from the category to a value, that the answer has, whatever the values."""
     return _recall(completion, sample, lambda path: path if len(path) > 1 else ())
 
 
 @_reward("summary")
 def summary_tversky(completion: str, sample: Sample) -> float:
-    """Tversky index of the two multisets of (key path, value): shared / (shared + 0.3 invented + 0.7 left out).
+    """Tversky index of the two multisets of (key path, value): shared / (shared + 0.3 invented + 0.7 missing).
 
     Source: Tversky 1977, "Features of similarity", Psychological Review 84(4).
     """
@@ -236,15 +232,15 @@ def summary_tversky(completion: str, sample: Sample) -> float:
         return 0.0
     reference = Counter(_leaves(sample.extra["summary"]))
     shared = (body[0] & reference).total()
-    invented, left_out = body[0].total() - shared, reference.total() - shared
-    whole = shared + TVERSKY_ALPHA * invented + TVERSKY_BETA * left_out
+    invented, missing = body[0].total() - shared, reference.total() - shared
+    whole = shared + TVERSKY_ALPHA * invented + TVERSKY_BETA * missing
     return shared / whole if whole else 1.0
 
 
 def _body(completion: str) -> tuple[Counter[tuple[KeyPath, str]], bool] | None:
-    """Leaves of the JSON object behind the first line, and whether a key stands twice in it; None where there is none.
+    """Leaves of the JSON object after the first line, and whether a key occurs twice in it; None if there is no object.
 
-    Of a key that stands twice the last value counts.
+    The last value of a repeated key counts.
     """
     has_duplicates = False
 
@@ -266,7 +262,7 @@ def _body(completion: str) -> tuple[Counter[tuple[KeyPath, str]], bool] | None:
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """(keys from the category down, value as JSON) of every value that holds no others. The entries of a list share
-    its path: their order says nothing."""
+    its path, so their order does not count."""
     if isinstance(value, dict) and (value or not path):
         for key, entry in value.items():
             yield from _leaves(entry, (*path, key))
@@ -279,7 +275,7 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _recall(completion: str, sample: Sample, part_of: Callable[[KeyPath], KeyPath]) -> float:
-    """Share of the reference's parts that the answer has; `part_of` gives () for a path that has none."""
+    """Fraction of the reference's parts that the answer has; `part_of` gives () for a path without one."""
     body = _body(completion)
     if body is None:
         return 0.0
@@ -294,27 +290,27 @@ def _recall(completion: str, sample: Sample, part_of: Callable[[KeyPath], KeyPat
 
 @_reward()
 def detection_parse(completion: Completion, sample: Sample) -> float:
-    """The answer is closed and nothing in it was malformed: what `parse_rate` counts."""
+    """The answer is closed and nothing in it was malformed, as in `parse_rate`."""
     return float(_detection_counts(completion, sample)["parsed"])
 
 
 @_reward()
 def detection_f1(completion: Completion, sample: Sample) -> float:
-    """F1 of the objects at IoU 0.5 with equal label, case and outer blanks aside; 1 where nothing is and is found."""
+    """F1 of the objects at IoU 0.5 with equal label (stripped, case-folded); 1 if there are none and none is found."""
     return scores(_detection_counts(completion, sample))["f1"]
 
 
 @_reward()
 def detection_f1_no_label(completion: Completion, sample: Sample) -> float:
-    """The same by place alone."""
+    """F1 without regard to labels."""
     return scores(_detection_counts(completion, sample))["f1_no_label"]
 
 
 @_reward()
 def detection_mean_iou(completion: Completion, sample: Sample) -> float:
-    """Mean IoU over all objects, predicted or true: of a matched pair its IoU, of any other object 0.
+    """Mean IoU over all objects, predicted or true: a matched pair counts its IoU, any other object 0.
 
-    Not the mean over matches alone, under which one sure object and silence about the others would be the best answer.
+    The mean over matches alone would be largest for an answer with a single certain object.
     """
     counts = _detection_counts(completion, sample)
     num_objects = counts["num_pred"] + counts["num_gt"] - counts["matched_no_label"]

@@ -1,9 +1,9 @@
 """Prefix + missed objects -> one training sequence and its supervision (TGT-5 to TGT-10).
 
 The sequence is what the model itself wrote, up to a cut, followed by every ground-truth object it missed, the closing
-and the end token. All that is learnt is said by index: `coord_index` and `text_index` are positions of tokens to be
-predicted (from the hidden state one position earlier), every other token is context. What the losses do with them is
-`losses`' business; who matched whom is `matching`'s.
+and the end token. Supervision is by index: `coord_index` and `text_index` are positions of tokens to be predicted (from
+the hidden state one position earlier); every other token is context. `matching` pairs the objects; `losses` scores the
+supervised positions.
 """
 
 import re
@@ -15,24 +15,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from utils.answer_format import COORD_BYTE, COORD_TOKENS, AnswerFormat, json_string
+from utils.answer_format import COORD_BYTE, COORD_TOKENS, json_string
 from utils.geometry import MAX_BIN, Object, bounding_box, regression_targets
-from utils.parsing import ParsedAnswer, PredObject, TokenTable, cut_tokens
+from utils.parsing import ParsedAnswer, PredObject, cut_tokens
+from utils.token_table import TokenTable
 
 if TYPE_CHECKING:
     import torch
 
+COUNTS = ("num_matched", "num_appended", "num_trimmed", "respelled")
 _NUMBER = re.compile(rb"[0-9]++")
 _RIGHT_CONTEXT = re.compile(rb"[\t\n\r\x20-\x7e]{0,64}")
 
 
-def _no_index() -> np.ndarray:
-    return np.zeros(0, dtype=np.int64)
-
-
 @dataclass(frozen=True)
 class TargetOptions:
-    """`RM.matching.label`, `RM.targets.*`, `RM.losses.desc`; `RM.losses.coord` where coordinates are text."""
+    """`RM.matching.label`, `RM.targets.*`, `RM.losses.desc`, and `RM.losses.coord` where coordinates are text."""
 
     label: Literal["correct", "ignore"] = "correct"
     trim_trailing_unmatched: bool = False
@@ -41,88 +39,85 @@ class TargetOptions:
     coord_weight: float = 1.0
 
 
-@dataclass
-class Target:
-    """An answer to learn. Indices count from the start of the answer and ascend; `nc`, `nt` are the numbers of labels.
+@dataclass(kw_only=True)
+class Supervision:
+    """The supervised tokens of a sequence. Indices ascend; a token at index `i` is predicted from the state at `i - 1`.
+
+    Attributes:
+        coord_index: int64 `[nc]`, supervised coordinate tokens.
+        coord_target: float32 `[nc]`, the correct bin of each, fractional for polygons moved by transport.
+        text_index: int64 `[nt]`, supervised other tokens.
+        text_label: int64 `[nt]`, the correct id of each.
+        text_weight: float32 `[nt]`, 1 for format text, `desc_weight` for the text of `desc` up to its closing quote,
+            `coord_weight` for numbers that are coordinates, up to the token that ends them.
+        digit_index: int64 `[nd]`, those of `text_index` that hold a digit of such a number (qwen3vl only; there
+            `coord_index` is empty).
+    """
+
+    coord_index: np.ndarray
+    coord_target: np.ndarray
+    text_index: np.ndarray
+    text_label: np.ndarray
+    text_weight: np.ndarray
+    digit_index: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+@dataclass(kw_only=True)
+class Target(Supervision):
+    """An answer to learn. Indices count from the start of the answer.
 
     Attributes:
         answer_ids: int64 `[n]`, prefix, missed objects, closing and end token.
-        coord_index: int64 `[nc]`, supervised coordinate tokens.
-        coord_target: float32 `[nc]`, the bin each should be, fractional for polygons moved by transport.
-        text_index: int64 `[nt]`, supervised other tokens.
-        text_label: int64 `[nt]`, the id each should be.
-        text_weight: float32 `[nt]`, 1 for format text, `desc_weight` for the text of `desc` up to its closing quote,
-            `coord_weight` for numbers that are coordinates, up to the token that ends them.
-        digit_index: int64 `[nd]`, those of `text_index` at which a digit of such a number stands (qwen3vl only; there
-            `coord_index` is empty).
-        num_prefix: tokens before the first appended one; the token that a bare header shares with what follows is not
-            one of them.
+        num_prefix: tokens before the first appended one, without a token that a bare header shares with what follows.
         num_matched, num_appended, num_trimmed: matched predictions, missed objects, false positives cut off.
         respelled: the cut fell inside a token.
     """
 
     answer_ids: np.ndarray
-    coord_index: np.ndarray
-    coord_target: np.ndarray
-    text_index: np.ndarray
-    text_label: np.ndarray
-    text_weight: np.ndarray
     num_prefix: int
     num_matched: int
     num_appended: int
     num_trimmed: int = 0
     respelled: bool = False
-    digit_index: np.ndarray = field(default_factory=_no_index)
 
 
-@dataclass
-class Segment:
+@dataclass(kw_only=True)
+class Segment(Supervision):
     """One sample's finished training sequence. Indices count from the start of `input_ids`.
 
-    A supervised token at index `i` is predicted from the hidden state at `i - 1`.
-
     Attributes:
-        sample_id: names the sample in every message.
+        sample_id: the sample's name in every message.
         input_ids: int64 `[length]`, prompt (image placeholders expanded) and answer.
         answer_start: index of the answer's first token.
-        coord_index, coord_target, text_index, text_label, text_weight, digit_index: as in `Target`.
         pixel_values: `[num_patches, patch_dim]`, None without images.
         image_grid_thw: int `[num_images, 3]`, None without images.
-        policy_version: version of the weights that wrote the prefix, None for a plain ground truth.
-        stats: numbers for the log.
+        policy_version: version of the weights that generated the prefix, None for a plain ground truth.
+        stats: metrics.
     """
 
     sample_id: str
     input_ids: np.ndarray
     answer_start: int
-    coord_index: np.ndarray
-    coord_target: np.ndarray
-    text_index: np.ndarray
-    text_label: np.ndarray
-    text_weight: np.ndarray
     pixel_values: "torch.Tensor | None" = None
     image_grid_thw: "torch.Tensor | None" = None
     policy_version: str | None = None
     stats: dict[str, Any] = field(default_factory=dict)
-    digit_index: np.ndarray = field(default_factory=_no_index)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
-def format_objects(objects: Sequence[Object], form: AnswerFormat = COORD_TOKENS) -> str:
-    """The answer text of TGT-1: `{"objects": [{"desc": "red circle", "bbox_2d": [<|coord_120|>, ...]}, ...]}`, or that
-    of another form. Raises ValueError for an object that could not be read back."""
-    return form.write(list(objects))
+def format_objects(objects: Sequence[Object]) -> str:
+    """The answer text of TGT-1. Raises ValueError for an object that could not be read back."""
+    return COORD_TOKENS.write(list(objects))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Building a target
-# ---------------------------------------------------------------------------------------------------------------------
+# building a target
 
 
 def ground_truth_target(gt_objects: Sequence[Object], table: TokenTable, options: TargetOptions) -> Target:
-    """The plain ground truth, every token of it learnt, header included (teacher forcing, warm-up; DAT-4)."""
+    """The plain ground truth with every token supervised, header included (teacher forcing, warm-up; DAT-4)."""
     return build_target(ParsedAnswer(), gt_objects, [], table, options)
 
 
@@ -135,21 +130,19 @@ def build_target(
 ) -> Target:
     """The training sequence of one rollout.
 
-    Args:
-        parsed: what the model wrote.
-        gt_objects: all objects of the sample.
-        matches: `(index into parsed.objects, index into gt_objects)`, one to one.
-
-    What is learnt:
-        - Coordinates of matched prefix objects: the matched shape (`regression_targets`); where they are numbers, the
-          matched number, up to the first difference.
+    Supervised are:
+        - Coordinates of matched prefix objects, with the matched shape (`regression_targets`); where they are numbers,
+          with the matched number, up to the first difference.
         - `desc` of matched prefix objects with `label: correct`: the ground truth's, up to the first difference.
         - With `supervise_structure`, the remaining tokens of matched objects and of the comma (or header) before them.
-        - All appended tokens: missed objects in file order, closing, end token. Also the respelled token at the
-          cut where it holds brackets only: it is ours, not the model's. Else closing would be learnt and going on not.
+        - All appended tokens: missed objects in file order, closing, end token. So is the respelled token at the cut
+          if it holds brackets only: it is ours, not the model's. Otherwise only closing would be learnt, not going on.
         A bare `{"objects": [` (nothing usable, or everything trimmed) is tokenized together with what follows, so that
-        the model sees its natural tokens; those that lie within it are learnt where the model did not write a header
-        itself (a plain ground truth, an answer that begins otherwise), else they carry no loss.
+        the model sees its natural tokens. The tokens within it are supervised if the model wrote no header itself (a
+        plain ground truth, an answer that begins differently); otherwise they carry no loss.
+
+    Args:
+        matches: `(index into parsed.objects, index into gt_objects)`, one to one.
 
     Raises:
         ValueError: a ground-truth object cannot be written down, or its `desc` spells a special token.
@@ -193,13 +186,13 @@ def build_target(
 
 
 def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[ParsedAnswer, np.ndarray, bool]:
-    """The part of the prefix that has tokens of its own in front of the appended text, all ids with the end token, and
-    whether the two were tokenized together.
+    """The prefix as far as it has tokens of its own, all ids with the end token, and whether prefix and appended text
+    were tokenized together.
 
-    Where the token at the cut was respelled anyway, what was kept of it (brackets) and the appended text are tokenized
-    together: `]}` + `]}` becomes the one token `]}]}` that the model wrote and will write again. Learning to spell the
-    same text in two ways at this very place would teach it to break off. A token that reaches from the prefix into the
-    appended text counts as appended.
+    If the token at the cut was respelled anyway, the bytes kept of it (brackets) and the appended text are tokenized
+    together: `]}` + `]}` becomes the one token `]}]}` that the model wrote and will write again. Two spellings of the
+    same text at this very place would teach it to stop early. A token that reaches from the prefix into the appended
+    text counts as appended.
     """
     kept = prefix.prefix_bytes[int(prefix.prefix_ends[prefix.num_exact - 1]) if prefix.num_exact else 0 :]
     if not prefix.respelled or table.format.tail.sub(b"", kept):
@@ -208,19 +201,12 @@ def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[Parse
     inside = int(np.searchsorted(table.scan_text(np.array(joined))[1], len(kept), side="right"))
     exact = prefix.prefix_ids[: prefix.num_exact]
     ids = np.array([*exact, *joined, table.eos_id], dtype=np.int64)
-    return (
-        replace(
-            prefix,
-            prefix_ids=[*exact, *joined[:inside]],
-            prefix_ends=table.scan_text(ids[: prefix.num_exact + inside])[1],
-        ),
-        ids,
-        True,
-    )
+    ends = table.scan_text(ids[: prefix.num_exact + inside])[1]
+    return replace(prefix, prefix_ids=[*exact, *joined[:inside]], prefix_ends=ends), ids, True
 
 
 def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: TokenTable) -> tuple[ParsedAnswer, int]:
-    """Cut behind the last matched object (TGT-10); returns the shorter prefix and how many valid objects went."""
+    """Cut after the last matched object (TGT-10); return the shorter prefix and the number of valid objects removed."""
     num_kept = max((p for p, _ in matches), default=-1) + 1
     num_trimmed = len(parsed.objects) - num_kept
     if not num_kept:
@@ -230,8 +216,8 @@ def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: Token
     ids, ends, num_exact = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
     num_exact = min(num_exact, parsed.num_exact)
     if num_exact == len(ids) and not table.format.tail.sub(b"", table.bytes_of[ids[-1]]):
-        num_exact -= 1  # where the model began to invent it learns to close, in the one token that does both
-    trimmed = replace(
+        num_exact -= 1  # where the model began to invent objects it learns to close, in the one token that does both
+    prefix = replace(
         parsed,
         prefix_ids=ids,
         prefix_ends=ends,
@@ -240,21 +226,23 @@ def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: Token
         respelled=num_exact < len(ids),
         num_exact=num_exact,
     )
-    return trimmed, num_trimmed
+    return prefix, num_trimmed
 
 
 class _Labels:
-    """Labels of one answer by token position, filled in step by step; later steps win over earlier ones.
+    """Labels of one answer by token position, set step by step; later steps win over earlier ones.
 
     Attributes:
-        coord_target: float64 `[n]`, nan where nothing is learnt.
-        text_label: int64 `[n]`, -1 where nothing is learnt.
+        coord_target: float64 `[n]`, nan where there is no label.
+        text_label: int64 `[n]`, -1 where there is no label.
         text_weight: float64 `[n]`.
         in_number: bool `[n]`, the label belongs to a coordinate that is a number.
     """
 
     def __init__(self, ids: np.ndarray, table: TokenTable, options: TargetOptions) -> None:
-        self.ids, self.table, self.options = ids, table, options
+        self.ids = ids
+        self.table = table
+        self.options = options
         self.is_coord = table.coord_bin[ids] >= 0
         self.coord_target = np.full(len(ids), np.nan)
         self.text_label = np.full(len(ids), -1, dtype=np.int64)
@@ -262,10 +250,10 @@ class _Labels:
         self.in_number = np.zeros(len(ids), dtype=bool)
 
     def add_appended(self, start: int) -> None:
-        """Everything from token `start` on learns itself."""
+        """Supervise every token from `start` on with itself."""
         ids = self.ids[start:]
         if self.table.is_stop[ids[:-1]].any():
-            raise ValueError(f"a desc of the ground truth spells a special token: {self._text(ids[:-1])}")
+            raise self._special_token_error(ids[:-1])
         data, ends = self.table.scan_text(ids)
         found = list(self.table.format.written.finditer(data))
         coords = self.is_coord[start:]
@@ -279,7 +267,7 @@ class _Labels:
         self.text_weight[start:][in_desc] = self.options.desc_weight
 
     def add_structure(self, prefix: ParsedAnswer, matched: Sequence[PredObject]) -> None:
-        """Tokens of matched objects, and of the comma before them, that touch no coordinate and no `desc` at all."""
+        """Supervise tokens of matched objects, and of the comma before them, that touch no coordinate and no `desc`."""
         ends = prefix.prefix_ends
         if not len(ends):
             return
@@ -290,25 +278,28 @@ class _Labels:
         self.text_label[chosen] = self.ids[chosen]
 
     def add_values(self, data: bytes, ends: np.ndarray, pred: PredObject, gt: Object) -> None:
-        """What a matched object should have said, value by value: `desc` (TGT-9), and coordinates that are numbers.
+        """Supervise a matched object value by value: `desc` (TGT-9), and coordinates that are numbers.
 
-        A value learns the ground truth's tokens, tokenized in place, up to and including the first that differs, or the
-        one that ends the value (a closing quote, a comma). Each value starts afresh, but one whose first token is taken
-        by the one before, or holds digits or letters of a wrong one, learns nothing: tokens may span several values.
+        The labels of a value are the ground truth's tokens, tokenized in place, up to and including the first that
+        differs, or the one that ends the value (a closing quote, a comma). Values are independent, except that tokens
+        may span several: a value whose first token already has a label, or holds bytes of a wrong value, gets none.
 
         Args:
-            data, ends: the answer as scanned and its tokens' ends, as far as `pred` and what is tokenized with it go.
+            data, ends: the answer as scanned and its tokens' ends, at least up to the end of `pred` and of what is
+                tokenized with it.
         """
         values = self._values(pred, gt)
         if not values:
             return
-        behind = [_RIGHT_CONTEXT.match(data, values[-1].end)[0]]  # each value, with the true values to come
+        right_context = _RIGHT_CONTEXT.match(data, values[-1].end)
+        assert right_context is not None, "the pattern matches the empty string"
+        after = [right_context[0]]  # the text after each value, with the true values to come; last value first
         for value, following in reversed(list(pairwise(values))):
-            behind.append(data[value.end : following.start] + following.text.encode() + behind[-1])
+            after.append(data[value.end : following.start] + following.text.encode() + after[-1])
         object_token = int(np.searchsorted(ends, pred.byte_span[0], side="right"))
         context = int(ends[object_token - 1]) if object_token else 0
         wrong_end, taken = 0, -1
-        for value, right in zip(values, reversed(behind), strict=True):
+        for value, right in zip(values, reversed(after), strict=True):
             first = int(np.searchsorted(ends, value.start - value.is_desc, side="right"))
             token_start = int(ends[first - 1]) if first else 0
             if first > taken and token_start >= wrong_end:
@@ -319,7 +310,7 @@ class _Labels:
                 wrong_end = value.end
 
     def _values(self, pred: PredObject, gt: Object) -> list["_Value"]:
-        """The values to be learnt of a matched object, in the order in which they were written."""
+        """The supervised values of a matched object, in the order in which they were written."""
         values = []
         if self.options.label == "correct":
             values.append(_Value(*pred.desc_bytes, json_string(gt.desc)[1:-1], is_desc=True))
@@ -328,12 +319,12 @@ class _Labels:
         return sorted(values, key=lambda value: value.start)
 
     def _learn(self, first: int, tokens: Sequence[int], touches: Sequence[bool], is_desc: bool) -> int:
-        """Labels from token `first` on up to the first difference; where that is, -1 for nowhere."""
+        """Set labels from token `first` up to the first difference; return its index, -1 for none."""
         for index, (token, in_value) in enumerate(zip(tokens, touches, strict=True), start=first):
             differs = token != self.ids[index]
             if differs or in_value:
                 if self.table.is_stop[token]:
-                    raise ValueError(f"a desc of the ground truth spells a special token: {self._text([token])!r}")
+                    raise self._special_token_error([token])
                 self.text_label[index] = token
                 self.text_weight[index] = self.options.desc_weight if is_desc else self.options.coord_weight
                 self.in_number[index] = not is_desc
@@ -356,23 +347,24 @@ class _Labels:
             **counts,
         )
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return b"".join(self.table.bytes_of[token] for token in ids).decode(errors="replace")
+    def _special_token_error(self, ids: Sequence[int] | np.ndarray) -> ValueError:
+        text = b"".join(self.table.bytes_of[token] for token in ids).decode(errors="replace")
+        return ValueError(f"a desc of the ground truth spells a special token: {text!r}; reword it in the data file")
 
 
-def _touched(ends: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Which tokens hold a byte of the spans, here with both borders included; bool `[len(ends)]`. Spans may go
-    on behind the last token."""
-    spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
+def _touched(ends: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
+    """Mask of the tokens that hold a byte of the spans, whose ends are included here; bool `[len(ends)]`. Spans may
+    extend past the last token."""
+    first, last = np.array(spans, dtype=np.int64).reshape(-1, 2).T
     marks = np.zeros(len(ends) + 1, dtype=np.int64)
-    np.add.at(marks, np.searchsorted(ends, spans[:, 0], side="right"), 1)
-    np.add.at(marks, np.minimum(np.searchsorted(ends, spans[:, 1], side="right") + 1, len(ends)), -1)
+    np.add.at(marks, np.searchsorted(ends, first, side="right"), 1)
+    np.add.at(marks, np.minimum(np.searchsorted(ends, last, side="right") + 1, len(ends)), -1)
     return np.cumsum(marks)[:-1] > 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """`[start, end)` of a generated value in the answer's bytes, without quotes, and the text it should have."""
+    """`[start, end)` of a generated value in the answer's bytes, without quotes, and its correct text."""
 
     start: int
     end: int
@@ -383,20 +375,20 @@ class _Value:
 def _in_place(
     data: bytes, value: _Value, right: bytes, contexts: Sequence[int], token_start: int, table: TokenTable
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of what a value should be, where the generated one stands.
+    """Tokens of a value's correct text in the place of the generated one.
 
-    How text is tokenized depends on what stands around it (`"red` may be one token), so it is encoded together with
-    the generated text from the beginning of the object, or the coordinate before, to a little behind the value. Where
-    that has no token border at `token_start`, the text is encoded from there on.
+    Tokens depend on the text around them (`"red` may be one token), so the text is encoded together with the generated
+    text from the start of the object, or from the coordinate before, to a little after the value. If that has no token
+    border at `token_start`, the text is encoded from there.
 
     Args:
-        right: what stands behind the value.
+        right: the text after the value.
         contexts: where to encode from, the best first.
         token_start: where the generated token begins that holds the value's first byte (or its opening quote).
 
     Returns:
-        The ids from `token_start` up to the one that ends the value; whether each holds text of the value or ends it.
-        No ids if the text before the value is not valid Unicode.
+        The ids from `token_start` up to the one that ends the value, and for each, whether it holds text of the value
+        or ends it. No ids if the text before the value is not valid Unicode.
     """
     for begin in contexts:
         found = _retokenized(data[begin : value.start], token_start - begin, value.text, right, table)
@@ -405,12 +397,12 @@ def _in_place(
     return [], []
 
 
-@lru_cache(maxsize=1 << 16)  # the same few texts in every answer
+@lru_cache(maxsize=1 << 16)  # the same few texts occur in every answer
 def _retokenized(
     before: bytes, skip: int, value: str, right: bytes, table: TokenTable
 ) -> tuple[list[int], list[bool]] | None:
-    """Tokens of `before + value + right` from byte `skip` up to the one that ends the value; whether each holds text of
-    the value or ends it. None where no token begins at `skip` or `before` is not valid Unicode."""
+    """Tokens of `before + value + right` from byte `skip` as `_in_place` returns them; None if no token begins at
+    `skip` or `before` is not valid Unicode."""
     try:
         text = before.decode() + value + right.decode()
     except UnicodeDecodeError:
@@ -427,8 +419,7 @@ def _retokenized(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Segments
-# ---------------------------------------------------------------------------------------------------------------------
+# segments
 
 
 def make_segment(
@@ -455,20 +446,15 @@ def make_segment(
         pixel_values=pixel_values,
         image_grid_thw=image_grid_thw,
         policy_version=policy_version,
-        stats={
-            "num_matched": target.num_matched,
-            "num_appended": target.num_appended,
-            "num_trimmed": target.num_trimmed,
-            "respelled": int(target.respelled),
-        },
+        stats={name: int(getattr(target, name)) for name in COUNTS},
     )
     check_segment(segment, table)
     return segment
 
 
 def check_segment(segment: Segment, table: TokenTable) -> None:
-    """TGT-8: every supervised index lies inside the answer, and every supervised coordinate is a coordinate token (or,
-    where coordinates are numbers, a token that holds a digit).
+    """Check TGT-8: every supervised index lies inside the answer, and every supervised coordinate is a coordinate token
+    (where coordinates are numbers, a token that holds a digit).
 
     Raises:
         ValueError: names the sample and the first violation.
@@ -484,30 +470,27 @@ def check_segment(segment: Segment, table: TokenTable) -> None:
             problems.append(f"{name} {outside[0]} lies outside the answer [{start}, {length})")
         if (np.diff(index) <= 0).any():
             problems.append(f"{name} does not ascend")
-    if not problems:
-        problems = _label_problems(segment, table)
-    if problems:
+    if problems := problems or _label_problems(segment, table):
         raise ValueError(f"sample {segment.sample_id}: {'; '.join(problems)}")
 
 
 def _label_problems(segment: Segment, table: TokenTable) -> list[str]:
-    """What is wrong with the labels of a segment whose indices are in range."""
+    """Problems of the labels of a segment whose indices are in range."""
     problems = []
-    supervised = segment.input_ids[segment.coord_index]
-    wrong = np.flatnonzero(~np.isin(supervised, table.coord_ids))
-    if len(wrong):
-        at = wrong[0]
-        problems.append(f"supervised coordinate {segment.coord_index[at]} holds token {supervised[at]}, no coordinate")
-    wrong = np.flatnonzero(~np.isin(segment.input_ids[segment.digit_index], table.digit_ids))
-    if len(wrong):
-        at = segment.digit_index[wrong[0]]
-        problems.append(f"supervised digit {at} holds token {segment.input_ids[at]}, which has no digit")
+    for what, index, allowed in (
+        ("coordinate", segment.coord_index, table.coord_ids),
+        ("digit", segment.digit_index, table.digit_ids),
+    ):
+        wrong = index[~np.isin(segment.input_ids[index], allowed)]
+        if len(wrong):
+            token = segment.input_ids[wrong[0]]
+            problems.append(f"supervised {what} {wrong[0]} holds token {token}, which is no {what}")
     if not np.isin(segment.digit_index, segment.text_index).all():
-        problems.append("digit_index is no part of text_index")
+        problems.append("digit_index holds an index that text_index lacks")
     if not ((segment.coord_target >= 0) & (segment.coord_target <= MAX_BIN)).all():
         problems.append(f"a coordinate target lies outside 0..{MAX_BIN}")
     if ((segment.text_label < 0) | (segment.text_label >= len(table.bytes_of))).any():
-        problems.append("a text label is no token id")
+        problems.append("a text label is not a token id")
     if len(segment.coord_target) != len(segment.coord_index):
         problems.append("coord_target and coord_index differ in length")
     if not len(segment.text_index) == len(segment.text_label) == len(segment.text_weight):

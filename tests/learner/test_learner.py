@@ -10,16 +10,17 @@ from torch import nn
 
 from tests.learner.test_model import coord_ids, make_segment
 from utils.config.load import build_config
-from utils.config.schema import Training, Tuner
+from utils.config.schema import Losses, Rlhf, Training, Tuner
 from utils.dist import Ranks
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
 from utils.learner.model import apply_tuner, base_model, dummy_segment, load_model, param_groups, position_ids_for
 from utils.learner.objectives import MatchingObjective, PolicyObjective
-from utils.losses import LossWeights
 from utils.packing import Batch, collate_packed
-from utils.policy_loss import PolicyOptions, PolicyRow, policy_segment, policy_tokens, token_weights
+from utils.policy_loss import PolicyRow, policy_segment, policy_tokens, token_weights
 from utils.sync.merged_weights import MergedWeights
 from utils.targets import Segment
+
+RLHF = Rlhf(reward_funcs=["detection_f1"])
 
 
 def schedule(kind: str, warmup_steps: int = 2, low: float = 0.1) -> SimpleNamespace:
@@ -109,7 +110,7 @@ def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_P
     rows = [policy_row_of(learner.model, row, advantages) for row in layout]
     for row, logprob in zip(rows, learner.logprobs(rows, temperature=0.7), strict=True):
         row.policy.old_logprob = logprob
-    result = learner.step(rows, PolicyObjective(PolicyOptions(), denominator=5.0, temperature=0.7), step=0)
+    result = learner.step(rows, PolicyObjective(RLHF, denominator=5.0, temperature=0.7), step=0)
 
     optimizer = torch.optim.AdamW(param_groups(plain, Training.model_construct(learning_rate=1e-2)), eps=1e-2)
     loss = sum(-advantages[s.sample_id] * plain_logprobs(plain, s, 0.7).mean() for s in segments) / 5
@@ -131,7 +132,7 @@ def test_the_start_policy_is_the_model_with_adapters_disabled_GRP_6(tmp_path, st
     segments = answers_of(base, 2)
     rows = [policy_row_of(learner.model, segments, {"s0": 1.0, "s1": -1.0})]
     trained = [parameter.requires_grad for parameter in learner.model.parameters()]
-    objective = PolicyObjective(PolicyOptions(), denominator=2.0)
+    objective = PolicyObjective(RLHF, denominator=2.0)
     for step in range(2):
         learner.step(rows, objective, step)
         (reference,) = learner.logprobs(rows, 1.0, of_start_policy=True)
@@ -190,7 +191,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples_LRN_2(
     """LRN-2, `training.on_nan_loss: skip`: weights stay bit for bit, the next step is that of a run without the bad
     one; ten bad ones in a row end the run."""
     learner, other = (matching_learner(tmp_path, start_model, ranks, "skip", deepspeed, dtype) for _ in range(2))
-    objective = MatchingObjective(LossWeights())
+    objective = MatchingObjective(Losses())
     for one in (learner, other):
         one.step(matching_rows(one, is_bad=False), objective, 0)
     before = weights_of(learner)
@@ -217,5 +218,5 @@ def test_by_default_the_run_stops_at_a_gradient_that_is_not_finite_LRN_2(tmp_pat
     parameter = next(parameter for parameter in learner.model.parameters() if parameter.requires_grad)
     parameter.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(NotFinite, match="the gradient of optimizer step 6 is not finite; samples: s0, s1, s2, s3. The"):
-        learner.step(matching_rows(learner, is_bad=False), MatchingObjective(LossWeights()), 5)
+        learner.step(matching_rows(learner, is_bad=False), MatchingObjective(Losses()), 5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())

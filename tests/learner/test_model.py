@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tools.make_demo import build_start_model
-from utils.config.schema import Training, Tuner
+from utils.config.schema import Losses, Training, Tuner
 from utils.learner.model import (
     RowModel,
     apply_tuner,
@@ -32,12 +32,11 @@ from utils.learner.model import (
     position_ids_for,
 )
 from utils.learner.objectives import MatchingObjective
-from utils.losses import LossWeights
 from utils.packing import collate_packed, collate_padded, denominators
 from utils.targets import Segment
 
 IMPLEMENTATIONS = ["sdpa", "eager"]
-WEIGHTS = LossWeights(text=0.7, coord=1.0, w1=2.0, gate=0.5, sigma=8.0)
+WEIGHTS = Losses(text=0.7, coord=1.0, w1=2.0, gate=0.5, sigma=8.0)
 
 
 @pytest.fixture(scope="module")

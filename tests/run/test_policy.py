@@ -7,7 +7,6 @@ import pytest
 from utils.dist import DistributedError, Ranks
 from utils.rollout.link import RolloutError
 from utils.rollout.round import ServerGone
-<<<<<<< HEAD:tests/run/test_policy.py
 from utils.run.policy import MAX_RECOVERIES, Policy
 from utils.run.records import Timer
 
@@ -24,10 +23,6 @@ class Engine:
     def sync(self, version: str) -> SimpleNamespace:
         self.happened.append(f"sync {version}")
         return SimpleNamespace(num_bytes=1, gb_per_s=1.0, seconds=1.0)
-=======
-from utils.rollout.round import ServerGone
-from utils.run.recovery import MAX_RECOVERIES, retry_on_server_loss
->>>>>>> client:tests/run/test_recovery.py
 
 
 class Client:

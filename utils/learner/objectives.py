@@ -11,16 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from utils.losses import PARTS, LossWeights, loss_sums, total_loss
+from utils.config.schema import Losses, Rlhf
+from utils.losses import PARTS, loss_sums, total_loss
 from utils.packing import Batch, denominators
-from utils.policy_loss import (
-    PolicyOptions,
-    PolicyRow,
-    policy_loss,
-    policy_metrics,
-    policy_sums,
-    token_logprobs,
-)
+from utils.policy_loss import PolicyRow, policy_loss, policy_metrics, policy_sums, token_logprobs
 
 Head = Callable[[Tensor], Tensor]
 Numbers = dict[str, Tensor]
@@ -49,7 +43,7 @@ class Objective(Protocol):
 class MatchingObjective:
     """Stage 2: coordinates and text of targets (TGT-7)."""
 
-    weights: LossWeights
+    weights: Losses
 
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
         return denominators(batches)
@@ -74,7 +68,7 @@ class PolicyObjective:
         denominator: contribution of this rank's answers to the optimizer step's denominator (`token_weights`).
     """
 
-    options: PolicyOptions
+    options: Rlhf
     denominator: float
     temperature: float = 1.0
 
