@@ -37,9 +37,9 @@ from utils.grpo import (
 from utils.learner.learner import StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
-from utils.policy_loss import PolicyOptions, PolicyRow, policy_segment
+from utils.policy_loss import PolicyRow, policy_segment
 from utils.rewards import REWARDS, Completion, RewardFunction, data_problems, load_rewards, score
-from utils.rollout.backend import RolloutResult, Sampling, policy_lags
+from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
 from utils.run.program import run_program
 from utils.run.records import dump_answers, reward_metrics, step_metrics
 from utils.run.session import Session
@@ -215,7 +215,7 @@ class Grpo:
         """Get `num_generations` responses to each sample, each with its own seed (DIS-6)."""
         session, cfg = self.session, self.session.cfg
         size = cfg.rlhf.num_generations
-        sampling = Sampling(**cfg.rm.decoding.model_dump(), max_new_tokens=cfg.rm.max_new_tokens, logprobs=True)
+        sampling = RolloutSampling(**cfg.rm.decoding.model_dump(), max_new_tokens=cfg.rm.max_new_tokens, logprobs=True)
         with session.timed("prepare"):
             prompts = session.data.encode(samples)
         with session.timed("rollout"):
@@ -279,15 +279,8 @@ class Grpo:
 
     def weight(self, micro_steps: Sequence[MicroStep]) -> WeightedAnswers:
         """Compare the answers with their groups."""
-        cfg = self.session.cfg.rlhf
-        return weight_answers(
-            [group for micro_step in micro_steps for group in micro_step.groups],
-            self.reward_weights,
-            scale_rewards=cfg.scale_rewards,
-            loss_type=cfg.loss_type,
-            max_new_tokens=cfg.max_new_tokens,
-            ranks=self.session.ranks,
-        )
+        groups = [group for micro_step in micro_steps for group in micro_step.groups]
+        return weight_answers(groups, self.reward_weights, self.session.cfg.rlhf, self.session.ranks)
 
     def pack(self, weighted: WeightedAnswers) -> list[PolicyRow]:
         """Lay the answers out in rows, equally many on all ranks."""
@@ -312,7 +305,7 @@ class Grpo:
             reference = learner.logprobs(batches, temperature, of_start_policy=True)
             for batch, logprob in zip(batches, reference, strict=True):
                 batch.policy.ref_logprob = logprob
-        objective = PolicyObjective(policy_options(self.session.cfg), weighted.denominator, temperature)
+        objective = PolicyObjective(cfg, weighted.denominator, temperature)
         return [learner.step(batches, objective, step) for _ in range(cfg.num_iterations)][-1]
 
     # Evaluation and checkpoints
@@ -359,10 +352,6 @@ def policy_versions(micro_steps: Sequence[MicroStep]) -> list[str | None]:
     """Weight version of each successful answer."""
     answers = chain.from_iterable(chain.from_iterable(micro_step.groups for micro_step in micro_steps))
     return [answer.segment.policy_version for answer in answers if not answer.is_failed]
-
-
-def policy_options(cfg: Config) -> PolicyOptions:
-    return PolicyOptions(**{name: getattr(cfg.rlhf, name) for name in PolicyOptions.__dataclass_fields__})
 
 
 def log_step(

@@ -30,7 +30,7 @@ from utils.learner.objectives import MatchingObjective
 from utils.matching import match
 from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import TokenTable, parse_answer
-from utils.rollout.backend import RolloutResult, Sampling, policy_lags
+from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
 from utils.run.program import run_program
 from utils.run.records import step_metrics
 from utils.run.sample_sheets import Example, SampleDump
@@ -123,7 +123,7 @@ class Stage2:
         self.buffer = CarryBuffer(cfg.global_max_length, cfg.training.packing_buffer)  # finished, waiting for a row
         dump_options = cfg.rm.monitor_dump.model_dump()
         self.dump = SampleDump(session.run_dir, session.data.table, **dump_options, enabled=session.ranks.is_main)
-        self.objective = MatchingObjective(LossWeights(**cfg.rm.losses.model_dump(exclude={"desc"})))
+        self.objective = MatchingObjective(cfg.rm.losses)
         session.prefetch(self)
 
     # A micro-step
@@ -149,7 +149,7 @@ class Stage2:
             results = self.session.policy.generate(
                 [samples[i] for i in indices],
                 [prompts[i] for i in indices],
-                Sampling(**cfg.rm.decoding.model_dump(), max_new_tokens=cfg.rm.max_new_tokens),
+                RolloutSampling(**cfg.rm.decoding.model_dump(), max_new_tokens=cfg.rm.max_new_tokens),
                 step,
                 micro_step_idx,
                 allow_stale=cfg.rm.async_.enabled,

@@ -35,7 +35,7 @@ from utils.data.samples import DataError, Sample, load_samples
 from utils.dist import Ranks
 from utils.geometry import MAX_BIN, Object, bins_to_pixels, bounding_box, to_norm1000
 from utils.parsing import TokenTable, parse_answer
-from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, Sampling
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 from utils.scores import count_sample, label_of, prediction_record, scores
 
 COCO_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR1", "AR10", "AR100")
@@ -54,7 +54,7 @@ def main() -> None:
         exit_with(str(error))
     backend = args.backend or ("vllm" if find_spec("vllm") else "hf")
     generate = generate_with_vllm if backend == "vllm" else generate_with_hf
-    stream = generate(model, processor, samples, Sampling(max_new_tokens=rm.max_new_tokens), args.batch_size)
+    stream = generate(model, processor, samples, RolloutSampling(max_new_tokens=rm.max_new_tokens), args.batch_size)
     responses = list(tqdm(stream, total=len(samples), unit="image", disable=None))
     result, predictions = score(samples, responses, table, rm.eval.iou_threshold)
     about = {"checkpoint": args.checkpoint, "data": args.data, "config": args.config, "backend": backend}
@@ -112,7 +112,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def generate_with_vllm(
-    model: Model, processor: Any, samples: Sequence[Sample], sampling: Sampling, batch_size: int
+    model: Model, processor: Any, samples: Sequence[Sample], sampling: RolloutSampling, batch_size: int
 ) -> Iterator[RolloutResult]:
     """Yield responses in order, from a vLLM engine in this process with just enough length for `samples`."""
     from utils.rollout.colocate import read_output, sampling_params, start_engine, vllm_prompt
@@ -151,7 +151,7 @@ class PlainEngine(nn.Module):
 
 
 def generate_with_hf(
-    model: Model, processor: Any, samples: Sequence[Sample], sampling: Sampling, batch_size: int
+    model: Model, processor: Any, samples: Sequence[Sample], sampling: RolloutSampling, batch_size: int
 ) -> Iterator[RolloutResult]:
     """Yield responses in order, from transformers' `generate` through the backend that training uses."""
     from utils.learner.model import load_model

@@ -15,7 +15,7 @@ from tools.make_demo import make_dataset
 from utils.config.schema import Data
 from utils.data.encoding import encode_prompt, load_processor, prompt_chat
 from utils.data.samples import load_samples
-from utils.rollout.backend import RolloutContext, RolloutRequest, Sampling, ServerEngine
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling, ServerEngine
 from utils.rollout.client import RolloutClient
 from utils.sync.wire import tensor_digest
 
@@ -201,7 +201,7 @@ def test_decode_batch_size_changes_how_many_go_at_once_and_nothing_else_ROL_4(ze
             max_failed_fraction=0.0,
         )  # fmt: skip
         client.wait_ready()
-        sampled = Sampling(temperature=1.0, max_new_tokens=24)
+        sampled = RolloutSampling(temperature=1.0, max_new_tokens=24)
         context = RolloutContext(run_seed=5, global_step=3, micro_step_idx=1, policy_version=None)
         results[batch_size] = ServerEngine(client, None).generate(requests, sampled, context)
         sizes[batch_size] = [call["num_requests"] for call in client.pop_calls()]

@@ -7,7 +7,7 @@ from utils.rollout.backend import (
     PromptMismatch,
     RolloutContext,
     RolloutRequest,
-    Sampling,
+    RolloutSampling,
     ServerEngine,
     StaleRollout,
     check_prompt,
@@ -46,7 +46,7 @@ class FakeClient:
 def generate(outputs, requests=REQUESTS, expect_version="run:3"):
     client = FakeClient(outputs)
     context = RolloutContext(**PLACE, policy_version=expect_version)
-    results = ServerEngine(client, None).generate(requests, Sampling(), context)
+    results = ServerEngine(client, None).generate(requests, RolloutSampling(), context)
     return results, client
 
 
@@ -77,7 +77,7 @@ def test_dis_6_the_seed_is_that_of_step_micro_step_and_rank():
 
 def test_srv_4_the_server_takes_what_is_sent():
     """SRV-4: the body passes the server's strict types, with every decoding setting in it."""
-    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.1, max_new_tokens=64)
+    sampling = RolloutSampling(temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.1, max_new_tokens=64)
     config = request_config(sampling) | {"seed": 3}
     call = InferCall.model_validate({"infer_requests": [infer_request(REQUESTS[0])], "request_config": config})
     sent = call.request_config

@@ -16,7 +16,7 @@ import torch
 colocate = pytest.importorskip("utils.rollout.colocate")
 
 from tools.make_demo import make_dataset  # noqa: E402
-from utils.rollout.backend import RolloutContext, Sampling  # noqa: E402
+from utils.rollout.backend import RolloutContext, RolloutSampling  # noqa: E402
 
 PLACE = {"global_step": 3, "micro_step_idx": 1, "run_seed": 5}
 
@@ -60,7 +60,7 @@ def main(model_path: str, folder: str) -> None:
     lengths = {"max_model_len": 512, "decode_batch_size": 3}
     backend = ColocateEngine(model_section, vllm, weights, ranks, processor, **lengths)
     backend.bucket_bytes = 1 << 18  # several buckets
-    decoding = Sampling(max_new_tokens=80)
+    decoding = RolloutSampling(max_new_tokens=80)
     seen: dict = {"num_threads_is_torchs_own": torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"}
 
     def answers(version, asked=requests, how=decoding) -> list:
@@ -92,7 +92,7 @@ def main(model_path: str, folder: str) -> None:
     backend.sync("run:1")
     seen["changed"] = answers("run:1")
     seen["changed_correct"] = correct(seen["changed"])
-    sampled = Sampling(temperature=1.2, top_k=50, max_new_tokens=40)
+    sampled = RolloutSampling(temperature=1.2, top_k=50, max_new_tokens=40)
     seen["sampled"], seen["sampled_again"] = answers("run:1", how=sampled), answers("run:1", how=sampled)
     seen["sampled_first"] = answers("run:1", requests[:1], sampled)
     seen["empty"] = answers("run:1", [])

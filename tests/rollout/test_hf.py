@@ -17,7 +17,7 @@ from utils.config.schema import Data, Tuner
 from utils.data.encoding import encode_prompt, load_processor, prompt_chat
 from utils.data.samples import load_samples
 from utils.learner.model import apply_tuner, load_model
-from utils.rollout.backend import RolloutContext, RolloutRequest, Sampling
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling
 from utils.rollout.hf import HfEngine, Sampler, left_pad, stop_token_ids
 
 CONTEXT = RolloutContext(run_seed=5, global_step=3, micro_step_idx=1, policy_version="run:3")
@@ -117,7 +117,7 @@ def same_but_for_ties(
 @pytest.mark.parametrize("repetition_penalty", [1.0, 1.3])
 def test_greedy_answers_are_those_of_plain_generate_ROL_1_ROL_4_ROL_6(parts, decode_batch_size, repetition_penalty):
     """ROL-1, ROL-4, ROL-6: whatever is decoded beside a request, adapters in force, the stop token cut."""
-    decoding = Sampling(repetition_penalty=repetition_penalty, max_new_tokens=NEW_TOKENS)
+    decoding = RolloutSampling(repetition_penalty=repetition_penalty, max_new_tokens=NEW_TOKENS)
     results = parts.make(decode_batch_size).generate(parts.requests, decoding, CONTEXT)
     reasons, stop_ids = set(), stop_token_ids(parts.merged, parts.make(1).tokenizer)
     for request, result in zip(parts.requests, results, strict=True):
@@ -136,7 +136,7 @@ def test_greedy_answers_are_those_of_plain_generate_ROL_1_ROL_4_ROL_6(parts, dec
 
 def test_a_sampled_answer_depends_on_its_seed_alone_DIS_6(parts):
     """DIS-6: request i samples with seed + i, whatever is decoded beside it."""
-    sampled = Sampling(temperature=1.2, top_k=50, top_p=0.95, max_new_tokens=40)
+    sampled = RolloutSampling(temperature=1.2, top_k=50, top_p=0.95, max_new_tokens=40)
     ids = [[r.response_token_ids for r in parts.make(d).generate(parts.requests, sampled, CONTEXT)] for d in (1, 2, 5)]
     assert ids[0] == ids[1] == ids[2]
     twice = [parts.requests[1], parts.requests[1]]
@@ -152,7 +152,7 @@ def test_seeds_are_those_of_the_contract_DIS_6(parts, monkeypatch):
     monkeypatch.setattr(
         HfEngine, "_generate_batch", lambda self, model, asked, seeds, decoding: seen.append(seeds) or [[]]
     )
-    parts.make(2).generate(parts.requests, Sampling(), CONTEXT)
+    parts.make(2).generate(parts.requests, RolloutSampling(), CONTEXT)
     base = request_seed(5, 3, 1, 1)
     assert sum(seen, []) == [call_seed(base, index) for index in range(5)]
     assert list(map(len, seen)) == [2, 2, 1]
@@ -160,7 +160,7 @@ def test_seeds_are_those_of_the_contract_DIS_6(parts, monkeypatch):
 
 def test_no_requests_no_call_DIS_5(parts):
     """DIS-5."""
-    assert parts.make(2).generate([], Sampling(), CONTEXT) == []
+    assert parts.make(2).generate([], RolloutSampling(), CONTEXT) == []
 
 
 def test_generate_leaves_the_engine_as_it_was_ROL_2(parts):
@@ -169,9 +169,9 @@ def test_generate_leaves_the_engine_as_it_was_ROL_2(parts):
     before = {name: parameter.clone() for name, parameter in parts.model.named_parameters()}
     broken = replace(parts.requests[0], prompt_token_ids=parts.requests[1].prompt_token_ids)  # an image without tokens
     with pytest.raises(ValueError):
-        backend.generate([broken], Sampling(max_new_tokens=2), CONTEXT)
+        backend.generate([broken], RolloutSampling(max_new_tokens=2), CONTEXT)
     assert "forward" not in vars(backend.engine_forward.engine.module) and parts.model.training
-    backend.generate(parts.requests[:1], Sampling(max_new_tokens=2), CONTEXT)
+    backend.generate(parts.requests[:1], RolloutSampling(max_new_tokens=2), CONTEXT)
     assert all(torch.equal(before[name], parameter) for name, parameter in parts.model.named_parameters())
     assert all(parameter.grad is None for parameter in parts.model.parameters())
 
@@ -179,10 +179,10 @@ def test_generate_leaves_the_engine_as_it_was_ROL_2(parts):
 @pytest.mark.parametrize(
     ("decoding", "allowed"),
     [
-        (Sampling(temperature=1.0), [0.5, 0.3, 0.15, 0.05]),
-        (Sampling(temperature=1.0, top_k=2), [0.625, 0.375, 0, 0]),
-        (Sampling(temperature=1.0, top_p=0.8), [0.625, 0.375, 0, 0]),
-        (Sampling(temperature=0.5), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
+        (RolloutSampling(temperature=1.0), [0.5, 0.3, 0.15, 0.05]),
+        (RolloutSampling(temperature=1.0, top_k=2), [0.625, 0.375, 0, 0]),
+        (RolloutSampling(temperature=1.0, top_p=0.8), [0.625, 0.375, 0, 0]),
+        (RolloutSampling(temperature=0.5), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
     ],
 )
 def test_the_sampler_draws_from_the_distribution_CFG_12(decoding, allowed):

@@ -2,7 +2,7 @@
 
 from tests.rollout.test_client import setting
 from utils.capacity import EVAL_MICRO_STEP, call_seed, request_seed
-from utils.rollout.backend import Decoding, RolloutRequest, ServerBackend
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling, ServerEngine
 from utils.run.rollout_log import RolloutLog, read_rollout_log
 
 
@@ -30,8 +30,9 @@ class Calls:
 
 def roll_out(client, num, micro_step_idx=0, step=7, run_seed=5):
     requests = [RolloutRequest(f"s{i}", [{"role": "user", "content": "x"}], [], [1]) for i in range(num)]
-    place = {"global_step": step, "micro_step_idx": micro_step_idx, "run_seed": run_seed, "expect_version": "v"}
-    ServerBackend(client).generate(requests, Decoding(temperature=0.5, max_new_tokens=9), **place)
+    place = {"global_step": step, "micro_step_idx": micro_step_idx, "run_seed": run_seed, "policy_version": "v"}
+    sampling = RolloutSampling(temperature=0.5, max_new_tokens=9)
+    ServerEngine(client, None).generate(requests, sampling, RolloutContext(**place))
 
 
 def test_log_1_every_call_is_recorded_with_seed_server_and_outcome(tmp_path):

@@ -42,7 +42,7 @@ class RolloutRequest:
     image_grid_thw: Any = None
 
 
-class Sampling(Decoding):
+class RolloutSampling(Decoding):
     """The config's `decoding` section (greedy by default) with the limit on new tokens; `logprobs` requests those of
     the response."""
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
         """Bring the current merged weights into force under the name `version` (SYN-2; collective)."""
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: Sampling, context: RolloutContext
+        self, requests: Sequence[RolloutRequest], sampling: RolloutSampling, context: RolloutContext
     ) -> list[RolloutResult]:
         """One result per request, in order. Every rank calls it for every micro-step, also with no requests.
 
@@ -158,7 +158,7 @@ class ServerEngine:
         return self._weight_sync.sync(version)
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: Sampling, context: RolloutContext
+        self, requests: Sequence[RolloutRequest], sampling: RolloutSampling, context: RolloutContext
     ) -> list[RolloutResult]:
         """As `Engine.generate`; no call at all for no requests (DIS-5).
 
@@ -189,7 +189,7 @@ def infer_request(request: RolloutRequest) -> dict[str, Any]:
     return {"messages": request.messages, "images": list(request.images), "uuid": request.sample_id}
 
 
-def request_config(sampling: Sampling) -> dict[str, Any]:
+def request_config(sampling: RolloutSampling) -> dict[str, Any]:
     """The sampling in ms-swift's `RequestConfig` form; the seed is each call's own."""
     return {
         "max_tokens": sampling.max_new_tokens,

@@ -24,7 +24,7 @@ from utils.config.schema import Model, Vllm
 from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
 from utils.dist import Ranks, capture_error
-from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, Sampling, check_versions
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling, check_versions
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.vllm_worker import WorkerExtension
 from utils.sync.weight_sync import Probe, SyncResult
@@ -126,7 +126,7 @@ class ColocateEngine:
         )
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: Sampling, context: RolloutContext
+        self, requests: Sequence[RolloutRequest], sampling: RolloutSampling, context: RolloutContext
     ) -> list[RolloutResult]:
         """As `Engine.generate`. With tensor parallelism a collective: all ranks, any number of requests."""
         seed = context.seed(self.ranks.rank)
@@ -262,7 +262,7 @@ def vllm_prompt(
     return prompt
 
 
-def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+def sampling_params(sampling: RolloutSampling, seed: int) -> SamplingParams:
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

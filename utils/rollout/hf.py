@@ -17,7 +17,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from utils.capacity import call_seed, rounds
 from utils.dist import Ranks
 from utils.learner.model import base_model, dummy_segment
-from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, Sampling
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 from utils.sync.weight_sync import SyncResult
 
 Row = tuple[Sequence[int], Tensor | None, Tensor | None]  # prompt token ids, pixel_values, image_grid_thw
@@ -52,7 +52,7 @@ class HfEngine:
         return SyncResult(version=version, num_tensors=0, num_bytes=0, seconds=0.0, verified=False)
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: Sampling, context: RolloutContext
+        self, requests: Sequence[RolloutRequest], sampling: RolloutSampling, context: RolloutContext
     ) -> list[RolloutResult]:
         """As `Engine.generate`. Under ZeRO-3 a collective: all ranks, with any number of requests each."""
         seed = context.seed(self.ranks.rank)
@@ -73,7 +73,7 @@ class HfEngine:
         """Nothing to close: the model is the learner's."""
 
     def _generate_batch(
-        self, model: nn.Module, requests: Sequence[RolloutRequest], seeds: Sequence[int], sampling: Sampling
+        self, model: nn.Module, requests: Sequence[RolloutRequest], seeds: Sequence[int], sampling: RolloutSampling
     ) -> list[list[int]]:
         """New token ids per request, the stop token and padding after it included; one call of `generate`."""
         device = self.ranks.device
@@ -123,7 +123,7 @@ class Sampler(LogitsProcessor):
         seeds: one per row.
     """
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], device: torch.device) -> None:
+    def __init__(self, sampling: RolloutSampling, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
         if sampling.top_k > 0:

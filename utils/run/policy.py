@@ -11,7 +11,7 @@ from typing import TypeVar
 from utils.data.encoding import EncodedPrompt, prompt_chat
 from utils.data.samples import Sample
 from utils.dist import DistributedError, Ranks, capture_error
-from utils.rollout.backend import Engine, RolloutContext, RolloutRequest, RolloutResult, Sampling, check_prompt
+from utils.rollout.backend import Engine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling, check_prompt
 from utils.rollout.client import RolloutClient
 from utils.rollout.round import ServerGone
 from utils.run.records import Timer
@@ -110,7 +110,7 @@ class Policy:
         self,
         samples: Sequence[Sample],
         prompts: Sequence[EncodedPrompt],
-        sampling: Sampling,
+        sampling: RolloutSampling,
         step: int,
         micro_step_idx: int,
         allow_stale: bool = False,

@@ -23,7 +23,7 @@ from utils.learner.checkpoint import save_adapter, save_merged
 from utils.learner.learner import Learner, StepResult
 from utils.packing import Batch
 from utils.parsing import TokenTable
-from utils.rollout.backend import RolloutResult, Sampling
+from utils.rollout.backend import RolloutResult, RolloutSampling
 from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation
 from utils.run.policy import Policy
 from utils.run.prefetch import Prefetcher, Stages
@@ -202,7 +202,7 @@ class Session:
         def generate_and_score() -> list[Score]:
             with self.timed("eval"):
                 samples = self.data.val_samples[self.ranks.rank :: self.ranks.world_size]
-                greedy = Sampling(max_new_tokens=self.cfg.rm.max_new_tokens)
+                greedy = RolloutSampling(max_new_tokens=self.cfg.rm.max_new_tokens)
                 results = self.policy.generate(samples, self.data.encode(samples), greedy, step, EVAL_MICRO_STEP)
                 return [score(sample, result) for sample, result in zip(samples, results, strict=True)]
 
