@@ -110,11 +110,6 @@ class CarryBuffer:
     def __len__(self) -> int:
         return len(self._segments)
 
-    @property
-    def sample_ids(self) -> list[str]:
-        """Samples of the waiting segments, oldest first."""
-        return [segment.sample_id for segment in self._segments]
-
     def extend(self, segments: Sequence[Segment]) -> None:
         """Add one micro-step's finished segments.
 
