@@ -30,7 +30,7 @@ _GAP = re.compile(r"\r?\n[ \t]{0,8}")  # a line break and an indent
 
 @dataclass(eq=False)
 class AnswerFormat:
-    """How an answer opens, what an object in it looks like, how a coordinate is written, how it closes."""
+    """The grammar of an answer: its opening, objects, coordinates and closing."""
 
     name: str  # as in the config
     opening: str  # the start of an answer that we write; a model's own may differ in white space, and by a fence
