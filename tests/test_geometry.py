@@ -11,7 +11,6 @@ from scipy.optimize import linprog
 from utils import geometry
 from utils.geometry import (
     Object,
-    bin_to_pixel,
     bins_to_pixels,
     iou_matrix,
     pixel_to_bin,
@@ -39,10 +38,10 @@ def test_dat_2_pixels_to_bins_by_hand() -> None:
 
 def test_dat_2_bins_and_back() -> None:
     """DAT-2: k / 999 * width, and a bin's own pixel falls into the same bin for any size."""
-    assert bin_to_pixel(999, 640) == 640
+    assert bins_to_pixels((999, 0), 640, 1) == (640, 0)
     assert bins_to_pixels((0, 999, 333, 333), 300, 999) == pytest.approx((0, 999, 100, 333))
     for size in (1, 7, 128, 1333):
-        assert [pixel_to_bin(bin_to_pixel(k, size), size) for k in range(1000)] == list(range(1000))
+        assert [pixel_to_bin(*bins_to_pixels((k,), size, 1), size) for k in range(1000)] == list(range(1000))
 
 
 def test_tgt_4_box_iou_by_hand() -> None:

@@ -263,7 +263,7 @@ def test_importance_correction_by_hand_grp_6():
     options = settings_of(importance_correction_cap=2.0)
     assert one_token(1.0, 1.0, options, engine=-0.5)[0] == pytest.approx(-math.exp(0.5))
     assert one_token(1.0, 1.0, options, engine=-5.0)[0] == pytest.approx(-2.0)
-    loss, _, metrics = one_token(1.0, 1.0, dataclasses.replace(options, importance_correction_cap=None), engine=-5.0)
+    loss, _, metrics = one_token(1.0, 1.0, options.model_copy(update={"importance_correction_cap": None}), engine=-5.0)
     assert loss == pytest.approx(-1.0) and metrics["engine_gap_mean"] == 5.0
     tokens = policy_tokens([3], [1.0], [1.0], [[-1.0, -1.0]])  # two of three tokens: no stop token
     assert tokens.engine_logprob.isnan().tolist() == [False, False, True]

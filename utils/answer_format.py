@@ -30,34 +30,20 @@ _GAP = re.compile(r"\r?\n[ \t]{0,8}")  # a line break and an indent
 
 @dataclass(eq=False)
 class AnswerFormat:
-    """How an answer opens, what an object in it looks like, how a coordinate is written, how it closes.
+    """The grammar of an answer: its opening, objects, coordinates and closing."""
 
-    Attributes:
-        name: as in the config.
-        opening: the start of an answer that we write; a model's own may differ in white space, and by a fence.
-        header: pattern of the opening, up to the first element of the list.
-        ends: patterns of the end, from the list's `]` on: without and with a fence.
-        desc_key: the key of an object's text.
-        kinds: the geometries there are.
-        coord, coord_end: pattern of a coordinate, and of its last byte.
-        written: pattern of an object as `write_object` makes it. Groups: text and coordinates, by those names.
-        tail: bytes that a token at the end of an object may hold if it is tokenized anew with what follows.
-        max_bin: coordinates are 0..max_bin of width or height.
-        prompt: user text where neither the sample nor the config has one.
-    """
-
-    name: str
-    opening: str
-    header: re.Pattern[bytes]
-    ends: tuple[re.Pattern[bytes], re.Pattern[bytes]]
-    desc_key: str
-    kinds: tuple["Kind", ...]
-    coord: bytes
-    coord_end: bytes
-    written: re.Pattern[bytes]
-    tail: re.Pattern[bytes]
-    max_bin: int
-    prompt: str
+    name: str  # as in the config
+    opening: str  # the start of an answer that we write; a model's own may differ in white space, and by a fence
+    header: re.Pattern[bytes]  # the opening, up to the first element of the list
+    ends: tuple[re.Pattern[bytes], re.Pattern[bytes]]  # the end, from the list's `]` on: without and with a fence
+    desc_key: str  # the key of an object's text
+    kinds: tuple["Kind", ...]  # the geometries there are
+    coord: bytes  # pattern of a coordinate
+    coord_end: bytes  # pattern of its last byte
+    written: re.Pattern[bytes]  # an object as `write_object` makes it; groups `text` and, for numbers, `coords`
+    tail: re.Pattern[bytes]  # bytes a token at an object's end may hold if it is tokenized anew with what follows
+    max_bin: int  # coordinates are 0..max_bin of width or height
+    prompt: str  # user text where neither the sample nor the config has one
 
     def __post_init__(self) -> None:
         """Compile the patterns of an object: alone, after white space (`first`) and after a comma (`next`).

@@ -1,4 +1,4 @@
-"""How many requests each learner sends to each rollout server, and their seeds. Plain integers only.
+"""Distribution of the learners' requests over the rollout servers, and their seeds. Plain integers only.
 
 Symbols: `W` learners, server `i` of `s_i` devices, `S` their sum, `d` = `decode_batch_size`. All servers' slots form
 one line, `d * s_i` for server `i`; rank `r` owns the slots `[floor(r*d*S/W), floor((r+1)*d*S/W))` (DIS-4).

@@ -42,11 +42,6 @@ def pixel_to_bin(value: float, size: float, max_bin: int = MAX_BIN) -> int:
     return min(max(round(max_bin * value / size), 0), max_bin)
 
 
-def bin_to_pixel(index: float, size: float) -> float:
-    """Pixel coordinate of a bin on an axis of `size` pixels: `index / 999 * size` (DAT-2)."""
-    return index / MAX_BIN * size
-
-
 def pixels_to_bins(coords: Sequence[float], width: float, height: float, max_bin: int = MAX_BIN) -> tuple[int, ...]:
     """`pixel_to_bin` for `x, y, x, y, ...`."""
     return tuple(pixel_to_bin(value, height if i % 2 else width, max_bin) for i, value in enumerate(coords))
@@ -60,8 +55,8 @@ def to_norm1000(obj: Object, max_bin: int) -> Object:
 
 
 def bins_to_pixels(coords: Sequence[float], width: float, height: float) -> tuple[float, ...]:
-    """`bin_to_pixel` for `x, y, x, y, ...`."""
-    return tuple(bin_to_pixel(value, height if i % 2 else width) for i, value in enumerate(coords))
+    """Pixel coordinates `x, y, x, y, ...` of bins on an image: `index / 999 * size` (DAT-2)."""
+    return tuple(index / MAX_BIN * (height if i % 2 else width) for i, index in enumerate(coords))
 
 
 def corner_points(obj: Object) -> np.ndarray:
@@ -78,10 +73,6 @@ def bounding_box(obj: Object) -> tuple[float, float, float, float]:
     return min(xs), min(ys), max(xs), max(ys)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# overlap
-
-
 def iou_matrix(pred: Sequence[Object], gt: Sequence[Object]) -> np.ndarray:
     """Intersection over union of every prediction with every ground-truth object, float64 `[num_pred, num_gt]`.
 
@@ -94,7 +85,7 @@ def iou_matrix(pred: Sequence[Object], gt: Sequence[Object]) -> np.ndarray:
     pred_boxes = np.array([bounding_box(obj) for obj in pred], dtype=np.float64)
     gt_boxes = np.array([bounding_box(obj) for obj in gt], dtype=np.float64)
     overlap = _box_overlap(pred_boxes, gt_boxes)
-    iou = _ratio(overlap, _box_area(pred_boxes), _box_area(gt_boxes))
+    iou = _ratio(overlap, _box_area(pred_boxes)[:, None] + _box_area(gt_boxes)[None, :] - overlap)
     _fill_polygon_pairs(iou, overlap, pred, gt)
     _fill_flat_pairs(iou, pred, gt)
     return iou
@@ -113,9 +104,8 @@ def _box_overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.maximum(width, 0) * np.maximum(height, 0)
 
 
-def _ratio(overlap: np.ndarray, area_a: np.ndarray, area_b: np.ndarray) -> np.ndarray:
+def _ratio(overlap: np.ndarray, union: np.ndarray) -> np.ndarray:
     """Overlap over union, 0 where the union is empty."""
-    union = area_a[:, None] + area_b[None, :] - overlap
     return np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
 
 
@@ -131,8 +121,7 @@ def _fill_polygon_pairs(iou: np.ndarray, box_overlap: np.ndarray, pred: Sequence
     a = np.array([pred_shapes[i] for i in rows.tolist()])
     b = np.array([gt_shapes[j] for j in cols.tolist()])
     overlap = shapely.area(shapely.intersection(a, b))
-    union = shapely.area(a) + shapely.area(b) - overlap
-    iou[rows, cols] = np.clip(np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0), 0.0, 1.0)
+    iou[rows, cols] = np.clip(_ratio(overlap, shapely.area(a) + shapely.area(b) - overlap), 0.0, 1.0)
 
 
 def _fill_flat_pairs(iou: np.ndarray, pred: Sequence[Object], gt: Sequence[Object]) -> None:
@@ -148,10 +137,6 @@ def _valid_shape(obj: Object) -> shapely.Geometry:
     """A valid areal geometry: a self-crossing outline keeps the area of all its lobes, a flat one becomes empty."""
     shape = shapely.Polygon(corner_points(obj))
     return shape if shape.is_valid else shapely.make_valid(shape, method="structure", keep_collapsed=False)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# where a matched shape should move
 
 
 def regression_targets(pred: Object, gt: Object) -> np.ndarray:

@@ -89,25 +89,15 @@ def std_of(moments: np.ndarray) -> float:
 
 @dataclass
 class Answer:
-    """One sampled answer.
+    """One sampled answer."""
 
-    Attributes:
-        segment: prompt and answer, with the stop token if the model ended it with one.
-        text: the sampled text.
-        rewards: float64 `[F]`, one per reward function; zeros for a failed request.
-        engine_logprobs: of the sampled tokens, the end token included; empty if the engine did not report them.
-        is_valid: it counts in its group and in the loss.
-        is_truncated: it stopped at `max_new_tokens`.
-        is_failed: the request failed and there is no answer.
-    """
-
-    segment: Segment
+    segment: Segment  # prompt and answer, with the stop token if the model ended it with one
     text: str
-    rewards: np.ndarray
-    engine_logprobs: list[float]
-    is_valid: bool = True
-    is_truncated: bool = False
-    is_failed: bool = False
+    rewards: np.ndarray  # float64 [F], one per reward function; zeros for a failed request
+    engine_logprobs: list[float]  # of the sampled tokens, end token included; empty if the engine reported none
+    is_valid: bool = True  # it counts in its group and in the loss
+    is_truncated: bool = False  # it stopped at `max_new_tokens`
+    is_failed: bool = False  # the request failed and there is no answer
 
     @property
     def num_tokens(self) -> int:
@@ -120,19 +110,13 @@ Group = list[Answer]
 
 @dataclass
 class WeightedAnswers:
-    """A rank's answers of one optimizer step, group after group, with advantages and weights.
-
-    Attributes:
-        advantages, weights: float64 `[P * n]`; the weight is per token, 0 for excluded answers.
-        denominator: these answers' contribution to the step's denominator.
-        has_signal: bool `[P]`.
-    """
+    """A rank's answers of one optimizer step, group after group, with advantages and weights."""
 
     answers: list[Answer]
-    advantages: np.ndarray
-    weights: np.ndarray
-    denominator: float
-    has_signal: np.ndarray
+    advantages: np.ndarray  # float64 [P * n]
+    weights: np.ndarray  # float64 [P * n], per token; 0 for excluded answers
+    denominator: float  # these answers' contribution to the step's denominator
+    has_signal: np.ndarray  # bool [P]
 
 
 def has_signal(groups: Sequence[Group], reward_weights: np.ndarray) -> np.ndarray:

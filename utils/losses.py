@@ -8,6 +8,7 @@ gradient does not depend on how samples are laid out in rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,7 +95,8 @@ def loss_sums(
         return torch.stack([text, *(coord[part].sum() for part in PARTS[1:])])
 
     total = torch.zeros(len(PARTS), device=hidden.device)
-    chunks = [_chunk(labels, chunk, num_chunks) for chunk in range(num_chunks)]
+    columns = (labels.coord_pos, labels.text_pos, labels.coord_target, labels.text_label, labels.text_weight.float())
+    chunks = [_filled(*parts) for parts in zip(*(chunks_of(column, num_chunks) for column in columns), strict=True)]
     positions = [position for position, *_ in chunks]
     states = torch.split(hidden[torch.cat(positions)], [len(position) for position in positions])
     for own, (_, *rest) in zip(states, chunks, strict=True):
@@ -115,14 +117,13 @@ def total_loss(sums: Mapping[str, Tensor], denominators: Mapping[str, float], we
     return text + coord / (denominators["coord"] or 1.0)
 
 
-def _chunk(labels: Batch, chunk: int, num_chunks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Part `chunk` of `num_chunks` equal parts: positions (coordinates first), coord_target, text_label, weight."""
+def chunks_of(values: Tensor, num_chunks: int) -> list[Tensor]:
+    """`num_chunks` parts whose lengths differ by at most one."""
+    borders = [len(values) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return [values[start:end] for start, end in pairwise(borders)]
 
-    def mine(values: Tensor) -> Tensor:
-        return values[len(values) * chunk // num_chunks : len(values) * (chunk + 1) // num_chunks]
 
-    position = torch.cat([mine(labels.coord_pos), mine(labels.text_pos)])
-    label, weight = mine(labels.text_label), mine(labels.text_weight).float()
-    if len(position) == 0:
-        position, label, weight = pad(position, (0, 1)), pad(label, (0, 1)), pad(weight, (0, 1))
-    return position, mine(labels.coord_target), label, weight
+def _filled(coord: Tensor, text: Tensor, target: Tensor, label: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """A chunk's positions (coordinates first), coord_target, text_label, weight; without any, one of weight zero."""
+    fill = (0, int(not len(coord) + len(text)))
+    return pad(torch.cat([coord, text]), fill), target, pad(label, fill), pad(weight, fill)

@@ -104,16 +104,11 @@ class CarryBuffer:
         self._segments: list[Segment] = []
         self._lengths: deque[int] = deque(maxlen=MEAN_WINDOW)  # of the segments that arrived last
         self._arrivals: deque[int] = deque(maxlen=MEAN_WINDOW)  # segments per micro-step
-        self._rows: deque[int] = deque(maxlen=MEAN_WINDOW)  # tokens of rows that had to leave segments behind
+        self._rows: deque[int] = deque(maxlen=MEAN_WINDOW)  # tokens of rows that left segments waiting
         self._warned = False
 
     def __len__(self) -> int:
         return len(self._segments)
-
-    @property
-    def sample_ids(self) -> list[str]:
-        """Samples of the waiting segments, oldest first."""
-        return [segment.sample_id for segment in self._segments]
 
     def extend(self, segments: Sequence[Segment]) -> None:
         """Add one micro-step's finished segments.

@@ -60,53 +60,35 @@ _BRACE = ord("{")
 
 @dataclass(slots=True)
 class PredObject:
-    """One valid object of an answer. Byte spans are `[start, end)` in `ParsedAnswer.prefix_bytes`.
-
-    Attributes:
-        object: label and geometry.
-        coord_index: index in `ParsedAnswer.prefix_ids` of each coordinate's (first) token, in the order of
-            `object.coords`.
-        desc_bytes: the text of `desc`, escapes as written, without the quotes.
-        byte_span: the object, braces included.
-        lead: where the format text that belongs to the object begins: at the end of the object before it if only a
-            comma lies between, at 0 for the first object, otherwise at its own brace.
-        coord_bytes: the digits of each coordinate where coordinates are numbers in ordinary text, else empty.
-    """
+    """One valid object of an answer. Byte spans are `[start, end)` in `ParsedAnswer.prefix_bytes`."""
 
     object: Object
-    coord_index: list[int]
-    desc_bytes: tuple[int, int]
-    byte_span: tuple[int, int]
+    coord_index: list[int]  # (first) token of each of `object.coords`, in `ParsedAnswer.prefix_ids`
+    desc_bytes: tuple[int, int]  # the text of `desc`, escapes as written, without the quotes
+    byte_span: tuple[int, int]  # the object, braces included
+    # Where the format text that belongs to the object begins: at the end of the object before it if only a comma lies
+    # between, at 0 for the first object, otherwise at its own brace.
     lead: int
-    coord_bytes: Sequence[Sequence[int]] = ()
+    coord_bytes: Sequence[Sequence[int]] = ()  # digits of each coordinate that is a number in ordinary text, else empty
 
 
 @dataclass(slots=True)
 class ParsedAnswer:
     """A parsed answer. `ParsedAnswer()` stands for no generation at all: a plain ground truth starts from it.
 
-    Attributes:
-        prefix_ids: the usable prefix: the generated ids, except for a respelled token at the cut. Without any complete
-            object, the encoding of `{"objects": [` (qwen3vl: of the model's own opening, or `[`).
-        objects: the valid objects in order of appearance.
-        dropped: how many objects were dropped, by reason (`DROP_REASONS`).
-        closed: the answer ended as it should, in `]}` (qwen3vl: in `]` and the fence, if one was opened).
-        respelled: the cut fell inside a token.
-        num_exact: leading ids of the prefix that are the generated ones; any others spell the token at the cut.
-        prefix_bytes: the prefix as scanned, one 0xFF per coordinate token; empty without any complete object.
-        prefix_ends: end of each prefix token in `prefix_bytes`, int64.
-        opening: how the model opened its list, up to the first object; empty where the format's own opening counts.
+    The usable prefix is the generated ids, except for a respelled token at the cut. Without any complete object it is
+    the encoding of `{"objects": [` (qwen3vl: of the model's own opening, or `[`).
     """
 
     prefix_ids: list[int] = field(default_factory=list)
-    objects: list[PredObject] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
-    closed: bool = False
-    respelled: bool = False
-    num_exact: int = 0
-    prefix_bytes: bytes = b""
-    prefix_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    opening: str = ""
+    objects: list[PredObject] = field(default_factory=list)  # the valid ones, in order of appearance
+    dropped: dict[str, int] = field(default_factory=dict)  # number of dropped objects by reason (`DROP_REASONS`)
+    closed: bool = False  # it ended in `]}` (qwen3vl: in `]` and the fence, if one was opened)
+    respelled: bool = False  # the cut fell inside a token
+    num_exact: int = 0  # leading ids of the prefix that are the generated ones; any others spell the token at the cut
+    prefix_bytes: bytes = b""  # as scanned, one 0xFF per coordinate token; empty without any complete object
+    prefix_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of each token, in bytes
+    opening: str = ""  # as the model wrote it, up to the first object; empty where the format's own counts
 
     @property
     def pred_objects(self) -> list[Object]:

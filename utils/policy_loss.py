@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
+from utils.losses import chunks_of
 from utils.packing import Batch
 from utils.targets import Segment
 
@@ -29,24 +30,16 @@ LossType = Literal["grpo", "dapo", "dr_grpo"]
 
 @dataclass
 class PolicyTokens:
-    """Inputs of the objective for the N scored tokens, known before the forward pass; float32[N] unless noted.
+    """Inputs of the objective for the N scored tokens, known before the forward pass; float32[N] unless noted."""
 
-    Attributes:
-        sequence: int64[N], the token's answer in the batch, 0..S-1; an answer is never split over batches.
-        advantage: of its answer.
-        weight: `token_weights` of its answer. Excluded answers have no tokens here.
-        old_logprob: under the weights that sampled the answers; None means the present ones, which is exact in the
-            first optimizer step after a rollout: ratios are then 1 and carry the gradient.
-        ref_logprob: under the reference policy; required unless `beta` is 0.
-        engine_logprob: as the engine reported it when it sampled the token; nan where it did not, None if nowhere.
-    """
-
-    sequence: Tensor
-    advantage: Tensor
-    weight: Tensor
+    sequence: Tensor  # int64[N], the token's answer in the batch, 0..S-1; an answer is never split over batches
+    advantage: Tensor  # of its answer
+    weight: Tensor  # `token_weights` of its answer; excluded answers have no tokens here
+    # Under the weights that sampled the answers. None means the present ones, which is exact in the first optimizer
+    # step after a rollout: ratios are then 1 and carry the gradient.
     old_logprob: Tensor | None = None
-    ref_logprob: Tensor | None = None
-    engine_logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None  # under the reference policy; required unless `beta` is 0
+    engine_logprob: Tensor | None = None  # as reported when the token was sampled; nan where not, None if nowhere
 
     def to(self, device: torch.device | str) -> PolicyTokens:
         """The same tokens on `device`."""
@@ -56,22 +49,12 @@ class PolicyTokens:
 
 @dataclass
 class PolicySums:
-    """Results of a micro-step: loss parts with gradient, and detached metrics.
+    """Results of a micro-step: loss parts with gradient, and detached metrics; all float32 scalars."""
 
-    Attributes:
-        policy, kl: float32 scalars, weighted sums; `kl` is not yet scaled by `beta`.
-        sums: float32 scalars to add up over micro-steps and ranks; `policy_metrics` turns the totals into means.
-        maxima: float32 scalars; the largest over micro-steps and ranks counts.
-    """
-
-    policy: Tensor
-    kl: Tensor
-    sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# weights and denominators
+    policy: Tensor  # weighted sum
+    kl: Tensor  # weighted sum, not yet scaled by `beta`
+    sums: dict[str, Tensor]  # add up over micro-steps and ranks; `policy_metrics` turns the totals into means
+    maxima: dict[str, Tensor]  # the largest over micro-steps and ranks counts
 
 
 def token_weights(lengths: np.ndarray, loss_type: LossType, max_new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,10 +135,6 @@ def policy_tokens(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# log-probabilities
-
-
 def token_logprobs(
     hidden: Tensor,
     lm_head: Callable[[Tensor], Tensor],
@@ -184,22 +163,16 @@ def token_logprobs(
             entropy = -(log_p.exp() * log_p).sum(dim=1)
         return -cross_entropy(logits, label, reduction="none"), entropy
 
-    count = len(positions)
-    borders = [(count * c // num_chunks, count * (c + 1) // num_chunks) for c in range(num_chunks)]
     # A chunk without labels scores row 0 and drops the result, which still runs the head in forward and backward.
-    padding = [(0, int(start == end)) for start, end in borders]
-    wanted = [pad(positions[start:end], extra) for (start, end), extra in zip(borders, padding, strict=True)]
-    states = torch.split(hidden[torch.cat(wanted)], [len(part) for part in wanted])
+    filled = [pad(part, (0, int(not len(part)))) for part in chunks_of(positions, num_chunks)]
+    states = torch.split(hidden[torch.cat(filled)], [len(part) for part in filled])
     scored = []
-    for own, (start, end), extra in zip(states, borders, padding, strict=True):
-        label = pad(labels[start:end], extra)
-        logprob, entropy = checkpoint(score, own, label, use_reentrant=False, preserve_rng_state=False)
-        scored.append((logprob[: end - start], entropy[: end - start]))
+    for own, label in zip(states, chunks_of(labels, num_chunks), strict=True):
+        logprob, entropy = checkpoint(
+            score, own, pad(label, (0, len(own) - len(label))), use_reentrant=False, preserve_rng_state=False
+        )
+        scored.append((logprob[: len(label)], entropy[: len(label)]))
     return torch.cat([logprob for logprob, _ in scored]), torch.cat([entropy for _, entropy in scored])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the objective
 
 
 def policy_sums(logprob: Tensor, tokens: PolicyTokens, options: Rlhf, entropy: Tensor | None = None) -> PolicySums:

@@ -43,65 +43,42 @@ class TargetOptions:
 class Supervision:
     """The supervised tokens of a sequence. Indices ascend; a token at index `i` is predicted from the state at `i - 1`.
 
-    Attributes:
-        coord_index: int64 `[nc]`, supervised coordinate tokens.
-        coord_target: float32 `[nc]`, the correct bin of each, fractional for polygons moved by transport.
-        text_index: int64 `[nt]`, supervised other tokens.
-        text_label: int64 `[nt]`, the correct id of each.
-        text_weight: float32 `[nt]`, 1 for format text, `desc_weight` for the text of `desc` up to its closing quote,
-            `coord_weight` for numbers that are coordinates, up to the token that ends them.
-        digit_index: int64 `[nd]`, those of `text_index` that hold a digit of such a number (qwen3vl only; there
-            `coord_index` is empty).
+    Weights are 1 for format text, `desc_weight` for the text of `desc` up to its closing quote, and `coord_weight` for
+    numbers that are coordinates, up to the token that ends them.
     """
 
-    coord_index: np.ndarray
-    coord_target: np.ndarray
-    text_index: np.ndarray
-    text_label: np.ndarray
-    text_weight: np.ndarray
+    coord_index: np.ndarray  # int64 [nc], coordinate tokens
+    coord_target: np.ndarray  # float32 [nc], the correct bin of each, fractional for polygons moved by transport
+    text_index: np.ndarray  # int64 [nt], other tokens
+    text_label: np.ndarray  # int64 [nt], the correct id of each
+    text_weight: np.ndarray  # float32 [nt]
+    # int64 [nd], those of `text_index` that hold a digit of such a number (qwen3vl only, where `coord_index` is empty)
     digit_index: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass(kw_only=True)
 class Target(Supervision):
-    """An answer to learn. Indices count from the start of the answer.
+    """An answer to learn. Indices count from the start of the answer."""
 
-    Attributes:
-        answer_ids: int64 `[n]`, prefix, missed objects, closing and end token.
-        num_prefix: tokens before the first appended one, without a token that a bare header shares with what follows.
-        num_matched, num_appended, num_trimmed: matched predictions, missed objects, false positives cut off.
-        respelled: the cut fell inside a token.
-    """
-
-    answer_ids: np.ndarray
-    num_prefix: int
-    num_matched: int
-    num_appended: int
-    num_trimmed: int = 0
-    respelled: bool = False
+    answer_ids: np.ndarray  # int64 [n], prefix, missed objects, closing and end token
+    num_prefix: int  # tokens before the first appended one, without one that a bare header shares with what follows
+    num_matched: int  # predictions
+    num_appended: int  # missed objects
+    num_trimmed: int = 0  # false positives cut off
+    respelled: bool = False  # the cut fell inside a token
 
 
 @dataclass(kw_only=True)
 class Segment(Supervision):
-    """One sample's finished training sequence. Indices count from the start of `input_ids`.
+    """One sample's finished training sequence. Indices count from the start of `input_ids`."""
 
-    Attributes:
-        sample_id: the sample's name in every message.
-        input_ids: int64 `[length]`, prompt (image placeholders expanded) and answer.
-        answer_start: index of the answer's first token.
-        pixel_values: `[num_patches, patch_dim]`, None without images.
-        image_grid_thw: int `[num_images, 3]`, None without images.
-        policy_version: version of the weights that generated the prefix, None for a plain ground truth.
-        stats: metrics.
-    """
-
-    sample_id: str
-    input_ids: np.ndarray
-    answer_start: int
-    pixel_values: "torch.Tensor | None" = None
-    image_grid_thw: "torch.Tensor | None" = None
-    policy_version: str | None = None
-    stats: dict[str, Any] = field(default_factory=dict)
+    sample_id: str  # for messages
+    input_ids: np.ndarray  # int64 [length], prompt (image placeholders expanded) and answer
+    answer_start: int  # index of the answer's first token
+    pixel_values: "torch.Tensor | None" = None  # [num_patches, patch_dim], None without images
+    image_grid_thw: "torch.Tensor | None" = None  # int [num_images, 3], None without images
+    policy_version: str | None = None  # of the weights that generated the prefix; None for a plain ground truth
+    stats: dict[str, Any] = field(default_factory=dict)  # metrics
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -110,10 +87,6 @@ class Segment(Supervision):
 def format_objects(objects: Sequence[Object]) -> str:
     """The answer text of TGT-1. Raises ValueError for an object that could not be read back."""
     return COORD_TOKENS.write(list(objects))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# building a target
 
 
 def ground_truth_target(gt_objects: Sequence[Object], table: TokenTable, options: TargetOptions) -> Target:
@@ -416,10 +389,6 @@ def _retokenized(
     last = int(np.searchsorted(new_ends, len(scanned) - len(right), side="right"))
     touches = [new_end > len(before) for new_end in new_ends.tolist()]
     return ids[skipped : last + 1], touches[skipped : last + 1]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# segments
 
 
 def make_segment(

@@ -110,10 +110,7 @@ class TokenTable:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def spell(self, data: bytes) -> list[int]:
-        """The fewest ordinary tokens whose bytes are `data`; among equals, the spelling with the longest first token.
-
-        Ties on later tokens are broken the same way.
-        """
+        """The fewest ordinary tokens whose bytes are `data`; among equals, earlier tokens are as long as possible."""
         size = len(data)
         count = [0] * (size + 1)  # count[i]: tokens needed for data[i:]
         step = [0] * (size + 1)  # step[i]: end of the first of them
