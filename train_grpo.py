@@ -187,7 +187,9 @@ class Grpo:
         for turn in range(1, cfg.max_resample_times + 1) if cfg.dynamic_sample else ():
             answers = [self.score_group(group) for group in groups]
             no_signal = np.flatnonzero(~has_signal(answers, self.reward_weights)).tolist()
-            if not self._any_rank(bool(no_signal)):
+            # Each rank uses servers by itself; other engines work on all ranks together.
+            is_needed = [bool(no_signal)] if self.session.policy.client else self.session.ranks.gather(bool(no_signal))
+            if not any(is_needed):
                 break
             if prompts.data_position is None:
                 num_missing = num_used + len(no_signal) - len(prompts.samples)
@@ -270,10 +272,6 @@ class Grpo:
         if result.error is not None:
             return np.zeros(len(self.rewards))
         return score(Completion(result.text, result.response_token_ids, self.session.data.table), sample, self.rewards)
-
-    def _any_rank(self, wanted: bool) -> bool:
-        """True if another round is needed: on this rank for servers, on any rank for engines that all ranks share."""
-        return wanted if self.session.policy.client is not None else any(self.session.ranks.gather(wanted))
 
     # The update
 

@@ -78,3 +78,14 @@ def test_flat_modules_need_no_engine_and_no_config():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
     assert run.stdout.strip() == "[]"
+
+
+def test_the_tree_in_the_architecture_names_every_module():
+    tree = (ROOT / "docs/architecture.md").read_text().split("```")[3]
+    folder, named = "", set()
+    for line in tree.splitlines():
+        if line.startswith("utils/"):
+            folder = line.split()[0].replace("/", ".")
+        elif line.startswith("  "):
+            named.add(folder + line.split()[0])
+    assert named == set(GRAPH)

@@ -1,13 +1,24 @@
-"""utils.run.policy: recovery from a lost server (CON-4), with a client and an engine that do what they are told."""
+"""utils.run.policy: recovery from a lost server (CON-4), with a client and an engine that do what they are told; how
+many functions lie between the loop and the socket."""
 
-from types import SimpleNamespace
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 
 import pytest
+from urllib3.connectionpool import HTTPConnectionPool
 
+from tests.rollout.test_client import setting
+from utils.data.encoding import EncodedPrompt
+from utils.data.samples import Sample
 from utils.dist import DistributedError, Ranks
+from utils.rollout.backend import RolloutSampling, ServerEngine
 from utils.rollout.link import RolloutError
 from utils.rollout.round import ServerGone
 from utils.run.policy import MAX_RECOVERIES, Policy
+from utils.run.prefetch import Prefetcher
 from utils.run.records import Timer
 
 
@@ -97,3 +108,67 @@ def test_con_4_a_server_that_dies_again_and_again_ends_the_run():
     with pytest.raises(DistributedError, match="gone"):
         run([ServerGone("gone")] * (MAX_RECOVERIES + 1), client)
     assert client.waits == MAX_RECOVERIES
+
+
+class Steps:
+    """A micro-step of one request; `train` below and it are the program's own frames."""
+
+    encode = None
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+
+    def draw(self) -> list[Sample]:
+        return [Sample("s", [], [], 8, 8, [], [{"role": "user", "content": "x"}], "file:1")]
+
+    def generate(self, samples: list[Sample], step: int, micro_step_idx: int) -> list:
+        prompts = [EncodedPrompt([1], None, None)]
+        return self.policy.generate(samples, prompts, RolloutSampling(), step, micro_step_idx)
+
+    def judge(self, responses: list, step: int) -> list:
+        return responses
+
+    def lag(self, item: list, step: int) -> int:
+        return 0
+
+
+def train(policy: Policy, prefetcher: Prefetcher) -> list:
+    return policy.with_current_weights(0, partial(prefetcher.get, 0), "preparing step 0")
+
+
+def own_frames(frame: FrameType | None) -> list[str]:
+    """Functions of this project on a thread's stack, innermost first."""
+    names = []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT / "utils") or (path == Path(__file__) and frame.f_code.co_name in OWN):
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
+ROOT, OWN = Path(__file__).parents[2], {"train", "generate"}
+
+
+def test_a_reader_follows_a_step_to_the_socket_through_at_most_15_functions(monkeypatch):
+    """Frames of all threads in between that stand on the way: what only waits does not."""
+    stacks: dict[str, list[str]] = {}
+
+    def note(pool, method, url, *args, **kwargs):
+        if url.endswith("/infer/"):
+            threads = {thread.ident: thread.name for thread in threading.enumerate()}
+            for ident, frame in sys._current_frames().items():
+                stacks[threads.get(ident, "?")] = own_frames(frame)
+        return urlopen(pool, method, url, *args, **kwargs)
+
+    urlopen = HTTPConnectionPool.urlopen
+    monkeypatch.setattr(HTTPConnectionPool, "urlopen", note)
+    with setting(1) as (client, (server,)):
+        output = server.output({"uuid": "s"}, 0, weight_version="run:0")
+        server.on_infer = lambda body: (200, [output])
+        sync = SimpleNamespace(sync=Engine([]).sync, mode="full", fallback=None, ledger={})
+        policy = Policy(ServerEngine(client, sync), client, Ranks(), "run", 0, str, None, Timer())
+        ((result,),) = train(policy, Prefetcher(Steps(policy), 1))
+    assert result.weight_version == "run:0"
+    on_the_way = [name for stack in stacks.values() for name in reversed(stack) if name != "_wait_for"]
+    assert 8 < len(on_the_way) <= 15, on_the_way

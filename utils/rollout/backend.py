@@ -163,7 +163,7 @@ class ServerEngine:
         """As `Engine.generate`; no call at all for no requests (DIS-5).
 
         Raises:
-            utils.rollout.link.RolloutError: no responses; `ServerGone` where a server is lost.
+            utils.rollout.link.RolloutError: no responses; `utils.rollout.round.ServerGone` where a server is lost.
         """
         if not requests:
             return []

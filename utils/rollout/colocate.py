@@ -48,8 +48,7 @@ class ColocateEngine:
             engine computes with the learner's weights (SYN-7, second step; nothing travels, so there are no digests).
         weights: the training model's merged weights.
         processor: the model's processor; its chat template writes the prompts.
-        max_model_len: tokens of prompt and response.
-        decode_batch_size: sequences per device (CFG-11).
+        options: `max_model_len`, `decode_batch_size` and `seed` of `start_engine`.
     """
 
     mode = None  # weights are handed over in memory, always all of them
@@ -63,11 +62,8 @@ class ColocateEngine:
         weights: MergedWeights,
         ranks: Ranks,
         processor: Any,
-        *,
-        max_model_len: int,
-        decode_batch_size: int,
-        seed: int = 0,
         probe: Probe | None = None,
+        **options: int,
     ) -> None:
         self.weights = weights
         self.ranks = ranks
@@ -84,10 +80,8 @@ class ColocateEngine:
             ranks.device,
             tensor_parallel_size=vllm.tensor_parallel_size,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
-            max_model_len=max_model_len,
-            decode_batch_size=decode_batch_size,
-            seed=seed,
             sleeps=self.sleeps,
+            **options,
         )
         if self.sleeps:
             self.llm.sleep(level=1)
@@ -221,7 +215,12 @@ def start_engine(
     seed: int = 0,
     sleeps: bool = False,
 ) -> LLM:
-    """Start vLLM in this process, as one of the ranks that `torch.distributed` already knows (collective)."""
+    """Start vLLM in this process, as one of the ranks that `torch.distributed` already knows (collective).
+
+    Args:
+        max_model_len: tokens of prompt and response.
+        decode_batch_size: sequences per device (CFG-11).
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     kwargs: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}

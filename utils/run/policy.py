@@ -6,6 +6,7 @@ any loss sends all of them into the recovery together.
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from utils.data.encoding import EncodedPrompt, prompt_chat
@@ -23,41 +24,22 @@ MAX_RECOVERIES = 5  # of one piece of work: a server that dies that often is bro
 Result = TypeVar("Result")
 
 
+@dataclass
 class Policy:
-    """The current weights as `engine` generates with them.
+    """The current weights as `engine` generates with them."""
 
-    Args:
-        client: of the rollout servers; None where no server generates, so that nothing can be lost.
-        decode: token ids to text, for messages.
-
-    Attributes:
-        version: weights that the engine holds, `run id:step`; None before the first sync.
-        drain: stops requests in the background; called before recovery, so that no request reaches a returned server
-            that has no weights yet.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        client: RolloutClient | None,
-        ranks: Ranks,
-        run_id: str,
-        run_seed: int,
-        decode: Callable[[list[int]], str],
-        rollout_log: RolloutLog,
-        timer: Timer,
-    ) -> None:
-        self.engine = engine
-        self.client = client
-        self.version: str | None = None
-        self.drain: Callable[[], None] = lambda: None
-        self._ranks = ranks
-        self._run_id = run_id
-        self._run_seed = run_seed
-        self._decode = decode
-        self._rollout_log = rollout_log
-        self._timer = timer
-        self._sync_metrics: dict[str, float] = {}
+    engine: Engine
+    client: RolloutClient | None  # of the rollout servers; None where there are none, so that nothing can be lost
+    ranks: Ranks
+    run_id: str
+    run_seed: int
+    decode: Callable[[list[int]], str]  # token ids to text, for messages
+    rollout_log: RolloutLog
+    timer: Timer
+    version: str | None = None  # of the engine's weights, `run id:step`; None before the first sync
+    # Stops requests in the background, so that none reaches a returned server that has no weights yet.
+    drain: Callable[[], None] = lambda: None
+    _sync_metrics: dict[str, float] = field(default_factory=dict)
 
     def with_current_weights(self, step: int, work: Callable[[], Result], where: str) -> Result:
         """Sync the weights of `step`, then return `work()`; both again after a rollout server was lost (collective).
@@ -72,39 +54,40 @@ class Policy:
         for recovery in range(MAX_RECOVERIES + 1):
             try:
                 if recovery:
-                    self._reopen()
+                    logger.warning(
+                        "all rollout servers respond; opening communicators again, then sending full weights"
+                    )
+                    self.version = None
+                    self.engine.open()
                 result, error = None, None
                 try:
                     self.sync(step)
                     result = work()
                 except Exception as caught:  # noqa: BLE001  (raised on all ranks by the next line)
                     error = caught
-                self._ranks.raise_on_all_ranks(error, where)
+                self.ranks.raise_on_all_ranks(error, where)
                 if recovery:
                     logger.warning("%s: done after recovery; nothing was lost", where)
                 return result
             except DistributedError as failure:
-                if recovery == MAX_RECOVERIES or not any(self._ranks.gather(self._lost_server(failure))):
+                if recovery == MAX_RECOVERIES or not any(self.ranks.gather(self._lost_server(failure))):
                     raise
                 logger.warning("%s\nwaiting for the rollout servers", failure)
             self.drain()
             waited = capture_error(self.client.wait_ready)
-            self._ranks.raise_on_all_ranks(waited, f"{where}: waiting for the rollout servers")
+            self.ranks.raise_on_all_ranks(waited, f"{where}: waiting for the rollout servers")
         raise AssertionError("unreachable: the last recovery returns or raises")
 
     def sync(self, step: int) -> None:
         """Bring the weights of `step` to the engine unless it has them (SYN-2; collective)."""
-        version = f"{self._run_id}:{step}"
+        version = f"{self.run_id}:{step}"
         if self.version == version:
             return
-        with self._timer.timed("sync"):
+        with self.timer.timed("sync"):
             result = self.engine.sync(version)
         self.version = version
-        self._sync_metrics = {
-            "sync/bytes": result.num_bytes,
-            "sync/gb_per_s": result.gb_per_s,
-            "sync/seconds": result.seconds,
-        }
+        metrics = {"bytes": result.num_bytes, "gb_per_s": result.gb_per_s, "seconds": result.seconds}
+        self._sync_metrics = {f"sync/{name}": value for name, value in metrics.items()}
 
     def generate(
         self,
@@ -125,29 +108,24 @@ class Policy:
             RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
             for sample, prompt in zip(samples, prompts, strict=True)
         ]
-        context = RolloutContext(self._run_seed, step, micro_step_idx, self.version, allow_stale)
+        context = RolloutContext(self.run_seed, step, micro_step_idx, self.version, allow_stale)
         results = self.engine.generate(requests, sampling, context)
         for request, result in zip(requests, results, strict=True):
             if result.error is None:
-                check_prompt(request.sample_id, request.prompt_token_ids, result.prompt_token_ids, self._decode)
+                check_prompt(request.sample_id, request.prompt_token_ids, result.prompt_token_ids, self.decode)
         return results
 
     def log_calls(self, step: int, phase: str) -> dict[str, float]:
         """Write all calls since the last time to rollouts.jsonl (LOG-1) and return their metrics (collective)."""
         if self.client is None:
             return {}
-        return self._rollout_log.write(step, self.version, self.engine.mode, self.engine.fallback, phase)
+        return self.rollout_log.write(step, self.version, self.engine.mode, self.engine.fallback, phase)
 
     def pop_sync_metrics(self) -> dict[str, float]:
         """Metrics of the sync since the last call. The first user of new weights logs them under its own step, so a
         resumed run's first sync stands in the curves once."""
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
-
-    def _reopen(self) -> None:
-        logger.warning("all rollout servers respond; opening the communicators again and sending full weights")
-        self.version = None
-        self.engine.open()
 
     def _lost_server(self, failure: DistributedError) -> bool:
         return self.client is not None and (isinstance(failure.__cause__, ServerGone) or bool(self.client.lost()))

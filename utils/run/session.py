@@ -38,18 +38,14 @@ Score = TypeVar("Score")
 
 
 class Program(Protocol):
-    """What a training script adds to a session."""
+    """What a training script adds to a session: its evaluation (collective), and this rank's own checkpoint state, of
+    plain types and tensors; loading it raises ValueError where it does not fit this run."""
 
     session: "Session"
 
-    def evaluate(self, step: int) -> None:
-        """Evaluate the weights of `step` (collective)."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's own checkpoint state, beside the session's: plain types and tensors."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`. Raises ValueError where the state does not fit this run."""
+    def evaluate(self, step: int) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -128,8 +124,12 @@ class Session:
         """
         problem = None
         if self.resumed is not None:
+            self.best = self.resumed["best"]
+            if self.resumed["owes_evaluation"] and not self.owes_evaluation:  # an earlier resumed process has made it
+                made = json.loads(evaluation_file(self.run_dir, self.steps_done).read_text())
+                self.best = max(self.best, made[self.metric])
+            set_random_states(self.resumed["random"], self.ranks.device)
             try:
-                self._load_state_dict(self.resumed)
                 program.load_state_dict(self.resumed)
             except ValueError as error:
                 problem = str(error)
@@ -190,7 +190,7 @@ class Session:
         if is_due and not signal_name:
             program.evaluate(step)
         if is_last or signal_name or (cfg.save_steps and step % cfg.save_steps == 0):
-            self._save(self._state_dict(owes_evaluation=is_due and bool(signal_name)) | program.state_dict())
+            self._save(program, owes_evaluation=is_due and bool(signal_name))
         if signal_name and (is_due or not is_last):
             raise Stopped(f"stopped by {signal_name} after step {step} of {self.num_steps}, saved")
 
@@ -222,57 +222,37 @@ class Session:
             shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
             logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
 
-    # Checkpoints
+    # Checkpoints and the end
 
-    def _state_dict(self, owes_evaluation: bool) -> dict[str, Any]:
-        """What this rank needs to continue, of plain types and tensors; the program adds its own.
+    def _save(self, program: Program, owes_evaluation: bool) -> None:
+        """Write the checkpoint of `steps_done` (LRN-5, LRN-6; collective).
 
         Args:
             owes_evaluation: the one due at this step is left to the resumed run.
-        """
-        engine = self.policy.engine
-        return {
-            "random": random_states(self.ranks.device),
-            "best": self.best,
-            "owes_evaluation": owes_evaluation,
-            "sync": {"mode": engine.mode, "fallback": engine.fallback},
-        }
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `_state_dict`. (The sync's part is needed earlier, when it is built.)"""
-        self.best = state["best"]
-        if state["owes_evaluation"] and not self.owes_evaluation:  # an earlier resumed process has made it
-            made = json.loads(evaluation_file(self.run_dir, self.steps_done).read_text())
-            self.best = max(self.best, made[self.metric])
-        set_random_states(state["random"], self.ranks.device)
-
-    def _save(self, rank_state: dict[str, Any]) -> Path:
-        """Write the checkpoint of `steps_done` (LRN-5, LRN-6; collective).
 
         Raises:
             DistributedError: on all ranks, where any could not write.
         """
+        own = {
+            "random": random_states(self.ranks.device),
+            "best": self.best,
+            "owes_evaluation": owes_evaluation,
+            "sync": {"mode": self.policy.engine.mode, "fallback": self.policy.engine.fallback},
+            **program.state_dict(),
+        }
 
         def write(folder: Path) -> None:
             self.learner.save_state(folder / "state")
-            error = capture_error(torch.save, rank_state, rank_file(folder, self.ranks.rank))
+            error = capture_error(torch.save, own, rank_file(folder, self.ranks.rank))
             self.ranks.raise_on_all_ranks(error, f"saving {folder}")
             save_merged(self.learner.model, self.cfg.model.path, folder / "merged", self.ranks)
             save_adapter(self.learner.model, folder / "adapter", self.ranks)
 
         self.monitor.flush()  # a kill after the checkpoint must not lose the curves before it
+        config, limit = self.cfg.model_dump(mode="json", by_alias=True), self.cfg.training.save_total_limit
+        facts = {"run_id": self.run_id, "config": config, "save_total_limit": limit}
         with self.timed("save"):
-            return write_checkpoint(
-                self.run_dir,
-                self.steps_done,
-                self.ranks,
-                write,
-                run_id=self.run_id,
-                config=self.cfg.model_dump(mode="json", by_alias=True),
-                save_total_limit=self.cfg.training.save_total_limit,
-            )
-
-    # The end
+            write_checkpoint(self.run_dir, self.steps_done, self.ranks, write, **facts)
 
     def finish(self, **facts: Any) -> None:
         """Say where the time went, what was left in the buffers (LRN-1), and what to look at."""

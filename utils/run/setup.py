@@ -262,9 +262,9 @@ def open_engine(
         return HfEngine(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
     from utils.rollout.colocate import ColocateEngine
 
-    lengths = {"max_model_len": cfg.global_max_length, "decode_batch_size": cfg.rm.decode_batch_size}
-    weights, seed = MergedWeights(learner.model), cfg.training.seed
-    return ColocateEngine(cfg.model, cfg.rm.vllm, weights, ranks, processor, **lengths, seed=seed, probe=probe)
+    options = {"max_model_len": cfg.global_max_length, "decode_batch_size": cfg.rm.decode_batch_size}
+    options["seed"] = cfg.training.seed
+    return ColocateEngine(cfg.model, cfg.rm.vllm, MergedWeights(learner.model), ranks, processor, probe, **options)
 
 
 def make_weight_sync(
