@@ -48,8 +48,9 @@ class Ranks:
         for key, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             os.environ.setdefault(key, value)
         if "MASTER_PORT" not in os.environ:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
+            with socket.socket() as probe:  # without SO_REUSEADDR, with which the system may pick a port in use
+                probe.bind(("127.0.0.1", 0))
+                os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, timeout=self._timeout, auto_mpi_discovery=False, verbose=False)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)

@@ -61,7 +61,7 @@ def test_a_rendezvous_port_that_is_taken_is_refused_before_anything_starts(addre
     (message,) = done.stderr.splitlines()
     assert done.returncode == 2 and done.stdout == ""
     words = f"the learner's ranks cannot meet at port {port}: Address already in use; held by process {os.getpid()}: "
-    way_out = f"PORT={port + 1} behind make train or make grpo (deepspeed --master_port {port + 1})"
+    way_out = f"make train PORT={port + 1}, make grpo PORT={port + 1} (deepspeed --master_port {port + 1})"
     assert message.startswith(words) and message.endswith(way_out)
     check_port_of(arguments)
 
