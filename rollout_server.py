@@ -78,7 +78,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         engine = RolloutEngine(llm, processor, images, model.path, launch.world_size, launch.stuck_s)
         await engine.warm_up()
     updates = WeightUpdates(engine, "nccl" if launch.device == "cuda" else "gloo")
-    app = make_app(engine, updates, token, launch.address.path_prefix)
+    app = make_app(engine, updates, token, launch.path_prefix)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=75)
     front = uvicorn.Server(config)
     front.capture_signals = contextlib.nullcontext  # ours below; uvicorn would end the process before the engines

@@ -39,7 +39,8 @@ def main(model_path: str, folder: str) -> None:
     from transformers import AutoModelForImageTextToText
 
     from tests.rollout.test_hf import plain_generate, requests_of, same_but_for_ties
-    from utils.config.schema import Model, Sync, Tuner, Vllm
+    from utils.config.rollout import Sync, Vllm
+    from utils.config.schema import Model, Tuner
     from utils.data.encoding import load_processor
     from utils.dist import Ranks
     from utils.learner.model import apply_tuner, load_model

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from utils.config.load import require_server
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
@@ -27,9 +28,14 @@ class Launch:
     seed: int
 
     @property
+    def path_prefix(self) -> str:
+        """Path of `base_url`, without the trailing slash."""
+        return urlsplit(self.address.base_url).path.rstrip("/")
+
+    @property
     def url(self) -> str:
         """The address as it is listened on: plain HTTP, whatever scheme clients use."""
-        return f"http://{self.address.host}:{self.address.port}{self.address.path_prefix}/"
+        return f"http://{self.address.host}:{self.address.port}{self.path_prefix}/"
 
     @property
     def world_size(self) -> int:
