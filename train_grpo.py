@@ -94,8 +94,7 @@ def train(run: "Grpo") -> None:
                 batches = run.pack(weighted)
                 result = run.learn(batches, weighted, step)
         session.steps_done = step + 1
-        signal_name = log_step(run, step + 1, result, weighted, micro_steps)
-        session.end_step(run, signal_name)
+        session.end_step(run, log_step(run, step + 1, result, weighted, micro_steps))
     session.finish()
 
 
@@ -355,10 +354,10 @@ def policy_versions(micro_steps: Sequence[MicroStep]) -> list[str | None]:
 def log_step(
     run: Grpo, step: int, result: StepResult, weighted: WeightedAnswers, micro_steps: list[MicroStep]
 ) -> str | None:
-    """Log TensorBoard's curves and the progress line of step `step` (1-based: steps done), over all ranks (LOG-3).
+    """Log the curves and the progress line of step `step` (1-based: steps done), over all ranks (LOG-3).
 
     Returns:
-        The signal that requests the end of the run, received by any rank; the same on all ranks.
+        A signal that any rank received and that requests the end of the run; the same on all ranks.
     """
     session = run.session
     answers = [answer for answer in weighted.answers if not answer.is_failed]

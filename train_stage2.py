@@ -70,8 +70,7 @@ def train(run: "Stage2") -> None:
             with session.timed("train"):
                 result = session.learner.step([session.collate(row) for row in rows], run.objective, step)
         session.steps_done = step + 1
-        signal_name = log_step(run, step + 1, result, micro_steps, rows)
-        session.end_step(run, signal_name)
+        session.end_step(run, log_step(run, step + 1, result, micro_steps, rows))
     session.finish(segments_left=sum(session.ranks.gather(len(run.buffer))))
 
 
