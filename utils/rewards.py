@@ -89,10 +89,6 @@ def _reward(*needs: str) -> Callable[[RewardFunction], RewardFunction]:
     return register
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# choosing and calling
-
-
 def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, RewardFunction]:
     """The functions called `names`, in that order: built-in ones and those in the user's files, which are executed.
 
@@ -172,10 +168,6 @@ def score(completion: Completion, sample: Sample, rewards: dict[str, RewardFunct
             raise RewardError(f"{where}: returned {value!r}; it must return a number in [0, 1]")
         values.append(float(value))
     return np.array(values)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# summaries
 
 
 @_reward()
@@ -282,10 +274,6 @@ def _recall(completion: str, sample: Sample, part_of: Callable[[KeyPath], KeyPat
     wanted = {part_of(path) for path, _ in _leaves(sample.extra["summary"])} - {()}
     found = {part_of(path) for path, _ in body[0]}
     return len(wanted & found) / len(wanted) if wanted else 1.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# detection
 
 
 @_reward()
