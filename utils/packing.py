@@ -68,13 +68,9 @@ def choose_row(lengths: Sequence[int], cap: int) -> list[int]:
 
 
 def fill_rows(lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """All segments in rows of at most `cap` tokens, each row the fullest that contains the oldest segment left.
+    """Rows of at most `cap` tokens for all segments, each the fullest that contains the oldest segment left.
 
-    Args:
-        lengths: in order of arrival, tokens; each fits `cap`.
-
-    Returns:
-        Ascending indices of every row.
+    `lengths` (tokens, each fits `cap`) are in order of arrival. A row is given as ascending indices into them.
     """
     waiting, rows = list(range(len(lengths))), []
     while waiting:
@@ -93,16 +89,11 @@ def check_fits(segments: Sequence[Segment], cap: int) -> None:
 
 
 class CarryBuffer:
-    """One rank's segments that wait for a row (PCK-2, PCK-3, PCK-7).
-
-    Args:
-        cap: tokens in a row (`global_max_length`).
-        max_segments: segments held back after a row has left, at most (`training.packing_buffer`).
-    """
+    """One rank's segments that wait for a row (PCK-2, PCK-3, PCK-7)."""
 
     def __init__(self, cap: int, max_segments: int) -> None:
-        self.cap = cap
-        self.max_segments = max_segments
+        self.cap = cap  # tokens in a row (`global_max_length`)
+        self.max_segments = max_segments  # held back after a row has left, at most (`training.packing_buffer`)
         self._segments: list[Segment] = []
         self._lengths: deque[int] = deque(maxlen=MEAN_WINDOW)  # of the segments that arrived last
         self._arrivals: deque[int] = deque(maxlen=MEAN_WINDOW)  # segments per micro-step

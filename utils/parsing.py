@@ -138,10 +138,9 @@ def cut_tokens(ids: list[int], ends: np.ndarray, cut: int, table: TokenTable) ->
 
 
 class _Scan:
-    """One pass over the bytes of an answer; the public attributes are those of `ParsedAnswer`.
+    """One pass over the bytes of an answer, given the index and bin of each coordinate token.
 
-    Args:
-        coord_index, bins: index and bin of each coordinate token of the answer.
+    The public results are those of `ParsedAnswer`.
     """
 
     def __init__(

@@ -80,11 +80,7 @@ def policy_segment(
     image_grid_thw: Tensor | None = None,
     policy_version: str | None = None,
 ) -> Segment:
-    """Prompt and sampled answer as a segment; every token of the answer is scored.
-
-    Args:
-        answer_ids: as generated, with the end token if the model ended the answer itself.
-    """
+    """Prompt and answer as a segment. All of the answer is scored, its end token too if the model generated one."""
     answer = np.array(answer_ids, dtype=np.int64)
     start = len(prompt_token_ids)
     return Segment(

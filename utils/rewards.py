@@ -47,15 +47,10 @@ _SUMMARY = re.compile(rf"<DOMAIN={_DOMAIN.pattern}>, <TASK=SUMMARY>\n\{{[^\n]*\}
 
 
 class Completion(str):
-    """An answer's text with its sampled tokens.
+    """An answer's text with its sampled tokens."""
 
-    Attributes:
-        token_ids: the generated ids before the stop token.
-        table: the tokenizer's table, for `parsed`; None if the tokenizer has no coordinate tokens.
-    """
-
-    token_ids: list[int]
-    table: TokenTable | None
+    token_ids: list[int]  # the generated ids before the stop token
+    table: TokenTable | None  # the tokenizer's, for `parsed`; None if the tokenizer has no coordinate tokens
 
     def __new__(cls, text: str, token_ids: Sequence[int] = (), table: TokenTable | None = None) -> Completion:
         completion = super().__new__(cls, text)

@@ -203,24 +203,17 @@ def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: Token
 
 
 class _Labels:
-    """Labels of one answer by token position, set step by step; later steps win over earlier ones.
-
-    Attributes:
-        coord_target: float64 `[n]`, nan where there is no label.
-        text_label: int64 `[n]`, -1 where there is no label.
-        text_weight: float64 `[n]`.
-        in_number: bool `[n]`, the label belongs to a coordinate that is a number.
-    """
+    """Labels of one answer by token position, set step by step; later steps win over earlier ones."""
 
     def __init__(self, ids: np.ndarray, table: TokenTable, options: TargetOptions) -> None:
         self.ids = ids
         self.table = table
         self.options = options
         self.is_coord = table.coord_bin[ids] >= 0
-        self.coord_target = np.full(len(ids), np.nan)
-        self.text_label = np.full(len(ids), -1, dtype=np.int64)
+        self.coord_target = np.full(len(ids), np.nan)  # nan where there is no label
+        self.text_label = np.full(len(ids), -1, dtype=np.int64)  # -1 where there is no label
         self.text_weight = np.ones(len(ids))
-        self.in_number = np.zeros(len(ids), dtype=bool)
+        self.in_number = np.zeros(len(ids), dtype=bool)  # the label belongs to a coordinate that is a number
 
     def add_appended(self, start: int) -> None:
         """Supervise every token from `start` on with itself."""

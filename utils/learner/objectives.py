@@ -48,14 +48,10 @@ class MatchingObjective:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """GRPO: the clipped policy gradient (GRP-6).
-
-    Attributes:
-        denominator: contribution of this rank's answers to the optimizer step's denominator (`token_weights`).
-    """
+    """GRPO: the clipped policy gradient (GRP-6)."""
 
     options: Rlhf
-    denominator: float
+    denominator: float  # contribution of this rank's answers to that of the optimizer step (`token_weights`)
     temperature: float = 1.0
 
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
