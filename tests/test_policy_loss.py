@@ -199,7 +199,7 @@ def test_on_policy_ratios_are_one_and_the_gradient_is_reinforce_grp_6():
 def test_equal_rewards_leave_nothing_but_the_kl_grp_6(beta):
     """GRP-6."""
     head, answers = head_and_answers([5, 8, 2, 6])
-    advantages = group_advantages(np.full((2, 2), 0.7)).advantages.flatten()
+    advantages = group_advantages(np.full((2, 2), 0.7)).flatten()
     for answer, advantage in zip(answers, advantages, strict=True):
         answer.advantage = float(advantage)
     loss, gradient = our_gradient(head, [answers], settings_of(beta=beta))

@@ -10,6 +10,7 @@ Why no device is ever overloaded: a rank owns `C >= chunk = floor(d*S/W)` slots,
 import hashlib
 import struct
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 SEED_MODULUS = 2**31
 EVAL_MICRO_STEP = 1 << 20  # seeds of evaluation rollouts never meet those of training
@@ -54,14 +55,9 @@ def chunk_size(decode_batch_size: int, num_devices: int, num_learners: int) -> i
 
 def capacity_slots(rank: int, num_learners: int, decode_batch_size: int, server_sizes: Sequence[int]) -> list[int]:
     """This rank's slots on each server, `c_i` (DIS-4); `server_sizes`: devices of each server, in configured order."""
-    total = decode_batch_size * sum(server_sizes)
-    first, last = rank * total // num_learners, (rank + 1) * total // num_learners
-    counts, start = [], 0
-    for size in server_sizes:
-        end = start + decode_batch_size * size
-        counts.append(max(0, min(last, end) - max(first, start)))
-        start = end
-    return counts
+    borders = [decode_batch_size * size for size in accumulate(server_sizes, initial=0)]
+    first, last = (end * borders[-1] // num_learners for end in (rank, rank + 1))
+    return [max(0, min(last, end) - max(first, start)) for start, end in pairwise(borders)]
 
 
 def requests_per_server(

@@ -55,7 +55,10 @@ class Ranks:
         deepspeed.init_distributed(dist_backend=backend, timeout=self._timeout, auto_mpi_discovery=False, verbose=False)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
         self.fence()
-        _forget_shared_buffer(self.rank)
+        # DeepSpeed 0.19's CPU operator never removes its 66 MiB of shared memory per rank, which would fill the
+        # machine's memory after enough runs. All ranks have opened it by now: without a name it is freed at exit.
+        place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{self.rank}"
+        Path("/dev/shm", f"deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice."""
@@ -109,14 +112,6 @@ class Ranks:
             summary = f"{where} failed on {len(failed)} of {self.world_size} ranks"
             raise DistributedError("\n".join([summary, *failed])) from error
         return [value for _, value in arrived]
-
-
-def _forget_shared_buffer(rank: int) -> None:
-    """Unlink the 66 MiB of shared memory per rank that DeepSpeed 0.19's CPU operator never removes and that would fill
-    the machine's memory after enough runs. Once all ranks have opened it, the name is not needed; the memory is freed
-    when they exit."""
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank}"
-    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def capture_error(function: Callable[..., Any], *args: Any) -> Exception | None:

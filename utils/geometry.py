@@ -85,15 +85,15 @@ def iou_matrix(pred: Sequence[Object], gt: Sequence[Object]) -> np.ndarray:
     pred_boxes = np.array([bounding_box(obj) for obj in pred], dtype=np.float64)
     gt_boxes = np.array([bounding_box(obj) for obj in gt], dtype=np.float64)
     overlap = _box_overlap(pred_boxes, gt_boxes)
-    iou = _ratio(overlap, _box_area(pred_boxes)[:, None] + _box_area(gt_boxes)[None, :] - overlap)
+    pred_area, gt_area = (np.prod(boxes[:, 2:] - boxes[:, :2], axis=1) for boxes in (pred_boxes, gt_boxes))
+    iou = _ratio(overlap, np.add.outer(pred_area, gt_area) - overlap)
     _fill_polygon_pairs(iou, overlap, pred, gt)
-    _fill_flat_pairs(iou, pred, gt)
+    equal_to: dict[tuple[str, tuple[float, ...]], list[int]] = {}
+    for j, obj in enumerate(gt):
+        equal_to.setdefault((obj.kind, obj.coords), []).append(j)
+    for i, obj in enumerate(pred):
+        iou[i, equal_to.get((obj.kind, obj.coords), [])] = 1.0  # exactly, also without area
     return iou
-
-
-def _box_area(boxes: np.ndarray) -> np.ndarray:
-    """Areas `[n]` of `xyxy` boxes `[n, 4]`."""
-    return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
 
 
 def _box_overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -122,15 +122,6 @@ def _fill_polygon_pairs(iou: np.ndarray, box_overlap: np.ndarray, pred: Sequence
     b = np.array([gt_shapes[j] for j in cols.tolist()])
     overlap = shapely.area(shapely.intersection(a, b))
     iou[rows, cols] = np.clip(_ratio(overlap, shapely.area(a) + shapely.area(b) - overlap), 0.0, 1.0)
-
-
-def _fill_flat_pairs(iou: np.ndarray, pred: Sequence[Object], gt: Sequence[Object]) -> None:
-    """Set pairs of equal shapes to exactly 1, those without area included."""
-    positions: dict[tuple[str, tuple[float, ...]], list[int]] = {}
-    for j, obj in enumerate(gt):
-        positions.setdefault((obj.kind, obj.coords), []).append(j)
-    for i, obj in enumerate(pred):
-        iou[i, positions.get((obj.kind, obj.coords), [])] = 1.0
 
 
 def _valid_shape(obj: Object) -> shapely.Geometry:

@@ -19,21 +19,10 @@ from utils.policy_loss import PolicyRow, policy_tokens, token_weights
 from utils.targets import Segment
 
 if TYPE_CHECKING:
-    from utils.config.schema import Rlhf
+    from utils.config.rlhf import Rlhf
 
 EPSILON = 1e-4  # keeps a group whose rewards hardly differ from being scaled up to unit variance
 TOLERANCE = 1e-9  # rewards are sums of a few fractions: smaller differences are rounding
-
-
-@dataclass(frozen=True)
-class GroupAdvantages:
-    """Advantages float64 `[P, n]`, 0 for excluded answers, and which groups have a signal, bool `[P]`.
-
-    A group without signal (fewer than two answers left, or all with the same reward) has advantages of 0 throughout.
-    """
-
-    advantages: np.ndarray
-    has_signal: np.ndarray
 
 
 def group_advantages(
@@ -41,8 +30,11 @@ def group_advantages(
     valid: np.ndarray | None = None,
     scale_rewards: Literal["group", "batch", "none"] = "group",
     batch_std: float | None = None,
-) -> GroupAdvantages:
-    """Rewards relative to their group: `(r - mean) / (std + 1e-4)`.
+) -> np.ndarray:
+    """Rewards relative to their group, float64 `[P, n]`: `(r - mean) / (std + 1e-4)`.
+
+    0 for excluded answers, and throughout a group without signal (fewer than two answers left, or all with the same
+    reward).
 
     Args:
         rewards: float `[P, n]`, one row per prompt.
@@ -72,7 +64,7 @@ def group_advantages(
     elif scale_rewards == "batch":
         std = std_of(reward_moments(rewards, valid)) if batch_std is None else batch_std
         difference = difference / (std + EPSILON)
-    return GroupAdvantages(np.where(has_signal[:, None], difference, 0.0), has_signal)
+    return np.where(has_signal[:, None], difference, 0.0)
 
 
 def reward_moments(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
@@ -121,7 +113,7 @@ class WeightedAnswers:
 
 def has_signal(groups: Sequence[Group], reward_weights: np.ndarray) -> np.ndarray:
     """Mask of the groups that give a gradient, bool `[P]`."""
-    return group_advantages(*_totals(groups, reward_weights), "none").has_signal
+    return np.count_nonzero(group_advantages(*_totals(groups, reward_weights), "none"), axis=1) > 0
 
 
 def weight_answers(
@@ -132,11 +124,12 @@ def weight_answers(
     batch_std = None
     if settings.scale_rewards == "batch":
         batch_std = std_of(np.sum(ranks.gather(reward_moments(totals, valid)), axis=0))
-    found = group_advantages(totals, valid, settings.scale_rewards, batch_std)
+    advantages = group_advantages(totals, valid, settings.scale_rewards, batch_std)
     answers = [answer for group in groups for answer in group]
     lengths = np.array([answer.num_tokens * answer.is_valid for answer in answers])
     weights, parts = token_weights(lengths, settings.loss_type, settings.max_new_tokens)
-    return WeightedAnswers(answers, found.advantages.flatten(), weights, float(parts.sum()), found.has_signal)
+    with_signal = np.count_nonzero(advantages, axis=1) > 0
+    return WeightedAnswers(answers, advantages.flatten(), weights, float(parts.sum()), with_signal)
 
 
 def _totals(groups: Sequence[Group], reward_weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,11 +11,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from utils.targets import Segment
 
@@ -66,13 +68,9 @@ def choose_row(lengths: Sequence[int], cap: int) -> list[int]:
 
 
 def fill_rows(lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """All segments in rows of at most `cap` tokens, each row the fullest that contains the oldest segment left.
+    """Rows of at most `cap` tokens for all segments, each the fullest that contains the oldest segment left.
 
-    Args:
-        lengths: in order of arrival, tokens; each fits `cap`.
-
-    Returns:
-        Ascending indices of every row.
+    `lengths` (tokens, each fits `cap`) are in order of arrival. A row is given as ascending indices into them.
     """
     waiting, rows = list(range(len(lengths))), []
     while waiting:
@@ -91,16 +89,11 @@ def check_fits(segments: Sequence[Segment], cap: int) -> None:
 
 
 class CarryBuffer:
-    """One rank's segments that wait for a row (PCK-2, PCK-3, PCK-7).
-
-    Args:
-        cap: tokens in a row (`global_max_length`).
-        max_segments: segments held back after a row has left, at most (`training.packing_buffer`).
-    """
+    """One rank's segments that wait for a row (PCK-2, PCK-3, PCK-7)."""
 
     def __init__(self, cap: int, max_segments: int) -> None:
-        self.cap = cap
-        self.max_segments = max_segments
+        self.cap = cap  # tokens in a row (`global_max_length`)
+        self.max_segments = max_segments  # held back after a row has left, at most (`training.packing_buffer`)
         self._segments: list[Segment] = []
         self._lengths: deque[int] = deque(maxlen=MEAN_WINDOW)  # of the segments that arrived last
         self._arrivals: deque[int] = deque(maxlen=MEAN_WINDOW)  # segments per micro-step
@@ -196,15 +189,26 @@ def segments_to_state(segments: Sequence[Segment]) -> list[dict[str, Any]]:
 
 def segments_from_state(state: Sequence[dict[str, Any]]) -> list[Segment]:
     """The reverse of `segments_to_state`."""
-
-    def array_of(name: str, value: Any) -> Any:
-        return value.numpy() if isinstance(value, Tensor) and name not in IMAGE_FIELDS else value
-
-    return [Segment(**{name: array_of(name, value) for name, value in fields.items()}) for fields in state]
+    return [
+        Segment(**own | {key: v.numpy() for key, v in own.items() if isinstance(v, Tensor) and key not in IMAGE_FIELDS})
+        for own in state
+    ]
 
 
 @dataclass
-class Batch:
+class Movable:
+    """A dataclass of tensors, or of other such dataclasses, that moves as a whole."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
+        """The same content on `device`."""
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor | Movable)}
+        return dataclasses.replace(
+            self, **{name: value.to(device, non_blocking=non_blocking) for name, value in fields.items()}
+        )
+
+
+@dataclass
+class Batch(Movable):
     """One micro-step of one rank, as tensors.
 
     `coord_pos` and `text_pos` index the flattened [B * T] hidden states: the state that PREDICTS the token, the one
@@ -226,29 +230,27 @@ class Batch:
     sample_ids: list[str]  # the dummy is not named
     num_tokens: int  # without dummy and padding
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return dataclasses.replace(self, **moved)
-
     @property
     def num_labels(self) -> int:
         return len(self.coord_pos) + len(self.text_pos)
 
 
-def collate_packed(
+def collate(
     segments: Sequence[Segment],
     position_ids_fn: PositionIds,
     coord_ids: np.ndarray,
     dummy: Segment,
     digit_ids: np.ndarray = NO_IDS,
+    *,
+    is_packed: bool,
 ) -> Batch:
-    """Lay the segments end to end in one row [1, T] in which they cannot see each other (PCK-4).
+    """Turn segments into one checked batch.
+
+    Packed, they lie end to end in one row [1, T] in which they cannot see each other (PCK-4); otherwise the batch
+    [B, T] has one per line, padded on the right (PCK-6).
 
     Args:
-        segments: at most `global_max_length` tokens together; may be empty.
+        segments: in a packed row at most `global_max_length` tokens together; may be empty.
         position_ids_fn: `utils.learner.model.position_ids_for(model)`.
         coord_ids: int64[1000], vocabulary id of each bin's token (`TokenTable.coord_ids`).
         dummy: a few tokens with an image and no supervision (`utils.learner.model.dummy_segment(model)`), appended if
@@ -259,43 +261,58 @@ def collate_packed(
         ValueError: a supervised coordinate lies outside its segment's answer or is no coordinate token, or a supervised
             digit no digit (TGT-8), or a segment's images do not fit its tokens; the message names the sample.
     """
-    parts = _with_dummy(segments, dummy)
-    return _batch(
-        segments,
-        parts,
-        starts=np.cumsum([0, *map(len, parts[:-1])]).tolist(),
-        coord_ids=coord_ids,
-        digit_ids=digit_ids,
-        input_ids=torch.cat([_tokens(part) for part in parts])[None],
-        position_ids=torch.cat([_positions(part, position_ids_fn) for part in parts], dim=1)[:, None],
-        attention_mask=None,
+    has_image = any(segment.pixel_values is not None for segment in segments)
+    parts = list(segments) if has_image else [*segments, dummy]
+    tokens = [torch.from_numpy(part.input_ids) for part in parts]
+    positions = [_positions(part, position_ids_fn) for part in parts]
+    attention_mask = None
+    if is_packed:
+        starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
+        input_ids, position_ids = torch.cat(tokens)[None], torch.cat(positions, dim=1)[:, None]
+    else:
+        starts = [line * max(map(len, parts)) for line in range(len(parts))]
+        input_ids = pad_sequence(tokens, batch_first=True)
+        position_ids = pad_sequence([own.T for own in positions]).permute(2, 1, 0).contiguous()
+        attention_mask = pad_sequence([torch.ones_like(own) for own in tokens], batch_first=True)
+
+    def joined(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(part, name) for part in parts]))
+
+    def predictors(name: str) -> Tensor:
+        moved = [getattr(part, name) + start - 1 for part, start in zip(parts, starts, strict=True)]
+        return torch.from_numpy(np.concatenate(moved))
+
+    batch = Batch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        pixel_values=torch.cat([part.pixel_values for part in parts if part.pixel_values is not None]),
+        image_grid_thw=torch.cat([part.image_grid_thw for part in parts if part.image_grid_thw is not None]),
+        coord_pos=predictors("coord_index"),
+        coord_target=joined("coord_target"),
+        text_pos=predictors("text_index"),
+        text_label=joined("text_label"),
+        text_weight=joined("text_weight"),
+        coord_ids=torch.from_numpy(coord_ids),
+        cu_seqlens=torch.tensor([0, *map(len, parts)]).cumsum(0, dtype=torch.int32),
+        sample_ids=[segment.sample_id for segment in segments],
+        num_tokens=sum(map(len, segments)),
     )
+    check_row(batch, segments, starts, digit_ids)
+    return batch
 
 
-def collate_padded(
-    segments: Sequence[Segment],
-    position_ids_fn: PositionIds,
-    coord_ids: np.ndarray,
-    dummy: Segment,
-    digit_ids: np.ndarray = NO_IDS,
-) -> Batch:
-    """Collate the same segments as a right-padded batch [B, T], one per line (PCK-6). Arguments: `collate_packed`."""
-    parts = _with_dummy(segments, dummy)
-    length = max(map(len, parts))
+collate_packed = partial(collate, is_packed=True)
+collate_padded = partial(collate, is_packed=False)
 
-    def pad(values: Tensor) -> Tensor:
-        return torch.nn.functional.pad(values, (0, length - values.shape[-1]))
 
-    return _batch(
-        segments,
-        parts,
-        starts=[line * length for line in range(len(parts))],
-        coord_ids=coord_ids,
-        digit_ids=digit_ids,
-        input_ids=torch.stack([pad(_tokens(part)) for part in parts]),
-        position_ids=torch.stack([pad(_positions(part, position_ids_fn)) for part in parts], dim=1),
-        attention_mask=torch.stack([pad(torch.ones_like(_tokens(part))) for part in parts]),
-    )
+def _positions(part: Segment, position_ids_fn: PositionIds) -> Tensor:
+    try:
+        positions = position_ids_fn(torch.from_numpy(part.input_ids), part.image_grid_thw)
+    except ValueError as error:
+        raise ValueError(f"sample {part.sample_id}: {error}") from error
+    assert positions.shape == (4, len(part)), positions.shape
+    return positions
 
 
 def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int], digit_ids: np.ndarray = NO_IDS) -> None:
@@ -342,63 +359,3 @@ def denominators(batches: Iterable[Batch]) -> dict[str, float]:
         totals["text"] += float(batch.text_weight.double().sum())
         totals["coord"] += float(len(batch.coord_pos))
     return totals
-
-
-def _with_dummy(segments: Sequence[Segment], dummy: Segment) -> Sequence[Segment]:
-    return segments if any(segment.pixel_values is not None for segment in segments) else [*segments, dummy]
-
-
-def _tokens(part: Segment) -> Tensor:
-    return torch.from_numpy(part.input_ids)
-
-
-def _positions(part: Segment, position_ids_fn: PositionIds) -> Tensor:
-    try:
-        positions = position_ids_fn(_tokens(part), part.image_grid_thw)
-    except ValueError as error:
-        raise ValueError(f"sample {part.sample_id}: {error}") from error
-    assert positions.shape == (4, len(part)), positions.shape
-    return positions
-
-
-def _batch(
-    segments: Sequence[Segment],
-    parts: Sequence[Segment],
-    starts: Sequence[int],
-    coord_ids: np.ndarray,
-    digit_ids: np.ndarray,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    attention_mask: Tensor | None,
-) -> Batch:
-    """Join what both layouts share: images in order, labels moved to where their segment starts; then check the row.
-
-    Args:
-        parts: `segments`, with the dummy if they need it.
-    """
-
-    def joined(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(part, name) for part in parts]))
-
-    def predictors(name: str) -> Tensor:
-        moved = [getattr(part, name) + start - 1 for part, start in zip(parts, starts, strict=True)]
-        return torch.from_numpy(np.concatenate(moved))
-
-    batch = Batch(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        attention_mask=attention_mask,
-        pixel_values=torch.cat([part.pixel_values for part in parts if part.pixel_values is not None]),
-        image_grid_thw=torch.cat([part.image_grid_thw for part in parts if part.image_grid_thw is not None]),
-        coord_pos=predictors("coord_index"),
-        coord_target=joined("coord_target"),
-        text_pos=predictors("text_index"),
-        text_label=joined("text_label"),
-        text_weight=joined("text_weight"),
-        coord_ids=torch.from_numpy(coord_ids),
-        cu_seqlens=torch.tensor([0, *map(len, parts)]).cumsum(0, dtype=torch.int32),
-        sample_ids=[segment.sample_id for segment in segments],
-        num_tokens=sum(map(len, segments)),
-    )
-    check_row(batch, segments, starts, digit_ids)
-    return batch

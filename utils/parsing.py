@@ -25,7 +25,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -139,17 +138,9 @@ def cut_tokens(ids: list[int], ends: np.ndarray, cut: int, table: TokenTable) ->
 
 
 class _Scan:
-    """One pass over the bytes of an answer.
+    """One pass over the bytes of an answer, given the index and bin of each coordinate token.
 
-    Args:
-        coord_index, bins: index and bin of each coordinate token of the answer.
-
-    Attributes:
-        objects: the valid objects.
-        dropped: malformed objects by reason.
-        end: where the last complete object ends, 0 if there is none.
-        closed: the answer ended as it should.
-        opening: how the answer opens, where that may vary.
+    The public results are those of `ParsedAnswer`.
     """
 
     def __init__(
@@ -161,9 +152,9 @@ class _Scan:
         self.bins = bins
         self.objects: list[PredObject] = []
         self.dropped: Counter[str] = Counter()
-        self.end = 0
+        self.end = 0  # where the last complete object ends, 0 if there is none
         self.closed = False
-        self.opening = ""
+        self.opening = ""  # as the model wrote it, where that may vary
         self._rank = 0  # coordinate tokens before `self._pos`
         self._pos = 0  # everything before it has been read
         self._first_digits: list[int] = []  # per object, where coordinates are numbers
@@ -319,7 +310,8 @@ class _NumberScan(_Scan):
 def _make_object(desc: bytes, kind: bytes, coords: tuple[int, ...]) -> Object | str:
     """The object, or the reason why it is none."""
     try:
-        text = _unescape(desc) if b"\\" in desc else desc.decode()
+        text = json.loads(b'"%b"' % desc) if b"\\" in desc else desc.decode()
+        text.encode()  # fails for an escaped half of a surrogate pair
     except UnicodeError:
         return "bad_desc"
     if not text or text.isspace():
@@ -332,27 +324,15 @@ def _make_object(desc: bytes, kind: bytes, coords: tuple[int, ...]) -> Object | 
     return Object(text, "bbox_2d", coords) if x1 <= x2 and y1 <= y2 else "reversed_box"
 
 
-def _unescape(desc: bytes) -> str:
-    """The text of a JSON string with escapes. UnicodeError for bad UTF-8 or an escaped half of a surrogate pair."""
-    text: str = json.loads(b'"%b"' % desc)
-    text.encode()
-    return text
-
-
-class _Pairs(tuple[tuple[str, Any], ...]):
-    """A JSON object as its (key, value) pairs, duplicates included."""
-
-
 def _diagnose(raw: bytes, form: AnswerFormat) -> str:
     """Why a closed object is malformed. Coordinate tokens are read as NaN, which JSON itself does not have."""
     try:
         text = raw.replace(COORD_BYTE, b"NaN").decode()
-        pairs = json.loads(text, object_pairs_hook=_Pairs, parse_constant=lambda _: NUM_BINS)
+        pairs = json.loads(text, object_pairs_hook=list, parse_constant=lambda _: NUM_BINS)
     except (ValueError, RecursionError):
         return "bad_json"
-    keys = [key for key, _ in pairs]
     values = dict(pairs)
-    if len(values) < len(keys):
+    if len(values) < len(pairs):
         return "duplicate_key"
     if values.keys() - {form.desc_key, *form.kinds}:
         return "extra_key"

@@ -7,7 +7,6 @@ micro-steps of an optimizer step (PCK-5), so the gradient does not depend on how
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -19,17 +18,17 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from utils.losses import chunks_of
-from utils.packing import Batch
+from utils.packing import Batch, Movable
 from utils.targets import Segment
 
 if TYPE_CHECKING:
-    from utils.config.schema import Rlhf
+    from utils.config.rlhf import Rlhf
 
 LossType = Literal["grpo", "dapo", "dr_grpo"]
 
 
 @dataclass
-class PolicyTokens:
+class PolicyTokens(Movable):
     """Inputs of the objective for the N scored tokens, known before the forward pass; float32[N] unless noted."""
 
     sequence: Tensor  # int64[N], the token's answer in the batch, 0..S-1; an answer is never split over batches
@@ -40,11 +39,6 @@ class PolicyTokens:
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None  # under the reference policy; required unless `beta` is 0
     engine_logprob: Tensor | None = None  # as reported when the token was sampled; nan where not, None if nowhere
-
-    def to(self, device: torch.device | str) -> PolicyTokens:
-        """The same tokens on `device`."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return dataclasses.replace(self, **{name: value.to(device, non_blocking=True) for name, value in given.items()})
 
 
 @dataclass
@@ -86,11 +80,7 @@ def policy_segment(
     image_grid_thw: Tensor | None = None,
     policy_version: str | None = None,
 ) -> Segment:
-    """Prompt and sampled answer as a segment; every token of the answer is scored.
-
-    Args:
-        answer_ids: as generated, with the end token if the model ended the answer itself.
-    """
+    """Prompt and answer as a segment. All of the answer is scored, its end token too if the model generated one."""
     answer = np.array(answer_ids, dtype=np.int64)
     start = len(prompt_token_ids)
     return Segment(
@@ -245,9 +235,8 @@ def _log_ratio(log_ratio: Tensor, tokens: PolicyTokens, options: Rlhf) -> Tensor
     if options.importance_sampling_level == "token" or not len(log_ratio):
         return log_ratio
     size = int(tokens.sequence.max()) + 1
-    total = log_ratio.new_zeros(size).index_add(0, tokens.sequence, log_ratio)
-    count = log_ratio.new_zeros(size).index_add(0, tokens.sequence, torch.ones_like(log_ratio))
-    return (total / count.clamp(min=1))[tokens.sequence]
+    means = log_ratio.new_zeros(size).scatter_reduce(0, tokens.sequence, log_ratio, "mean", include_self=False)
+    return means[tokens.sequence]
 
 
 @dataclass
@@ -255,6 +244,3 @@ class PolicyRow(Batch):
     """A row of sampled answers; all its text labels are scored."""
 
     policy: PolicyTokens = field(kw_only=True)
-
-    def to(self, device: torch.device | str) -> PolicyRow:
-        return PolicyRow(**vars(super().to(device)) | {"policy": self.policy.to(device)})

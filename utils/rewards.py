@@ -47,15 +47,10 @@ _SUMMARY = re.compile(rf"<DOMAIN={_DOMAIN.pattern}>, <TASK=SUMMARY>\n\{{[^\n]*\}
 
 
 class Completion(str):
-    """An answer's text with its sampled tokens.
+    """An answer's text with its sampled tokens."""
 
-    Attributes:
-        token_ids: the generated ids before the stop token.
-        table: the tokenizer's table, for `parsed`; None if the tokenizer has no coordinate tokens.
-    """
-
-    token_ids: list[int]
-    table: TokenTable | None
+    token_ids: list[int]  # the generated ids before the stop token
+    table: TokenTable | None  # the tokenizer's, for `parsed`; None if the tokenizer has no coordinate tokens
 
     def __new__(cls, text: str, token_ids: Sequence[int] = (), table: TokenTable | None = None) -> Completion:
         completion = super().__new__(cls, text)
@@ -87,10 +82,6 @@ def _reward(*needs: str) -> Callable[[RewardFunction], RewardFunction]:
         return function
 
     return register
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# choosing and calling
 
 
 def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, RewardFunction]:
@@ -172,10 +163,6 @@ def score(completion: Completion, sample: Sample, rewards: dict[str, RewardFunct
             raise RewardError(f"{where}: returned {value!r}; it must return a number in [0, 1]")
         values.append(float(value))
     return np.array(values)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# summaries
 
 
 @_reward()
@@ -282,10 +269,6 @@ def _recall(completion: str, sample: Sample, part_of: Callable[[KeyPath], KeyPat
     wanted = {part_of(path) for path, _ in _leaves(sample.extra["summary"])} - {()}
     found = {part_of(path) for path, _ in body[0]}
     return len(wanted & found) / len(wanted) if wanted else 1.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# detection
 
 
 @_reward()

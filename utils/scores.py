@@ -44,8 +44,6 @@ def count_sample(
 
 def count_duplicates(objects: Sequence[Object], iou_threshold: float = 0.9) -> int:
     """Number of objects that repeat an earlier one of the same answer: same label, nearly the same place."""
-    if len(objects) < 2:
-        return 0
     iou = np.triu(iou_matrix(objects, objects), k=1)
     earlier, later = np.nonzero(iou >= iou_threshold)
     return len({int(j) for i, j in zip(earlier, later, strict=True) if label_of(objects[i]) == label_of(objects[j])})

@@ -203,24 +203,17 @@ def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: Token
 
 
 class _Labels:
-    """Labels of one answer by token position, set step by step; later steps win over earlier ones.
-
-    Attributes:
-        coord_target: float64 `[n]`, nan where there is no label.
-        text_label: int64 `[n]`, -1 where there is no label.
-        text_weight: float64 `[n]`.
-        in_number: bool `[n]`, the label belongs to a coordinate that is a number.
-    """
+    """Labels of one answer by token position, set step by step; later steps win over earlier ones."""
 
     def __init__(self, ids: np.ndarray, table: TokenTable, options: TargetOptions) -> None:
         self.ids = ids
         self.table = table
         self.options = options
         self.is_coord = table.coord_bin[ids] >= 0
-        self.coord_target = np.full(len(ids), np.nan)
-        self.text_label = np.full(len(ids), -1, dtype=np.int64)
+        self.coord_target = np.full(len(ids), np.nan)  # nan where there is no label
+        self.text_label = np.full(len(ids), -1, dtype=np.int64)  # -1 where there is no label
         self.text_weight = np.ones(len(ids))
-        self.in_number = np.zeros(len(ids), dtype=bool)
+        self.in_number = np.zeros(len(ids), dtype=bool)  # the label belongs to a coordinate that is a number
 
     def add_appended(self, start: int) -> None:
         """Supervise every token from `start` on with itself."""
@@ -276,8 +269,11 @@ class _Labels:
             first = int(np.searchsorted(ends, value.start - value.is_desc, side="right"))
             token_start = int(ends[first - 1]) if first else 0
             if first > taken and token_start >= wrong_end:
-                contexts = (max(context, data.rfind(COORD_BYTE, 0, value.start) + 1), token_start)
-                tokens, touches = _in_place(data, value, right, contexts, token_start, self.table)
+                found = None
+                for begin in (max(context, data.rfind(COORD_BYTE, 0, value.start) + 1), token_start):
+                    before = data[begin : value.start]
+                    found = found or _retokenized(before, token_start - begin, value.text, right, self.table)
+                tokens, touches = found or ([], [])
                 taken = max(taken, self._learn(first, tokens, touches, value.is_desc))
             if data[value.start : value.end] != value.text.encode():
                 wrong_end = value.end
@@ -345,37 +341,22 @@ class _Value:
     is_desc: bool
 
 
-def _in_place(
-    data: bytes, value: _Value, right: bytes, contexts: Sequence[int], token_start: int, table: TokenTable
-) -> tuple[list[int], list[bool]]:
-    """Tokens of a value's correct text in the place of the generated one.
-
-    Tokens depend on the text around them (`"red` may be one token), so the text is encoded together with the generated
-    text from the start of the object, or from the coordinate before, to a little after the value. If that has no token
-    border at `token_start`, the text is encoded from there.
-
-    Args:
-        right: the text after the value.
-        contexts: where to encode from, the best first.
-        token_start: where the generated token begins that holds the value's first byte (or its opening quote).
-
-    Returns:
-        The ids from `token_start` up to the one that ends the value, and for each, whether it holds text of the value
-        or ends it. No ids if the text before the value is not valid Unicode.
-    """
-    for begin in contexts:
-        found = _retokenized(data[begin : value.start], token_start - begin, value.text, right, table)
-        if found is not None:
-            return found
-    return [], []
-
-
 @lru_cache(maxsize=1 << 16)  # the same few texts occur in every answer
 def _retokenized(
     before: bytes, skip: int, value: str, right: bytes, table: TokenTable
 ) -> tuple[list[int], list[bool]] | None:
-    """Tokens of `before + value + right` from byte `skip` as `_in_place` returns them; None if no token begins at
-    `skip` or `before` is not valid Unicode."""
+    """Tokens of a value's correct text between the generated text `before` and the text `right` after it.
+
+    Tokens depend on the text around them (`"red` may be one token), so `before` should begin with the object, or at the
+    coordinate before. If that has no token border at `skip`, it has to begin there.
+
+    Args:
+        skip: the byte of `before` where the generated token begins that holds the value's first byte (or its quote).
+
+    Returns:
+        The ids from `skip` up to the one that ends the value, and for each, whether it holds text of the value or ends
+        it. None if no token begins at `skip` or `before` is not valid Unicode.
+    """
     try:
         text = before.decode() + value + right.decode()
     except UnicodeDecodeError:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 _COORD_TEXT = re.compile(r"<\|coord_(0|[1-9]\d{0,2})\|>")
 _DIGIT = re.compile(rb"[0-9]")
+# GPT-2's map from vocabulary characters to bytes: printable bytes stand for themselves, the rest follow at 256.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_MOVED = sorted(set(range(256)) - set(_PRINTABLE))
+_BYTE_OF_CHAR = {byte: byte for byte in _PRINTABLE} | {256 + i: byte for i, byte in enumerate(_MOVED)}
 
 
 class TokenTable:
@@ -157,13 +161,3 @@ def _vocabulary_bytes(vocab: dict[str, int], added: dict[int, Any]) -> list[byte
     for token, entry in added.items():
         bytes_of[token] = entry.content.encode()
     return bytes_of
-
-
-def _byte_alphabet() -> dict[int, int]:
-    """GPT-2's map from vocabulary characters to bytes: printable bytes stand for themselves, the rest follow at 256."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in set(plain)]
-    return {byte: byte for byte in plain} | {256 + i: byte for i, byte in enumerate(moved)}
-
-
-_BYTE_OF_CHAR = _byte_alphabet()

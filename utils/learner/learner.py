@@ -61,12 +61,7 @@ class _RowLoss(NamedTuple):
 
 
 class Learner:
-    """A model, its adapters and its optimizer under DeepSpeed; knows nothing about rollouts.
-
-    Attributes:
-        model: the transformers or PEFT model, which weight sync and checkpoints read.
-        engine: the DeepSpeed engine around `RowModel(model)`.
-    """
+    """A model, its adapters and its optimizer under DeepSpeed; knows nothing about rollouts."""
 
     def __init__(self, cfg: Config, ranks: Ranks, num_steps: int) -> None:
         training = cfg.training
@@ -74,7 +69,7 @@ class Learner:
         model = load_model(cfg.model.path, cfg.model.dtype, cfg.model.attn_implementation)
         if training.fused_kernels:
             fuse_kernels(model)
-        self.model: nn.Module = apply_tuner(model, cfg.tuner)
+        self.model: nn.Module = apply_tuner(model, cfg.tuner)  # transformers' or PEFT's; sync and checkpoints read it
         if training.gradient_checkpointing:
             enable_gradient_checkpointing(self.model)
         groups = param_groups(self.model, training)

@@ -1,42 +1,28 @@
-"""Objectives of an optimizer step: stage 2's losses on targets, GRPO's on sampled answers. The learner knows neither.
+"""Objectives of an optimizer step: stage 2's losses on targets, GRPO's on sampled answers.
 
-An objective holds a few settings; everything that differs from row to row is in the batch.
+An objective holds a few settings; everything that differs from row to row is in the batch. All have these methods:
+    totals: this rank's part of the denominators of an optimizer step (PCK-5).
+    loss: a row's part of the step's loss, a float32 scalar, and detached numbers for `metrics`. It gets the final
+        hidden states `[B * T, D]`, the model's head (called as a module exactly `num_chunks` times), the row, and the
+        sum of `totals` over all ranks.
+    metrics: scalars for the log from the numbers of all micro-steps of all ranks; `total` is the step's loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from utils.config.schema import Losses, Rlhf
+from utils.config.rlhf import Rlhf
+from utils.config.schema import Losses
 from utils.losses import PARTS, loss_sums, total_loss
 from utils.packing import Batch, denominators
 from utils.policy_loss import PolicyRow, policy_loss, policy_metrics, policy_sums, token_logprobs
 
 Head = Callable[[Tensor], Tensor]
 Numbers = dict[str, Tensor]
-
-
-class Objective(Protocol):
-    def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """This rank's part of the denominators of an optimizer step (PCK-5)."""
-
-    def loss(
-        self, hidden: Tensor, head: Head, batch: Batch, totals: Mapping[str, float], num_chunks: int
-    ) -> tuple[Tensor, Numbers]:
-        """A row's part of the step's loss, a float32 scalar, and detached numbers for `metrics`.
-
-        Args:
-            hidden: [B * T, D] final hidden states.
-            head: the model's head, called as a module exactly `num_chunks` times.
-            totals: the sum of `totals` over all ranks.
-        """
-
-    def metrics(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
-        """Scalars for the log from the numbers of all micro-steps of all ranks; `total` is the step's loss."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +48,10 @@ class MatchingObjective:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """GRPO: the clipped policy gradient (GRP-6).
-
-    Attributes:
-        denominator: contribution of this rank's answers to the optimizer step's denominator (`token_weights`).
-    """
+    """GRPO: the clipped policy gradient (GRP-6)."""
 
     options: Rlhf
-    denominator: float
+    denominator: float  # contribution of this rank's answers to that of the optimizer step (`token_weights`)
     temperature: float = 1.0
 
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
@@ -90,6 +72,9 @@ class PolicyObjective:
         policy, penalty = summed.pop("policy") / denominator, summed.pop("weighted_kl") / denominator
         total = policy + self.options.beta * penalty
         return {"total": total, "policy": policy, **policy_metrics(summed), **maxima}
+
+
+Objective = MatchingObjective | PolicyObjective
 
 
 def text_logprobs(
