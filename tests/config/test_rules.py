@@ -230,7 +230,7 @@ def test_DAT_3_data_files_in_all_three_forms() -> None:
 
     def files(value: Any) -> list[tuple[str, float]]:
         return [
-            (file.path, file.weight) for file in build_config(edited(custom__train_jsonl=value)).custom.train_files()
+            (file.path, file.weight) for file in build_config(edited(custom__train_jsonl=value)).custom.train_jsonl
         ]
 
     assert files("a") == [("a", 1.0)]

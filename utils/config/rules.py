@@ -333,11 +333,6 @@ def _deepspeed_is_readable(cfg: Config) -> Found:
     yield from (("deepspeed", rule) for rule in read_deepspeed(cfg)[1])
 
 
-@_rule("deepspeed", "training", "model.dtype")
-def _deepspeed_agrees(cfg: Config) -> Found:
-    yield from (("deepspeed", rule) for rule in _contradictions(cfg, read_deepspeed(cfg)[0]))
-
-
 def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
     """Return the DeepSpeed JSON, or an empty one and why it cannot be used."""
     path = cfg.deepspeed_path()
@@ -351,9 +346,11 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
     return (raw, []) if isinstance(raw, dict) else ({}, [f"{path} must hold a JSON object; correct it"])
 
 
-def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
+@_rule("deepspeed", "training", "model.dtype")
+def _deepspeed_agrees(cfg: Config) -> Found:
     """Find settings the YAML owns that stand in the JSON with another value; equal values and "auto" are harmless."""
-    t, dtype, path = cfg.training, cfg.model.dtype, cfg.deepspeed_path()
+    raw, path = read_deepspeed(cfg)[0], cfg.deepspeed_path()
+    t, dtype = cfg.training, cfg.model.dtype
     owned = [
         ("train_micro_batch_size_per_gpu", "training.per_device_train_batch_size", t.per_device_train_batch_size),
         ("gradient_accumulation_steps", "training.gradient_accumulation_steps", t.gradient_accumulation_steps),
@@ -370,11 +367,13 @@ def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
             owned.append((f"{switch}.enabled", "model.dtype", dtype))
     for key, name, ours in owned:
         if (theirs := value_at(raw, parse_path(key))) not in (None, "auto", ours):
-            yield f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
+            rule = f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
+            yield "deepspeed", rule
     if raw.get("scheduler"):
-        yield f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON"
+        rule = f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON"
+        yield "deepspeed", rule
     if raw.get("sequence_parallel_size", 1) != 1:
-        yield f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
+        yield "deepspeed", f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
 
 
 # ---- the launch -----------------------------------------------------------------------------------------------------
@@ -398,15 +397,14 @@ def launch_problems(
     if cfg.training.fused_kernels and not (has_liger and has_cuda):
         missing = "CUDA devices" if has_liger else "the package liger-kernel (requirements-gpu.txt)"
         yield "training.fused_kernels", f"needs {missing}, which this machine does not have; set it to false"
-    yield from (("deepspeed", rule) for rule in deepspeed_problems(cfg, world_size))
+    yield from deepspeed_problems(cfg, world_size)
 
 
-def deepspeed_problems(cfg: Config, world_size: int) -> Iterator[str]:
+def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     """Find why the DeepSpeed JSON cannot be used by `world_size` learners."""
-    raw, problems = read_deepspeed(cfg)
-    yield from problems
-    yield from _contradictions(cfg, raw)
-    theirs, ours = raw.get("train_batch_size"), world_size * cfg.training.samples_per_rank
+    yield from _deepspeed_is_readable(cfg)
+    yield from _deepspeed_agrees(cfg)
+    theirs, ours = read_deepspeed(cfg)[0].get("train_batch_size"), world_size * cfg.training.samples_per_rank
     if theirs not in (None, "auto", ours):
         rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
-        yield f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"
+        yield "deepspeed", f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"
