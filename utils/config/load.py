@@ -111,17 +111,16 @@ def _resolve(path: Path, chain: tuple[Path, ...], problems: list[str]) -> tuple[
 def _read_mapping(path: Path, trail: str, problems: list[str]) -> dict[str, Any]:
     try:
         loaded = _own_copy(yaml.load(path.read_text(encoding="utf-8"), _Loader))
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        problems.append(f"{_shown(path)}: {reason}; reached by {trail}")
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{_shown(path)}: not valid YAML: {' '.join(str(error).split())}; reached by {trail}")
-    except RecursionError:
-        problems.append(f"{_shown(path)}: an anchor contains itself; reached by {trail}")
-    else:
         if loaded is None or isinstance(loaded, dict):
             return loaded or {}
-        problems.append(f"{_shown(path)}: must hold a mapping of keys, not {brief(loaded)}; reached by {trail}")
+        reason = f"must hold a mapping of keys, not {brief(loaded)}"
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = f"not valid YAML: {' '.join(str(error).split())}"
+    except RecursionError:
+        reason = "an anchor contains itself"
+    problems.append(f"{_shown(path)}: {reason}; reached by {trail}")
     return {}
 
 
@@ -209,8 +208,7 @@ def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
 def exit_with(error: ConfigError | str, is_main: bool = True) -> NoReturn:
     """Exit with status 2, after printing the problems on the main rank."""
     if is_main:
-        lines = error.problems if isinstance(error, ConfigError) else [error]
-        print(*lines, sep="\n", file=sys.stderr)
+        print(error, file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -95,8 +95,7 @@ def _trainable(name: str, shape: list[int], tuner: Tuner) -> int:
 
 
 def _is_saved_whole(name: str, tuner: Tuner) -> bool:
-    module = name.rsplit(".", 1)[0]
-    return tuner.type == "lora" and any(module.endswith(saved) for saved in tuner.modules_to_save)
+    return tuner.type == "lora" and name.rsplit(".", 1)[0].endswith(tuple(tuner.modules_to_save))
 
 
 def _is_frozen(name: str, tuner: Tuner) -> bool:

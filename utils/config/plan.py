@@ -67,11 +67,8 @@ class Plan:
 
 
 def make_plan(cfg: Config, world_size: int) -> Plan:
-    """Derive the plan for `world_size` learners.
-
-    Raises:
-        ConfigError: as `check_launch`, or too many learners for the rollout devices (DIS-2).
-    """
+    """Derive the plan for `world_size` learners. Raises `ConfigError` as `check_launch` does, and for more learners
+    than the rollout devices can serve (DIS-2)."""
     check_launch(cfg, world_size)
     engine, servers, training = engine_json(cfg, world_size), _servers(cfg), cfg.training
     chunk, num_samples = _chunk(cfg, servers, world_size), _samples_per_epoch(cfg)
@@ -156,9 +153,6 @@ def _samples_per_epoch(cfg: Config) -> int | None:
     return total
 
 
-# ---- printing -------------------------------------------------------------------------------------------------------
-
-
 def format_plan(plan: Plan) -> str:
     """Format the plan, one fact per line, each after a `#` so that the text can follow the resolved YAML."""
     lines = [("learners", f"{plan.world_size}, ZeRO-{plan.zero_stage}")]
@@ -194,9 +188,6 @@ def _known(value: object, missing: str = "") -> str:
 def _format_memory(memory: dict[str, int]) -> str:
     parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in memory.items())
     return f"about {sum(memory.values()) / GIB:.2f} GiB ({parts})"
-
-
-# ---- devices and commands -------------------------------------------------------------------------------------------
 
 
 def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:

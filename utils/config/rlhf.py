@@ -46,9 +46,7 @@ class Rlhf(Section):
     epsilon: float = key(0.2, "ratios are clipped below at 1 - epsilon", gt=0, le=1)
     epsilon_high: PositiveFloat | None = key(None, "and above at 1 + epsilon_high; null: epsilon")
     importance_sampling_level: Literal["token", "sequence"] = key("token", "ratio per token, or geometric mean (GSPO)")
-    importance_correction_cap: PositiveFloat | None = key(
-        2.0, "largest weight that corrects for the engine's own probabilities; null: no correction"
-    )
+    importance_correction_cap: PositiveFloat | None = key(2.0, "largest engine-mismatch correction; null: none")
     beta: NonNegative = key(0.0, "weight of the KL penalty to the starting policy; 0: no reference")
 
     @property

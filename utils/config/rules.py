@@ -86,18 +86,17 @@ def _server_form(cfg: Config) -> Found:
     if paired == (server.servers is not None):
         both = "servers and base_url/group_port are both given" if paired else "neither servers nor base_url is given"
         yield path, f"{both}; give exactly one: servers, or base_url with group_port"
-        return
-    if paired and (server.base_url is None or server.group_port is None):
+    elif paired and (server.base_url is None or server.group_port is None):
         yield path, "base_url and group_port belong together; give both"
-        return
-    try:
-        addresses = server.addresses()
-    except ValueError as error:
-        yield f"{path}.group_port", str(error)
-        return
-    if not addresses:
-        yield f"{path}.{'base_url' if paired else 'servers'}", "must not be empty; name at least one server"
-    yield from _address_problems(addresses, path, paired)
+    else:
+        try:
+            addresses = server.addresses()
+        except ValueError as error:
+            yield f"{path}.group_port", str(error)
+            return
+        if not addresses:
+            yield f"{path}.{'base_url' if paired else 'servers'}", "must not be empty; name at least one server"
+        yield from _address_problems(addresses, path, paired)
 
 
 def _address_problems(addresses: list[ServerAddress], path: str, paired: bool) -> Found:
@@ -171,10 +170,9 @@ _ENGINE_KEYS = {"model": "model.path", "dtype": "model.dtype", "seed": "training
 
 @_rule(RS)
 def _engine_kwargs(cfg: Config) -> Found:
-    for path, settings in _server_settings(cfg):
-        if path != RS and "vllm_engine_kwargs" not in cfg.rs.servers[int(path.rsplit("[", 1)[1][:-1])].model_fields_set:
-            continue  # inherited from the common settings, reported there
-        for key, value in settings.vllm_engine_kwargs.items():
+    sections = [cfg.rs, *cfg.rs.servers] if cfg.rs else []
+    for (path, _), section in zip(_server_settings(cfg), sections, strict=False):
+        for key, value in section.vllm_engine_kwargs.items():  # of an override its own, not those it inherits
             here = f"{path}.vllm_engine_kwargs.{key}"
             if key in _ENGINE_KEYS:
                 yield here, f"has a key of its own; use {_ENGINE_KEYS[key]}"
@@ -211,7 +209,7 @@ def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
         if prefetch.version_window:
             yield f"{RM}.async.version_window", f"needs {RM}.async.enabled: true; set it, or version_window: 0"
         return
-    if not cfg.servers():
+    if not cfg.connection:
         yield f"{RM}.async.enabled", f"prefetch needs rollout servers; use {RM}.vllm.mode: server, or set it to false"
     if prefetch.on_sync == "keep" and cfg.sync_mode() == "adapter":
         yield f"{RM}.async.on_sync", "an adapter sync cannot keep requests; use wait, abort or full sync"
@@ -374,9 +372,6 @@ def _deepspeed_agrees(cfg: Config) -> Found:
         yield "deepspeed", rule
     if raw.get("sequence_parallel_size", 1) != 1:
         yield "deepspeed", f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
-
-
-# ---- the launch -----------------------------------------------------------------------------------------------------
 
 
 def launch_problems(

@@ -80,9 +80,6 @@ def _as_data_files(value: Any) -> Any:
 DataFiles = Annotated[list[DataFile], BeforeValidator(_as_data_files)]
 
 
-# ---- custom.extra.rollout_matching ----------------------------------------------------------------------------------
-
-
 class Matching(Section):
     """Which predicted objects match the ground truth."""
 
@@ -178,9 +175,6 @@ class Custom(Section):
     )
     val_jsonl: DataFiles | None = key(None, "held-out data for evaluation, same forms", min_length=1)
     extra: Extra = Field(default_factory=Extra)
-
-
-# ---- training, top level --------------------------------------------------------------------------------------------
 
 
 class Collapse(Section):

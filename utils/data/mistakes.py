@@ -82,7 +82,7 @@ class ProblemCounts:
 def report_skipped(skipped: Iterable[BadLine], run_dir: str | os.PathLike) -> str:
     """Write one row per bad line to `skipped.jsonl` in the run directory; the file is empty where there is none.
 
-    Returns a text for the user, with a line break at its end: counts by class. Empty where nothing was skipped.
+    Returns the text for the user, counts by class with the first lines, and a line break; "" if nothing was skipped.
     """
     target = Path(run_dir) / SKIPPED_FILE
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -53,9 +53,12 @@ def render_prompt(processor_or_tokenizer: Any, chat_messages: Sequence[dict[str,
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Return the content as parts `{"type": "text", "text": str}` and `{"type": "image"}`, without image payloads."""
+    """Return the content as parts `{"type": "text", "text": str}` and `{"type": "image"}`, without image payloads.
+
+    Text is split at `<image>`: "a<image>b" becomes text a, image, text b.
+    """
     if isinstance(content, str):
-        return _split_markers(content)
+        content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise ValueError(f"message content must be a string or a list of parts, not {type(content).__name__}")
     parts: list[dict[str, Any]] = []
@@ -64,13 +67,8 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         if kind in ("image", "image_url"):
             parts.append({"type": "image"})
         elif kind == "text" and isinstance(part.get("text"), str):
-            parts.extend(_split_markers(part["text"]))
+            for piece in filter(None, re.split(f"({IMAGE_MARKER})", part["text"])):
+                parts.append({"type": "image"} if piece == IMAGE_MARKER else {"type": "text", "text": piece})
         else:
             raise ValueError(f"message part {part!r} is neither text nor image")
     return parts
-
-
-def _split_markers(text: str) -> list[dict[str, Any]]:
-    """Split text at `<image>`: "a<image>b" becomes text a, image, text b."""
-    pieces = filter(None, re.split(f"({IMAGE_MARKER})", text))
-    return [{"type": "image"} if piece == IMAGE_MARKER else {"type": "text", "text": piece} for piece in pieces]

@@ -47,7 +47,16 @@ class SampleStream:
 
     def next(self, n: int) -> list[Sample]:
         """This rank's next `n` samples."""
-        return [self._draw() for _ in range(n)]
+        samples = []
+        for _ in range(n):
+            while self.position >= self._epoch_start + len(self._order):
+                self._epoch_start += len(self._order)
+                self._epoch += 1
+                self._order = self.epoch_order(self._epoch)
+            file, index = self._order[self.position - self._epoch_start]
+            samples.append(self.datasets[file][index])
+            self._num_drawn += 1
+        return samples
 
     def state_dict(self, num_undone: int = 0) -> dict[str, Any]:
         """State for a resumed run, as if this rank had drawn `num_undone` samples fewer; equal on all ranks when all
@@ -82,12 +91,3 @@ class SampleStream:
 
     def _fingerprint(self) -> dict[str, Any]:
         return {"sizes": [len(d) for d in self.datasets], "weights": list(self.weights), "seed": self.seed}
-
-    def _draw(self) -> Sample:
-        while self.position >= self._epoch_start + len(self._order):
-            self._epoch_start += len(self._order)
-            self._epoch += 1
-            self._order = self.epoch_order(self._epoch)
-        file, index = self._order[self.position - self._epoch_start]
-        self._num_drawn += 1
-        return self.datasets[file][index]
