@@ -86,7 +86,7 @@ def trl_job(cfg: Config, steps: int, seed: int) -> dict[str, Any]:
     targets = adapter_targets(load_model(cfg.model.path, "float32"), tuner)
     return {
         "model": cfg.model.path,
-        "train_jsonl": cfg.custom.train_files()[0].path,
+        "train_jsonl": cfg.custom.train_jsonl[0].path,
         "prompt": cfg.data.prompt,
         "steps": steps,
         "seed": seed,

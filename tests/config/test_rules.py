@@ -56,6 +56,13 @@ def test_CFG_7_mistakes(keys: dict[str, Any], message: str) -> None:
     assert message in only_problem(server(**keys))
 
 
+def test_CFG_7_mistakes_are_reported_with_prefetch_on() -> None:
+    """CFG-7: a rule that needs to know if there are servers does not trip over those that cannot be paired."""
+    config = server(base_url=["http://a", "http://b"], group_port=[1])
+    config["custom"]["extra"]["rollout_matching"]["async"] = {"enabled": True}
+    assert "2 base_urls cannot pair with 1 group_ports" in only_problem(config)
+
+
 def test_CFG_7_server_mode_without_servers() -> None:
     """CFG-7."""
     assert "is required by mode: server" in only_problem(edited(RM__vllm={"mode": "server"}))
@@ -229,9 +236,7 @@ def test_DAT_3_data_files_in_all_three_forms() -> None:
     """DAT-3."""
 
     def files(value: Any) -> list[tuple[str, float]]:
-        return [
-            (file.path, file.weight) for file in build_config(edited(custom__train_jsonl=value)).custom.train_files()
-        ]
+        return [(file.path, file.weight) for file in build_config(edited(custom__train_jsonl=value)).custom.train_jsonl]
 
     assert files("a") == [("a", 1.0)]
     assert files(["a", "b"]) == [("a", 1.0), ("b", 1.0)]

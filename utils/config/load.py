@@ -8,8 +8,9 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,11 +69,8 @@ for _tag, _pattern, _first in (
         _resolvers.append((f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z")))
 
 
-def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(node.value)  # YAML 1.1 would read 010 as 8
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+# YAML 1.1 would read 010 as 8.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 def resolve_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Keys, str]]:
@@ -106,25 +104,23 @@ def _resolve(path: Path, chain: tuple[Path, ...], problems: list[str]) -> tuple[
     data, origin = {}, {}
     for parent in parents:
         _merge(data, origin, *_resolve(path.parent / parent, (*chain, path), problems))
-    own_origin = dict.fromkeys(_all_keys(own), _shown(path))
-    _merge(data, origin, own, own_origin)
+    _merge(data, origin, own, defaultdict(lambda: _shown(path)))
     return data, origin
 
 
 def _read_mapping(path: Path, trail: str, problems: list[str]) -> dict[str, Any]:
     try:
         loaded = _own_copy(yaml.load(path.read_text(encoding="utf-8"), _Loader))
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        problems.append(f"{_shown(path)}: {reason}; reached by {trail}")
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{_shown(path)}: not valid YAML: {' '.join(str(error).split())}; reached by {trail}")
-    except RecursionError:
-        problems.append(f"{_shown(path)}: an anchor contains itself; reached by {trail}")
-    else:
         if loaded is None or isinstance(loaded, dict):
             return loaded or {}
-        problems.append(f"{_shown(path)}: must hold a mapping of keys, not {brief(loaded)}; reached by {trail}")
+        reason = f"must hold a mapping of keys, not {brief(loaded)}"
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = f"not valid YAML: {' '.join(str(error).split())}"
+    except RecursionError:
+        reason = "an anchor contains itself"
+    problems.append(f"{_shown(path)}: {reason}; reached by {trail}")
     return {}
 
 
@@ -142,17 +138,9 @@ def _merge(base: dict, base_origin: dict[Keys, str], over: dict, over_origin: di
             for stale in [keys for keys in base_origin if keys[: len(here)] == here]:
                 del base_origin[stale]
             base[key] = {} if isinstance(value, dict) else value
-        if here in over_origin:
-            base_origin[here] = over_origin[here]
+        base_origin[here] = over_origin[here]
         if isinstance(value, dict):
             _merge(base[key], base_origin, value, over_origin, here)
-
-
-def _all_keys(data: dict, at: Keys = ()) -> Iterator[Keys]:
-    for key, value in data.items():
-        yield (*at, key)
-        if isinstance(value, dict):
-            yield from _all_keys(value, (*at, key))
 
 
 def _shown(path: Path) -> str:
@@ -171,16 +159,14 @@ class Origin:
     data: dict[str, Any]
     files: dict[Keys, str] = field(default_factory=dict)
 
-    def file_of(self, keys: Keys) -> str:
-        """Return the file that set `keys`, or the nearest section around it."""
-        return next((self.files[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.files), self.file)
-
     def problem(self, path: str | Keys, rule: str, value: Any = _ABSENT) -> str:
         """Return `FILE: field.path=value: the rule; what to do`, with the value in the file if it has one."""
         keys = parse_path(path) if isinstance(path, str) else path
         value = value_at(self.data, keys, value)
         shown = dotted(keys) if value is _ABSENT else f"{dotted(keys)}={brief(value)}"
-        return f"{self.file_of(keys)}: {shown}: {rule}"
+        # The file that set the key, or the nearest section around it.
+        file = next((self.files[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.files), self.file)
+        return f"{file}: {shown}: {rule}"
 
 
 def problem(cfg: Config, path: str, rule: str) -> str:
@@ -206,11 +192,7 @@ def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
 
 
 def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
-    """Validate a resolved mapping.
-
-    Raises:
-        ConfigError: with all problems, fields first, then rules between them.
-    """
+    """Validate a resolved mapping. Raises `ConfigError` with all problems: fields first, then rules between them."""
     origin = origin or Origin("config", data)
     cfg, bad, problems = _check_fields(data, origin)
     cfg._origin = origin
@@ -226,8 +208,7 @@ def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
 def exit_with(error: ConfigError | str, is_main: bool = True) -> NoReturn:
     """Exit with status 2, after printing the problems on the main rank."""
     if is_main:
-        lines = error.problems if isinstance(error, ConfigError) else [error]
-        print(*lines, sep="\n", file=sys.stderr)
+        print(error, file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -245,11 +226,8 @@ def require_variant(cfg: Config, variant: str, script: str) -> None:
 
 
 def check_launch(cfg: Config, world_size: int, **machine: bool) -> None:
-    """Check that `world_size` learners can run `cfg`, on the `machine` that `launch_problems` describes.
-
-    Raises:
-        ConfigError: with all problems, those of the DeepSpeed JSON included.
-    """
+    """Check that `world_size` learners can run `cfg`, on the `machine` that `launch_problems` describes. Raises
+    `ConfigError` with all problems, those of the DeepSpeed JSON included."""
     if found := [problem(cfg, path, rule) for path, rule in launch_problems(cfg, world_size, **machine)]:
         raise ConfigError(found)
 
@@ -377,15 +355,12 @@ def _unknown_key(keys: Keys) -> str:
 
 def _set_aside(data: dict[str, Any], keys: Keys) -> None:
     """Remove a wrong value so that its default applies; a required field gets the schema's example."""
-    first_index = next((n for n, key in enumerate(keys) if isinstance(key, int)), len(keys))
-    keys = keys[:first_index]  # an entry cannot leave its list without renaming the others: the whole list goes
+    # An entry cannot leave its list without renaming the others: the whole list goes.
+    keys = tuple(takewhile(lambda key: isinstance(key, str), keys))
     parent, found = value_at(data, keys[:-1], {}), _field_at(keys)
     parent.pop(keys[-1], None)
     if found is not None and found.is_required():
         parent[keys[-1]] = {} if not found.examples else found.examples[0]
-
-
-# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
 def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
@@ -395,7 +370,7 @@ def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
     Raises:
         ConfigError: the JSON is unreadable or contradicts the YAML, `train_batch_size` for `world_size` included.
     """
-    if found := [problem(cfg, "deepspeed", rule) for rule in deepspeed_problems(cfg, world_size)]:
+    if found := [problem(cfg, path, rule) for path, rule in deepspeed_problems(cfg, world_size)]:
         raise ConfigError(found)
     raw, training = read_deepspeed(cfg)[0], cfg.training
     knobs = {key: value for key, value in raw.items() if key not in ("optimizer", "scheduler", "bf16", "fp16")}

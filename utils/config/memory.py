@@ -40,6 +40,13 @@ class CacheSize:
     num_tokens: int  # that the engine can hold
     max_model_len: int
 
+    def __str__(self) -> str:
+        if self.num_bytes <= 0:
+            return f"none: a device of {DEVICE_GIB} GiB cannot even hold the weights; use more devices per engine"
+        responses = f"{self.num_tokens // self.max_model_len} of {self.max_model_len}" if self.max_model_len else "any"
+        left = f"at most {self.num_bytes / GIB:.2f} GiB are left on one of {DEVICE_GIB} GiB"
+        return f"{left}; an engine holds {self.num_tokens:,} tokens ({responses})"
+
 
 def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
     """Count parameters from the headers of the checkpoint's safetensors files; without those, from its `config.json`
@@ -80,18 +87,15 @@ def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
 
 def _trainable(name: str, shape: list[int], tuner: Tuner) -> int:
     """Number of trainable parameters for a tensor: itself, its adapter (A, B and DoRA's magnitudes), or none."""
-    if _is_saved_whole(name, tuner):
+    if _is_saved_whole(name, tuner) or tuner.type == "full" and not _is_frozen(name, tuner):
         return prod(shape)
-    if tuner.type == "full":
-        return 0 if _is_frozen(name, tuner) else prod(shape)
     if not _is_adapted(name, shape, tuner):
         return 0
     return tuner.rank * sum(shape) + (shape[0] if tuner.use_dora else 0)
 
 
 def _is_saved_whole(name: str, tuner: Tuner) -> bool:
-    module = name.rsplit(".", 1)[0]
-    return tuner.type == "lora" and any(module.endswith(saved) for saved in tuner.modules_to_save)
+    return tuner.type == "lora" and name.rsplit(".", 1)[0].endswith(tuple(tuner.modules_to_save))
 
 
 def _is_frozen(name: str, tuner: Tuner) -> bool:
@@ -153,20 +157,17 @@ def _row_tokens(cfg: Config) -> int:
 def _activations(cfg: Config, bytes_each: int) -> int:
     """Language model only: 17 values per token, layer and hidden unit; with checkpointing one, and one layer in full.
 
-    DoRA keeps two more outputs of each linear layer, which its magnitude multiplies.
+    DoRA keeps two more outputs of each linear layer (q, k, v, o; gate, up, down), which its magnitude multiplies.
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2 without attention scores: 34 bytes at 2 per value.
     """
     text = _text_config(cfg)
     hidden, layers = text.get("hidden_size", 0), text.get("num_hidden_layers", 0)
-    per_layer = 17 * hidden + (2 * _linear_outputs(text) if cfg.tuner.use_dora and not cfg.tuner.freeze_llm else 0)
+    per_layer = 17 * hidden
+    if cfg.tuner.use_dora and not cfg.tuner.freeze_llm:
+        heads, kv_heads, head_dim = _heads(text)
+        per_layer += 2 * ((heads + 2 * kv_heads) * head_dim + 2 * hidden + 2 * text.get("intermediate_size", 0))
     values = hidden * layers + per_layer if cfg.training.gradient_checkpointing else per_layer * layers
     return _row_tokens(cfg) * values * bytes_each
-
-
-def _linear_outputs(text: dict[str, Any]) -> int:
-    """Outputs per token of the linear layers of one transformer layer: q, k, v, o; gate, up, down."""
-    heads, kv_heads, head_dim = _heads(text)
-    return (heads + 2 * kv_heads) * head_dim + 2 * text.get("hidden_size", 0) + 2 * text.get("intermediate_size", 0)
 
 
 def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
@@ -184,10 +185,8 @@ def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
     max_model_len, num_devices, _ = engine
     weights = size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices if num_devices else 0
     # An engine over t devices holds t times the responses (CFG-11), so the cache per device does not depend on t.
-    return {
-        "weights": weights,
-        "keys and values": _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size,
-    }
+    cache = _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size
+    return {"weights": weights, "keys and values": cache}
 
 
 def cache_size(cfg: Config, size: ModelSize) -> CacheSize | None:

@@ -10,16 +10,7 @@ from pathlib import Path
 
 from utils.capacity import check_capacity, chunk_size
 from utils.config.load import ConfigError, check_launch, dump_yaml, engine_json, exit_with, problem
-from utils.config.memory import (
-    DEVICE_GIB,
-    GIB,
-    CacheSize,
-    ModelSize,
-    cache_size,
-    learner_memory,
-    model_size,
-    rollout_memory,
-)
+from utils.config.memory import GIB, CacheSize, ModelSize, cache_size, learner_memory, model_size, rollout_memory
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, SCRIPTS, Config
 
@@ -76,11 +67,8 @@ class Plan:
 
 
 def make_plan(cfg: Config, world_size: int) -> Plan:
-    """Derive the plan for `world_size` learners.
-
-    Raises:
-        ConfigError: as `check_launch`, or too many learners for the rollout devices (DIS-2).
-    """
+    """Derive the plan for `world_size` learners. Raises `ConfigError` as `check_launch` does, and for more learners
+    than the rollout devices can serve (DIS-2)."""
     check_launch(cfg, world_size)
     engine, servers, training = engine_json(cfg, world_size), _servers(cfg), cfg.training
     chunk, num_samples = _chunk(cfg, servers, world_size), _samples_per_epoch(cfg)
@@ -156,16 +144,13 @@ def _chunk(cfg: Config, servers: list[ServerPlan], world_size: int) -> int | Non
 def _samples_per_epoch(cfg: Config) -> int | None:
     """Lines of the training files, each file times its weight; None if one cannot be read."""
     total = 0
-    for file in cfg.custom.train_files():
+    for file in cfg.custom.train_jsonl:
         try:
             with open(file.path, "rb") as lines:
                 total += int(Fraction(str(file.weight)) * sum(1 for line in lines if line.strip()))
         except OSError:
             return None
     return total
-
-
-# ---- printing -------------------------------------------------------------------------------------------------------
 
 
 def format_plan(plan: Plan) -> str:
@@ -192,7 +177,7 @@ def format_plan(plan: Plan) -> str:
     for name, memory in (("learner memory", plan.learner_memory), ("rollout memory", plan.rollout_memory)):
         lines.append((f"{name} per device", _known(memory and _format_memory(memory), " (model.path)")))
     if plan.cache:
-        lines.append(("rollout cache per device", _format_cache(plan.cache)))
+        lines.append(("rollout cache per device", str(plan.cache)))
     return "\n".join(["# plan", *(f"# {name + ':':<34}{text}" for name, text in lines)]) + "\n"
 
 
@@ -203,17 +188,6 @@ def _known(value: object, missing: str = "") -> str:
 def _format_memory(memory: dict[str, int]) -> str:
     parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in memory.items())
     return f"about {sum(memory.values()) / GIB:.2f} GiB ({parts})"
-
-
-def _format_cache(cache: CacheSize) -> str:
-    if cache.num_bytes <= 0:
-        return f"none: a device of {DEVICE_GIB} GiB cannot even hold the weights; use more devices per engine"
-    responses = f"{cache.num_tokens // cache.max_model_len} of {cache.max_model_len}" if cache.max_model_len else "any"
-    left = f"at most {cache.num_bytes / GIB:.2f} GiB are left on one of {DEVICE_GIB} GiB"
-    return f"{left}; an engine holds {cache.num_tokens:,} tokens ({responses})"
-
-
-# ---- devices and commands -------------------------------------------------------------------------------------------
 
 
 def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:

@@ -33,14 +33,10 @@ class Rlhf(Section):
     max_new_tokens: PositiveInt = key(1024, "longest response in tokens")
     num_generations: int = key(8, "responses to each prompt: the group they are compared in", ge=2)
     num_iterations: PositiveInt = key(1, "optimizer steps on the same responses, which count as one in training")
-    reward_funcs: list[str] = key(
-        ..., "names of reward functions, each in [0, 1]", examples=[["detection_f1"]], min_length=1
-    )
+    reward_funcs: list[str] = key(..., "reward functions, each in [0, 1]", examples=[["detection_f1"]], min_length=1)
     reward_weights: list[NonNegative] | None = key(None, "one per function, for a weighted sum; null: all 1")
     reward_files: list[str] = key([], "Python files with further functions (completion, sample) -> float")
-    scale_rewards: Literal["group", "batch", "none"] = key(
-        "group", "advantages are divided by the std of the group, of the whole step, or not at all"
-    )
+    scale_rewards: Literal["group", "batch", "none"] = key("group", "advantages / std of the group, of the step, or 1")
     dynamic_sample: bool = key(False, "replace prompts whose responses all got the same reward by further prompts")
     max_resample_times: PositiveInt = key(3, "dynamic_sample: rounds of further prompts, at most")
     overlong_filter: bool = key(False, "leave out responses cut at max_new_tokens")
@@ -49,12 +45,8 @@ class Rlhf(Section):
     )
     epsilon: float = key(0.2, "ratios are clipped below at 1 - epsilon", gt=0, le=1)
     epsilon_high: PositiveFloat | None = key(None, "and above at 1 + epsilon_high; null: epsilon")
-    importance_sampling_level: Literal["token", "sequence"] = key(
-        "token", "ratio of each token, or its geometric mean over the response (GSPO)"
-    )
-    importance_correction_cap: PositiveFloat | None = key(
-        2.0, "largest weight that corrects for the engine's own probabilities; null: no correction"
-    )
+    importance_sampling_level: Literal["token", "sequence"] = key("token", "ratio per token, or geometric mean (GSPO)")
+    importance_correction_cap: PositiveFloat | None = key(2.0, "largest engine-mismatch correction; null: none")
     beta: NonNegative = key(0.0, "weight of the KL penalty to the starting policy; 0: no reference")
 
     @property

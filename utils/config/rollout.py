@@ -54,40 +54,30 @@ class Server(Section):
         return value if value is not None and value > 0 else None
 
     def addresses(self) -> list[ServerAddress]:
-        """Return the servers in order, urls without a trailing slash (CFG-7).
-
-        Raises:
-            ValueError: the lists cannot be paired.
-        """
+        """Return the servers in order, urls without a trailing slash. Raises `ValueError` if the lists do not pair."""
         if self.servers is not None:
             return [ServerAddress(entry.base_url.rstrip("/"), entry.group_port) for entry in self.servers]
-        urls, ports = self.base_url or [], self.group_port
+        urls, ports = self.base_url or [], self.group_port or []
         if isinstance(urls, str):
             if not isinstance(ports, int):
                 raise ValueError("a single base_url takes a single group_port; give one number")
             urls = [urls]
         if isinstance(ports, int):
             ports = [ports + index for index in range(len(urls))]
-        if ports is None or len(ports) != len(urls):
-            raise ValueError(
-                f"{len(urls)} base_urls cannot pair with {len(ports or [])} group_ports; give as many ports as urls, "
-                "or a single port to count up from"
-            )
+        if len(ports) != len(urls):
+            way_out = "give as many ports as urls, or a single port to count up from"
+            raise ValueError(f"{len(urls)} base_urls cannot pair with {len(ports)} group_ports; {way_out}")
         return [ServerAddress(url.rstrip("/"), port) for url, port in zip(urls, ports, strict=True)]
 
 
 class Sync(Section):
     """How updated weights reach the engines."""
 
-    mode: Literal["full", "adapter", "auto"] = key(
-        "full", "merged weights; adapter tensors only; or auto: adapter with enable_lora, else full"
-    )
+    mode: Literal["full", "adapter", "auto"] = key("full", "merged weights; adapters; auto: adapters with enable_lora")
     fallback_to_full: bool = key(True, "if adapter sync fails, warn once and use full sync from then on")
     bucket_mib: PositiveInt = key(256, "size of one bucket in MiB; rank 0 needs memory for two")
     timeout_s: PositiveFloat = key(300.0, "limit for one sync in seconds; beyond it every rank stops")
-    verify: Literal["off", "first", "always"] = key(
-        "first", "check after a sync that the engine holds the learner's weights (digests and a probe)"
-    )
+    verify: Literal["off", "first", "always"] = key("first", "compare the weights after a sync, by digests and a probe")
 
 
 class Vllm(Section):
@@ -125,9 +115,7 @@ class ServerSettings(Section):
     vllm_enable_prefix_caching: bool = key(True, "reuse cached prefixes; cleared at every weight update")
     vllm_engine_kwargs: dict[str, Any] = key({}, "further engine arguments of vLLM, passed through")
     allow_remote: bool = key(False, "listen beyond loopback; needs the token ROLLOUT_SERVER_TOKEN in every request")
-    allowed_image_roots: list[str] | None = key(
-        None, "directories that image files may be read from; null: those of all configured data files"
-    )
+    allowed_image_roots: list[str] | None = key(None, "directories to read images from; null: those of the data files")
     allow_image_urls: bool = key(False, "fetch images from http(s) urls")
     cpu_kv_cache_gib: PositiveInt = key(4, "device cpu: memory for cached keys and values, in GiB")
 

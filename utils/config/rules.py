@@ -86,18 +86,17 @@ def _server_form(cfg: Config) -> Found:
     if paired == (server.servers is not None):
         both = "servers and base_url/group_port are both given" if paired else "neither servers nor base_url is given"
         yield path, f"{both}; give exactly one: servers, or base_url with group_port"
-        return
-    if paired and (server.base_url is None or server.group_port is None):
+    elif paired and (server.base_url is None or server.group_port is None):
         yield path, "base_url and group_port belong together; give both"
-        return
-    try:
-        addresses = server.addresses()
-    except ValueError as error:
-        yield f"{path}.group_port", str(error)
-        return
-    if not addresses:
-        yield f"{path}.{'base_url' if paired else 'servers'}", "must not be empty; name at least one server"
-    yield from _address_problems(addresses, path, paired)
+    else:
+        try:
+            addresses = server.addresses()
+        except ValueError as error:
+            yield f"{path}.group_port", str(error)
+            return
+        if not addresses:
+            yield f"{path}.{'base_url' if paired else 'servers'}", "must not be empty; name at least one server"
+        yield from _address_problems(addresses, path, paired)
 
 
 def _address_problems(addresses: list[ServerAddress], path: str, paired: bool) -> Found:
@@ -171,10 +170,9 @@ _ENGINE_KEYS = {"model": "model.path", "dtype": "model.dtype", "seed": "training
 
 @_rule(RS)
 def _engine_kwargs(cfg: Config) -> Found:
-    for path, settings in _server_settings(cfg):
-        if path != RS and "vllm_engine_kwargs" not in cfg.rs.servers[int(path.rsplit("[", 1)[1][:-1])].model_fields_set:
-            continue  # inherited from the common settings, reported there
-        for key, value in settings.vllm_engine_kwargs.items():
+    sections = [cfg.rs, *cfg.rs.servers] if cfg.rs else []
+    for (path, _), section in zip(_server_settings(cfg), sections, strict=False):
+        for key, value in section.vllm_engine_kwargs.items():  # of an override its own, not those it inherits
             here = f"{path}.vllm_engine_kwargs.{key}"
             if key in _ENGINE_KEYS:
                 yield here, f"has a key of its own; use {_ENGINE_KEYS[key]}"
@@ -211,7 +209,7 @@ def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
         if prefetch.version_window:
             yield f"{RM}.async.version_window", f"needs {RM}.async.enabled: true; set it, or version_window: 0"
         return
-    if not cfg.servers():
+    if not cfg.connection:
         yield f"{RM}.async.enabled", f"prefetch needs rollout servers; use {RM}.vllm.mode: server, or set it to false"
     if prefetch.on_sync == "keep" and cfg.sync_mode() == "adapter":
         yield f"{RM}.async.on_sync", "an adapter sync cannot keep requests; use wait, abort or full sync"
@@ -333,11 +331,6 @@ def _deepspeed_is_readable(cfg: Config) -> Found:
     yield from (("deepspeed", rule) for rule in read_deepspeed(cfg)[1])
 
 
-@_rule("deepspeed", "training", "model.dtype")
-def _deepspeed_agrees(cfg: Config) -> Found:
-    yield from (("deepspeed", rule) for rule in _contradictions(cfg, read_deepspeed(cfg)[0]))
-
-
 def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
     """Return the DeepSpeed JSON, or an empty one and why it cannot be used."""
     path = cfg.deepspeed_path()
@@ -351,9 +344,11 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
     return (raw, []) if isinstance(raw, dict) else ({}, [f"{path} must hold a JSON object; correct it"])
 
 
-def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
+@_rule("deepspeed", "training", "model.dtype")
+def _deepspeed_agrees(cfg: Config) -> Found:
     """Find settings the YAML owns that stand in the JSON with another value; equal values and "auto" are harmless."""
-    t, dtype, path = cfg.training, cfg.model.dtype, cfg.deepspeed_path()
+    raw, path = read_deepspeed(cfg)[0], cfg.deepspeed_path()
+    t, dtype = cfg.training, cfg.model.dtype
     owned = [
         ("train_micro_batch_size_per_gpu", "training.per_device_train_batch_size", t.per_device_train_batch_size),
         ("gradient_accumulation_steps", "training.gradient_accumulation_steps", t.gradient_accumulation_steps),
@@ -370,14 +365,13 @@ def _contradictions(cfg: Config, raw: dict[str, Any]) -> Iterator[str]:
             owned.append((f"{switch}.enabled", "model.dtype", dtype))
     for key, name, ours in owned:
         if (theirs := value_at(raw, parse_path(key))) not in (None, "auto", ours):
-            yield f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
+            rule = f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
+            yield "deepspeed", rule
     if raw.get("scheduler"):
-        yield f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON"
+        rule = f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON"
+        yield "deepspeed", rule
     if raw.get("sequence_parallel_size", 1) != 1:
-        yield f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
-
-
-# ---- the launch -----------------------------------------------------------------------------------------------------
+        yield "deepspeed", f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
 
 
 def launch_problems(
@@ -398,15 +392,14 @@ def launch_problems(
     if cfg.training.fused_kernels and not (has_liger and has_cuda):
         missing = "CUDA devices" if has_liger else "the package liger-kernel (requirements-gpu.txt)"
         yield "training.fused_kernels", f"needs {missing}, which this machine does not have; set it to false"
-    yield from (("deepspeed", rule) for rule in deepspeed_problems(cfg, world_size))
+    yield from deepspeed_problems(cfg, world_size)
 
 
-def deepspeed_problems(cfg: Config, world_size: int) -> Iterator[str]:
+def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     """Find why the DeepSpeed JSON cannot be used by `world_size` learners."""
-    raw, problems = read_deepspeed(cfg)
-    yield from problems
-    yield from _contradictions(cfg, raw)
-    theirs, ours = raw.get("train_batch_size"), world_size * cfg.training.samples_per_rank
+    yield from _deepspeed_is_readable(cfg)
+    yield from _deepspeed_agrees(cfg)
+    theirs, ours = read_deepspeed(cfg)[0].get("train_batch_size"), world_size * cfg.training.samples_per_rank
     if theirs not in (None, "auto", ours):
         rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
-        yield f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"
+        yield "deepspeed", f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"

@@ -13,13 +13,11 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL, AnswerFormat
 from utils.config.rlhf import Rlhf
 from utils.config.rollout import Decoding, RolloutServer, Server, ServerAddress, ServerSettings, Vllm
-from utils.config.section import NonNegative, PositiveFloat, PositiveInt, Ratio, Section, key
+from utils.config.section import NonNegative, PositiveFloat, PositiveInt, Ratio, Section, key, parse_path, value_at
 
 RM = "custom.extra.rollout_matching"
 RS = "custom.extra.rollout_server"
 SCRIPTS = {"rollout_matching_sft": "train_stage2.py", "grpo": "train_grpo.py"}
-
-# ---- model, tuner, data ---------------------------------------------------------------------------------------------
 
 
 class Model(Section):
@@ -56,7 +54,7 @@ class Data(Section):
     """How samples are read."""
 
     prompt: str = key(
-        COORD_TOKENS.prompt, "user text for samples without messages; the default of qwen3vl requests boxes in JSON"
+        COORD_TOKENS.prompt, "user text of samples without messages; qwen3vl's default requests JSON boxes"
     )
     object_order: Literal["file", "sorted"] = key("file", "file order, or sorted top to bottom, then left to right")
     on_bad_sample: Literal["stop", "skip"] = key(
@@ -80,9 +78,6 @@ def _as_data_files(value: Any) -> Any:
 
 
 DataFiles = Annotated[list[DataFile], BeforeValidator(_as_data_files)]
-
-
-# ---- custom.extra.rollout_matching ----------------------------------------------------------------------------------
 
 
 class Matching(Section):
@@ -181,15 +176,6 @@ class Custom(Section):
     val_jsonl: DataFiles | None = key(None, "held-out data for evaluation, same forms", min_length=1)
     extra: Extra = Field(default_factory=Extra)
 
-    def train_files(self) -> list[DataFile]:
-        return self.train_jsonl
-
-    def val_files(self) -> list[DataFile]:
-        return self.val_jsonl or []
-
-
-# ---- training, top level --------------------------------------------------------------------------------------------
-
 
 class Collapse(Section):
     """Bounds on the rollouts of a step; crossing one of them is a warning."""
@@ -286,10 +272,7 @@ class Config(Section):
     @classmethod
     def _prompt_of_the_format(cls, values: Any) -> Any:
         """If no prompt is given, make the answer format's own the value, which is then printed with the rest."""
-        name = values
-        for part in ("custom", "extra", "rollout_matching", "answer_format"):
-            name = name.get(part) if isinstance(name, dict) else None
-        data = values.get("data", {}) if isinstance(values, dict) else None
+        name, data = value_at(values, parse_path(f"{RM}.answer_format")), value_at(values, ("data",), {})
         if name == QWEN3VL.name and isinstance(data, dict):
             return {**values, "data": {"prompt": QWEN3VL.prompt, **data}}
         return values
@@ -341,7 +324,7 @@ class Config(Section):
         """Return the absolute directories that server `index` may read images from (SRV-5)."""
         roots = self.server_settings(index).allowed_image_roots if self.rs else None
         if roots is None:
-            files = self.custom.train_files() + self.custom.val_files()
+            files = self.custom.train_jsonl + (self.custom.val_jsonl or [])
             roots = [os.path.dirname(os.path.abspath(file.path)) for file in files]
         return list(dict.fromkeys(os.path.abspath(root) for root in roots))
 

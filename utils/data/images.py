@@ -32,11 +32,8 @@ class ImageRefused(ValueError):
 
 
 class ImageStore:
-    """Read images from data URIs, base64, files below `roots`, and http(s) URLs if `allow_urls`.
-
-    Args:
-        roots: directories; a file counts as inside only after all `..` and symbolic links are resolved.
-    """
+    """Read images from data URIs, base64, http(s) URLs if `allow_urls`, and files below the directories `roots`, which
+    must hold them after all `..` and symbolic links are resolved."""
 
     def __init__(self, roots: Sequence[str | os.PathLike], allow_urls: bool = False) -> None:
         self.roots = [Path(root).resolve() for root in roots]
@@ -153,38 +150,31 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def open_image(image: str | os.PathLike) -> Image.Image:
-    """Return the image at a path or in a `data:` URI as RGB.
-
-    Raises:
-        OSError: missing (`FileNotFoundError`), unreadable or not an image; the message names it.
-    """
-    with _named_errors(image), _open_lazily(image) as opened:
+    """Return the image at a path or in a `data:` URI as RGB. Raises an `OSError` that names it if it is missing
+    (`FileNotFoundError`), unreadable or not an image."""
+    with _opened(image) as opened:
         return to_rgb(opened)
 
 
 def image_size(image: str | os.PathLike) -> tuple[int, int]:
     """Return (height, width) as `open_image` will give it, from the header alone. Raises as `open_image` does."""
-    with _named_errors(image), _open_lazily(image) as opened:
+    with _opened(image) as opened:
         width, height = opened.size
         turned = opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
     return (width, height) if turned else (height, width)
 
 
-def _open_lazily(image: str | os.PathLike) -> Image.Image:
-    name = os.fspath(image)
-    if not name.startswith("data:"):
-        return Image.open(name)
-    try:
-        return Image.open(io.BytesIO(base64.b64decode(name.partition(",")[2], validate=True)))
-    except binascii.Error as error:
-        raise ValueError(f"bad base64: {error}") from None
-
-
 @contextmanager
-def _named_errors(image: str | os.PathLike) -> Iterator[None]:
-    """Turn whatever Pillow raises into an `OSError` that names the image."""
+def _opened(image: str | os.PathLike) -> Iterator[Image.Image]:
+    """Open lazily. Whatever Pillow raises inside becomes an `OSError` that names the image."""
+    source: str | io.BytesIO = os.fspath(image)
     try:
-        yield
+        if source.startswith("data:"):
+            source = io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
+        with Image.open(source) as opened:
+            yield opened
+    except binascii.Error as error:
+        raise OSError(f"{_short(image)}: bad base64: {error}") from None
     except FileNotFoundError:
         raise FileNotFoundError(f"{_short(image)}: no such image") from None
     except UnidentifiedImageError:

@@ -82,9 +82,7 @@ class ProblemCounts:
 def report_skipped(skipped: Iterable[BadLine], run_dir: str | os.PathLike) -> str:
     """Write one row per bad line to `skipped.jsonl` in the run directory; the file is empty where there is none.
 
-    Returns:
-        A text for the user that ends in a line break: counts by class with the first line numbers. Empty where nothing
-        was skipped.
+    Returns the text for the user, counts by class with the first lines, and a line break; "" if nothing was skipped.
     """
     target = Path(run_dir) / SKIPPED_FILE
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,12 @@ def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> lis
     Raises:
         ValueError: more markers than images, no user message to hold an image, an unknown part or role.
     """
-    chat = [{"role": _role(message), "content": _parts(message)} for message in messages]
+    chat = []
+    for message in messages:
+        role = message.get("role")
+        if role not in ("system", "user", "assistant", "tool"):
+            raise ValueError(f"message role {role!r} is not one of system, user, assistant, tool")
+        chat.append({"role": role, "content": _parts(message.get("content"))})
     markers = sum(part["type"] == "image" for message in chat for part in message["content"])
     if markers > num_images:
         raise ValueError(f"{markers} {IMAGE_MARKER} markers in the messages but {num_images} images")
@@ -31,7 +36,10 @@ def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> lis
         if first is None:
             raise ValueError("there are images but no user message to hold them")
         first["content"] = [{"type": "image"}] * (num_images - markers) + first["content"]
-    return [{**message, "content": _text_or_parts(message["content"])} for message in chat]
+    for message in chat:  # chat templates of text-only models know no parts
+        if all(part["type"] == "text" for part in message["content"]):
+            message["content"] = "".join(part["text"] for part in message["content"])
+    return chat
 
 
 def render_prompt(processor_or_tokenizer: Any, chat_messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -44,18 +52,13 @@ def render_prompt(processor_or_tokenizer: Any, chat_messages: Sequence[dict[str,
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _role(message: dict[str, Any]) -> str:
-    role = message.get("role")
-    if role not in ("system", "user", "assistant", "tool"):
-        raise ValueError(f"message role {role!r} is not one of system, user, assistant, tool")
-    return role
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Return the content as parts `{"type": "text", "text": str}` and `{"type": "image"}`, without image payloads.
 
-
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the content as parts `{"type": "text", "text": str}` and `{"type": "image"}`, without image payloads."""
-    content = message.get("content")
+    Text is split at `<image>`: "a<image>b" becomes text a, image, text b.
+    """
     if isinstance(content, str):
-        return _split_markers(content)
+        content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise ValueError(f"message content must be a string or a list of parts, not {type(content).__name__}")
     parts: list[dict[str, Any]] = []
@@ -64,19 +67,8 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
         if kind in ("image", "image_url"):
             parts.append({"type": "image"})
         elif kind == "text" and isinstance(part.get("text"), str):
-            parts.extend(_split_markers(part["text"]))
+            for piece in filter(None, re.split(f"({IMAGE_MARKER})", part["text"])):
+                parts.append({"type": "image"} if piece == IMAGE_MARKER else {"type": "text", "text": piece})
         else:
             raise ValueError(f"message part {part!r} is neither text nor image")
     return parts
-
-
-def _split_markers(text: str) -> list[dict[str, Any]]:
-    """Split text at `<image>`: "a<image>b" becomes text a, image, text b."""
-    pieces = filter(None, re.split(f"({IMAGE_MARKER})", text))
-    return [{"type": "image"} if piece == IMAGE_MARKER else {"type": "text", "text": piece} for piece in pieces]
-
-
-def _text_or_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Join parts without an image into one string: chat templates of text-only models know no parts."""
-    has_image = any(part["type"] == "image" for part in parts)
-    return parts if has_image else "".join(part["text"] for part in parts)

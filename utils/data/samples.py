@@ -42,12 +42,10 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 class DataError(Exception):
     """Mistakes in data files; `problems` lists them as `file:line: reason`, in order."""
 
-    def __init__(self, problems: Sequence[str], max_shown: int = 50):
+    def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
-        shown = self.problems[:max_shown]
-        if len(self.problems) > max_shown:
-            shown.append(f"... and {len(self.problems) - max_shown} more")
-        super().__init__("\n".join(shown))
+        more = [f"... and {len(problems) - 50} more"] if len(problems) > 50 else []
+        super().__init__("\n".join(self.problems[:50] + more))
 
 
 @dataclass(frozen=True)
@@ -169,11 +167,8 @@ def fingerprint(datasets: Sequence[Sequence[Sample]]) -> str:
 
 
 def check_same_samples(fingerprints: Sequence[str]) -> None:
-    """Refuse to train where ranks skipped different lines, such as an image that one of them could not read.
-
-    Raises:
-        DataError: on all ranks; `fingerprints` holds one per rank.
-    """
+    """Raise `DataError`, on all ranks, where ranks skipped different lines, such as an image that one of them could
+    not read. `fingerprints` holds one per rank."""
     other = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
     if other:
         raise DataError([f"ranks {other} can use other samples than rank 0; let every rank read the same files"])
@@ -240,7 +235,10 @@ def _read_sample(
     objects = read_part(_read_objects, row, sizes, size, max_bin)
     sample_id = read_part(_read_id, row, source)
     if messages is not None and images is not None:
-        read_part(_check_markers, messages, len(images))
+        try:
+            to_chat_messages(messages, len(images))
+        except ValueError as error:
+            problems.append(("messages", f"messages: {error}"))
     if problems:
         raise _Mistake(problems=problems)
     if object_order == "sorted":
@@ -312,13 +310,6 @@ def _flat_part(part: Any, images: list[Any]) -> str:
         images.append(url.get("url") if isinstance(url, dict) else url)
         return IMAGE_MARKER
     raise _Mistake("messages", f"messages: the part {json.dumps(part)[:80]} is neither text nor image")
-
-
-def _check_markers(messages: list[dict[str, str]], num_images: int) -> None:
-    try:
-        to_chat_messages(messages, num_images)
-    except ValueError as error:
-        raise _Mistake("messages", f"messages: {error}") from None
 
 
 def _read_images(row: dict[str, Any], inside: list[Any], base: Path) -> list[str]:
@@ -398,11 +389,8 @@ def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int]
     return objects
 
 
-def _swift_objects(
-    given: dict[str, Any], sizes: list[tuple[int, int]] | None, size: tuple[int, int] | None
-) -> list[tuple[dict[str, Any], tuple[float, float] | None]]:
-    """Turn ms-swift's {"ref": [...], "bbox": [[...]], "bbox_type"?, "image_id"?} into pairs (object in our format, its
-    extent).
+def _swift_objects(given: dict[str, Any], sizes: list | None, size: tuple[int, int] | None) -> list[tuple[dict, Any]]:
+    """Turn ms-swift's {"ref": [...], "bbox": [[...]], "bbox_type"?, "image_id"?} into pairs (our object, its extent).
 
     One `ref` may name several boxes. Four numbers are a box, six or more a polygon. `bbox_type: norm1` means fractions.
     """
@@ -444,9 +432,8 @@ def _read_object(item: Any, size: tuple[int, int] | None, max_bin: int) -> Objec
     kinds = [kind for kind in ("bbox_2d", "poly") if kind in item]
     if len(kinds) != 1:
         raise _Mistake("geometry", f": needs exactly one of bbox_2d and poly, has {' and '.join(kinds) or 'neither'}")
-    kind = kinds[0]
-    numbers = item[kind]
-    if not isinstance(numbers, list) or not all(_is_number(x) for x in numbers):
+    kind, numbers = kinds[0], item[kinds[0]]
+    if not isinstance(numbers, list) or not all(type(x) in (int, float) and abs(x) < math.inf for x in numbers):
         raise _Mistake("geometry", f".{kind}: must be a list of numbers")
     if kind == "bbox_2d" and len(numbers) != 4:
         raise _Mistake("geometry", f".bbox_2d: must have 4 numbers, has {len(numbers)}")
@@ -463,10 +450,6 @@ def _read_object(item: Any, size: tuple[int, int] | None, max_bin: int) -> Objec
     if not all(-slack <= x <= limit + slack for x, limit in zip(numbers, cycle(size), strict=False)):
         raise _Mistake("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")
     return Object(desc, kind, pixels_to_bins(numbers, width, height, max_bin))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
 
 
 def _json_type(value: Any) -> str:

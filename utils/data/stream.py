@@ -47,7 +47,16 @@ class SampleStream:
 
     def next(self, n: int) -> list[Sample]:
         """This rank's next `n` samples."""
-        return [self._draw() for _ in range(n)]
+        samples = []
+        for _ in range(n):
+            while self.position >= self._epoch_start + len(self._order):
+                self._epoch_start += len(self._order)
+                self._epoch += 1
+                self._order = self.epoch_order(self._epoch)
+            file, index = self._order[self.position - self._epoch_start]
+            samples.append(self.datasets[file][index])
+            self._num_drawn += 1
+        return samples
 
     def state_dict(self, num_undone: int = 0) -> dict[str, Any]:
         """State for a resumed run, as if this rank had drawn `num_undone` samples fewer; equal on all ranks when all
@@ -55,11 +64,8 @@ class SampleStream:
         return {"position": self._start + (self._num_drawn - num_undone) * self.world_size, **self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the number of ranks may differ.
-
-        Raises:
-            ValueError: the state comes from other data, weights or another seed.
-        """
+        """Continue from `state`; the number of ranks may differ. Raises `ValueError` for a state of other data, weights
+        or another seed."""
         for name, value in self._fingerprint().items():
             if state[name] != value:
                 raise ValueError(f"data position: {name} was {state[name]}, now {value}; resume with the same data")
@@ -71,7 +77,11 @@ class SampleStream:
         """Shuffled (file, index) pairs [epoch size, 2] of one epoch."""
         pairs = []
         for file, (dataset, weight) in enumerate(zip(self.datasets, self.weights, strict=True)):
-            turn, at = np.divmod(np.arange(*_epoch_part(len(dataset), weight, epoch)), len(dataset))
+            # This epoch's part of the file's own endless stream. Five samples at weight 0.5 give 2, 3, 2, 3, ...: no
+            # sample comes twice before all have come once.
+            per_epoch = Fraction(str(weight)) * len(dataset)
+            part = np.arange(math.floor(epoch * per_epoch), math.floor((epoch + 1) * per_epoch))
+            turn, at = np.divmod(part, len(dataset))
             index = np.empty_like(at)
             for number in np.unique(turn):  # each pass over a file has its own order
                 order = np.random.default_rng([self.seed, 1, file, number]).permutation(len(dataset))
@@ -81,21 +91,3 @@ class SampleStream:
 
     def _fingerprint(self) -> dict[str, Any]:
         return {"sizes": [len(d) for d in self.datasets], "weights": list(self.weights), "seed": self.seed}
-
-    def _draw(self) -> Sample:
-        while self.position >= self._epoch_start + len(self._order):
-            self._epoch_start += len(self._order)
-            self._epoch += 1
-            self._order = self.epoch_order(self._epoch)
-        file, index = self._order[self.position - self._epoch_start]
-        self._num_drawn += 1
-        return self.datasets[file][index]
-
-
-def _epoch_part(size: int, weight: float, epoch: int) -> tuple[int, int]:
-    """Return the part [start, stop) of a file's own endless stream that an epoch uses.
-
-    Five samples at weight 0.5 give 2, 3, 2, 3, ...: no sample comes twice before all have come once.
-    """
-    per_epoch = Fraction(str(weight)) * size
-    return math.floor(epoch * per_epoch), math.floor((epoch + 1) * per_epoch)

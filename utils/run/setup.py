@@ -176,7 +176,7 @@ def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[floa
     """Load training files with their weights, and validation samples; exit status 2 with every problem listed."""
     skipped: list[BadLine] | None = [] if cfg.data.on_bad_sample == "skip" else None
     try:
-        train_specs, val_specs = cfg.custom.train_files(), cfg.custom.val_files()
+        train_specs, val_specs = cfg.custom.train_jsonl, cfg.custom.val_jsonl or []
         paths = [spec.path for spec in train_specs + val_specs]
         loaded = load_samples(paths, cfg.data.prompt, cfg.data.object_order, skipped, cfg.rm.format)
         datasets, validation = loaded[: len(train_specs)], loaded[len(train_specs) :]
