@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 
 from utils.config.load import ConfigError, dump_yaml, exit_with, load_config_or_exit
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
@@ -19,8 +18,6 @@ from utils.server.process import answer_loading, begin_as_child, kill_later, lis
 
 if __name__ == "__mp_main__":  # in a process that vLLM spawned
     begin_as_child()
-
-EXIT_USAGE = 2
 
 
 def main() -> None:
@@ -44,14 +41,12 @@ def main() -> None:
     if args.dry_run:
         print("".join(f"would not start: {problem}\n" for problem in problems), end="")
         return
-    server_socket = None
     try:
         server_socket = None if problems else listen(launch.address.host, launch.address.port)
     except OSError as error:
         problems.append(str(error))
     if problems:
-        print("\n".join(f"{args.config}: {problem}" for problem in problems), file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        exit_with("\n".join(f"{args.config}: {problem}" for problem in problems))
 
     set_environment(launch.device, launch.settings.cpu_kv_cache_gib, launch.world_size)
     with contextlib.suppress(KeyboardInterrupt):
@@ -79,8 +74,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         await engine.warm_up()
     updates = WeightUpdates(engine, "nccl" if launch.device == "cuda" else "gloo")
     app = make_app(engine, updates, token, launch.path_prefix)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=75)
-    front = uvicorn.Server(config)
+    front = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=75))
     front.capture_signals = contextlib.nullcontext  # ours below; uvicorn would end the process before the engines
 
     def stop() -> None:

@@ -332,7 +332,7 @@ def test_a_communicator_of_another_size_is_refused():
 def test_a_call_that_waits_for_an_update_that_never_ends_is_refused():
     async def run():
         _, _, updates = make()
-        await updates._lock.acquire()
+        await updates.lock.acquire()
         with pytest.raises(Conflict, match="in the middle"):
             await updates.init(INIT)
 

@@ -75,7 +75,7 @@ def meet(engine, bucket_bytes: int, timeout_s: float = 20.0):
         )
     )
     learner.start()
-    engine.init_transfer_engine(vllm_worker.GlooInitInfo("127.0.0.1", port, 2, 1, bucket_bytes, timeout_s))
+    engine.init_transfer_engine(vllm_worker.InitInfo("127.0.0.1", port, 2, 1, bucket_bytes, timeout_s))
     learner.join()
     return ends[0]
 
@@ -394,7 +394,7 @@ def test_nobody_waits_for_ever():
     """SYN-3: a learner that never comes, and one that stops sending, end after timeout_s."""
     engine = make_engine(TinyModel())
     with pytest.raises(Exception, match="(?i)time"):
-        engine.init_transfer_engine(vllm_worker.GlooInitInfo("127.0.0.1", free_port(), 2, 1, 64, 1.0))
+        engine.init_transfer_engine(vllm_worker.InitInfo("127.0.0.1", free_port(), 2, 1, 64, 1.0))
     group = meet(engine, 64, timeout_s=1.0)
     engine.start_weight_update()
     with pytest.raises(RuntimeError, match="broke off"):
@@ -469,8 +469,10 @@ def test_the_nccl_engine_loads_through_the_same_checks(monkeypatch):
     """SYN-7: digests on the NCCL path, without NCCL: vLLM's receiving is replaced by a call of what it would call."""
     model = TinyModel()
     engine = make_engine(model)
+    store = SimpleNamespace(store=object())
+    group = SimpleNamespace(disabled=False, destroy=lambda: None, group=store)
     nccl = object.__new__(vllm_worker.StreamNcclEngine)
-    nccl.__dict__.update(engine.__dict__, model_update_group=SimpleNamespace(disabled=False, destroy=lambda: None))
+    nccl.__dict__.update(engine.__dict__, model_update_group=group)
     tensors = new_weights()
 
     def receive(self, info):

@@ -21,13 +21,14 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from utils.server.engine import BadCall, Conflict, NotOwner, RolloutEngine, Unavailable, UpdateFailed
-from utils.server.protocol import InferCall, InitCommunicator, ProbeCall
+from utils.server.protocol import InferCall, InitCommunicator
 from utils.server.weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20  # of one request; an image sent as base64 may have 64 MiB
 MAX_ERRORS = 20  # that a 422 lists
+STATUS = {BadCall: 422, NotOwner: 403, Conflict: 409, Unavailable: 503, UpdateFailed: 502}
 
 Asgi = Callable[..., Awaitable[None]]
 RunToken = Annotated[str, Header()]  # `Run-Token`, from the answer of /init_communicator/
@@ -49,8 +50,8 @@ def make_app(engine: RolloutEngine, updates: WeightUpdates, token: str | None, p
     app = FastAPI(title="rollout server", lifespan=watching, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_generation_routes(engine, updates), prefix=prefix)
     app.include_router(_weight_routes(updates), prefix=prefix)
-    for error, status in ((BadCall, 422), (NotOwner, 403), (Conflict, 409), (Unavailable, 503), (UpdateFailed, 502)):
-        app.add_exception_handler(error, _answer_with(status))
+    for error in STATUS:
+        app.add_exception_handler(error, _answer_error)
     app.add_exception_handler(RequestValidationError, _list_mistakes)
     app.add_middleware(limit_body, max_bytes=MAX_BODY_BYTES)
     if token:
@@ -153,20 +154,18 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
         outputs = await _unless_hung_up(request, engine.infer(call.infer_requests, call.request_config))
         return JSONResponse([output.model_dump() for output in outputs])
 
-    @router.post("/probe/")
-    async def probe(call: ProbeCall) -> dict[str, Any]:
-        return await engine.probe(call.infer_request, call.token_ids)
+    router.post("/probe/")(engine.probe)
 
     @router.get("/metrics/")
     async def metrics() -> Response:
         WAITING.set(weights.num_waiting)
         for replica, count in enumerate(engine.num_running):
             RUNNING.labels(replica).set(count)
-        if not updates.is_busy():  # workers that receive weights answer nothing else
+        if not updates.lock.locked():  # workers that receive weights answer nothing else
             with contextlib.suppress(TimeoutError, Unavailable, UpdateFailed):
-                async with asyncio.timeout(2.0):
-                    for worker, memory in enumerate(await engine.on_all_workers("device_memory")):
-                        MEMORY.labels(worker).set(memory["used"])
+                memory = await asyncio.wait_for(engine.on_all_workers("device_memory"), 2.0)
+                for worker, num_bytes in enumerate(memory):
+                    MEMORY.labels(worker).set(num_bytes)
         return Response(prometheus_client.generate_latest(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     return router
@@ -214,9 +213,7 @@ async def _list_mistakes(_: Request, error: RequestValidationError) -> Response:
     return JSONResponse({"detail": mistakes}, 422)
 
 
-def _answer_with(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def answer(request: Request, error: Exception) -> Response:
-        logger.log(logging.WARNING if status < 500 else logging.ERROR, "%s: %s", request.url.path, error)
-        return JSONResponse({"detail": str(error)}, status)
-
-    return answer
+async def _answer_error(request: Request, error: Exception) -> Response:
+    status = STATUS[type(error)]
+    logger.log(logging.WARNING if status < 500 else logging.ERROR, "%s: %s", request.url.path, error)
+    return JSONResponse({"detail": str(error)}, status)

@@ -9,7 +9,6 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from utils.server.protocol import (
     ChatCompletionResponse,
     ChatMessage,
     Choice,
+    ProbeCall,
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
@@ -75,9 +75,6 @@ class EngineWeights:
     num_updates: int = 0
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __post_init__(self) -> None:
-        self._settled.set()
-
     def move(self, state: str, version: str | None = None, reason: str = "") -> None:
         self.state = state
         self.version = version
@@ -92,7 +89,8 @@ class EngineWeights:
         """Wait for the end of an update. Raises `Unavailable` when it leaves the weights incomplete."""
         self.num_waiting += 1
         try:
-            await self._settled.wait()
+            if self.state == "updating":
+                await self._settled.wait()
         finally:
             self.num_waiting -= 1
         self.check()
@@ -129,7 +127,7 @@ class RolloutEngine:
         self.adapter: LoRARequest | None = None  # for all requests, once an adapter is in its slot (SYN-10)
         self._defaults = llm.model_config.get_diff_sampling_param()
         self._request_ids = itertools.count()
-        self._ids_in_flight: set[str] = set()
+        self.ids_in_flight: set[str] = set()  # `_generate` runs an aborted request again or, if dirty, fails
 
     async def infer(self, requests: list[RolloutInferRequest], config: RequestConfig) -> list[RolloutOutput]:
         """Answer in request order; request i samples with `seed + i`. Raises `Unavailable` for all or none."""
@@ -142,11 +140,10 @@ class RolloutEngine:
                 answer.cancel()
             raise
 
-    async def probe(self, request: RolloutInferRequest, token_ids: list[int]) -> dict[str, Any]:
+    async def probe(self, call: ProbeCall) -> dict[str, Any]:
         """Score every prompt token (null for the first) on every replica, without reading the prefix cache (SYN-7).
 
-        Raises:
-            BadCall: the prompt cannot be rendered or does not fit.
+        Raises `BadCall` if the prompt cannot be rendered or does not fit.
         """
         self.check_alive()
         params = SamplingParams(
@@ -158,7 +155,7 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         try:
-            prompt = await asyncio.to_thread(self._prepare, request, token_ids)
+            prompt = await asyncio.to_thread(self._prepare, call.infer_request, call.token_ids)
             outputs = await self._on_every_replica(prompt, params)
         except (ValueError, VLLMClientError) as error:
             raise BadCall(str(error)) from error
@@ -173,9 +170,8 @@ class RolloutEngine:
         is_multimodal = self.llm.model_config.is_multimodal_model
         messages = [{"role": "user", "content": "<image>warm-up" if is_multimodal else "warm-up"}]
         token_ids = render_prompt(self.processor, to_chat_messages(messages, int(is_multimodal)))
-        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
-        if is_multimodal:
-            prompt["multi_modal_data"] = {"image": [Image.new("RGB", (64, 64))]}
+        images = {"multi_modal_data": {"image": [Image.new("RGB", (64, 64))]}} if is_multimodal else {}
+        prompt = {"prompt_token_ids": token_ids} | images
         await self._on_every_replica(prompt, sampling_params(RequestConfig(max_tokens=2), None, {}))
 
     def check_alive(self) -> None:
@@ -196,62 +192,44 @@ class RolloutEngine:
             await asyncio.sleep(min(WATCH_INTERVAL_S, self.stuck_s / 4))
 
     async def on_all_engines(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine process; wait for all of them, then raise the first error.
+        """Call a method of every engine process; wait for all, unless one dies, then raise the first error.
 
         vLLM's own `collective_rpc` returns only the first replica's answer, and returns early when one fails.
         """
         core = self.llm.engine_core
         calls = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
-        results = await self._unless_dead(asyncio.gather(*calls, return_exceptions=True))
+        answers = asyncio.gather(*calls, return_exceptions=True)
+        while not (await asyncio.wait({answers}, timeout=1.0))[0]:
+            if self.llm.errored:
+                answers.cancel()
+                raise Unavailable("an engine process died; restart the server")
         self.last_contact = time.monotonic()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        for answer in answers.result():
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers.result()
 
     async def on_all_workers(self, step: str, payload: dict[str, Any] | None = None) -> list[Any]:
-        """Run a step of `WorkerExtension.weight_rpc` on every worker of every replica, in rank order.
-
-        Raises:
-            UpdateFailed: with the errors of all workers that failed.
-        """
+        """Run a step of `WorkerExtension.weight_rpc` on every worker, in rank order. Raises `UpdateFailed`."""
         args = ("weight_rpc", None, (step, payload or {}), {})
         answers = [a for engine in await self.on_all_engines("collective_rpc", *args) for a in engine]
         if errors := [answer["error"] for answer in answers if answer["error"]]:
             raise UpdateFailed("; ".join(errors))
         return [answer["result"] for answer in answers]
 
-    async def abort_running(self) -> None:
-        """End what the engine is running; `_generate` runs these requests again or, if the weights are dirty, fails."""
-        await self.llm.abort(list(self._ids_in_flight))
-
-    async def _unless_dead(self, call: Awaitable[Any]) -> Any:
-        """Await a call to the engines, but raise `Unavailable` when one of them dies meanwhile."""
-        task = asyncio.ensure_future(call)
-        while not (await asyncio.wait({task}, timeout=1.0))[0]:
-            if self.llm.errored:
-                task.cancel()
-                raise Unavailable("an engine process died; restart the server")
-        return task.result()
-
     async def _answer(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> RolloutOutput:
         """Answer one request, which fails alone unless the whole server cannot generate."""
         try:
             prompt = await asyncio.to_thread(self._prepare, request)
             output = await self._generate(prompt, sampling_params(config, seed, self._defaults))
-        except ImageRefused as error:
-            return RolloutOutput.failed(self.model_path, self.weights.version, str(error), refused=True)
         except (ValueError, VLLMClientError) as error:
-            return RolloutOutput.failed(self.model_path, self.weights.version, str(error))
+            refused = isinstance(error, ImageRefused)
+            return RolloutOutput.failed(self.model_path, self.weights.version, str(error), refused)
         sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
         return self._rollout_output(output, sizes)
 
     def _prepare(self, request: RolloutInferRequest, extra_ids: list[int] | tuple[int, ...] = ()) -> dict[str, Any]:
-        """Return vLLM's prompt: token ids with one placeholder per image, and the images. Blocking.
-
-        Raises:
-            ValueError, ImageRefused: the request's content cannot be used.
-        """
+        """Return vLLM's prompt: token ids, one placeholder per image, and the images. Blocking; raises ValueError."""
         sources = collect_images(request.messages, request.images)
         token_ids = render_prompt(self.processor, to_chat_messages(request.messages, len(sources)))
         prompt: dict[str, Any] = {"prompt_token_ids": [*token_ids, *extra_ids]}
@@ -265,7 +243,7 @@ class RolloutEngine:
         """Run one prompt on the given replica or the one with the fewest running; again where an update aborts it.
 
         Raises:
-            ValueError: vLLM refuses this prompt (too long, image and placeholder do not match, ...).
+            ValueError, VLLMClientError: vLLM refuses this prompt (too long, image and placeholder do not match, ...).
             Unavailable: engine dead, or weights incomplete.
         """
         for _ in range(100):
@@ -287,37 +265,31 @@ class RolloutEngine:
     async def _run_on(self, replica: int, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
         request_id = f"rollout-{next(self._request_ids)}"
         self.num_running[replica] += 1
-        self._ids_in_flight.add(request_id)
+        self.ids_in_flight.add(request_id)
         try:
             slot = {} if self.adapter is None else {"lora_request": self.adapter}
             outputs = self.llm.generate(dict(prompt), params, request_id, data_parallel_rank=replica, **slot)
             return [output async for output in outputs][-1]  # FINAL_ONLY: there is one
-        except VLLMClientError as error:
-            raise ValueError(str(error)) from error
-        except EngineDeadError as error:
-            raise Unavailable("an engine process died; restart the server") from error
-        except EngineGenerateError as error:
-            if self.llm.errored:
+        except (EngineDeadError, EngineGenerateError) as error:
+            if isinstance(error, EngineDeadError) or self.llm.errored:
                 raise Unavailable("an engine process died; restart the server") from error
             raise ValueError(f"the engine cannot process this request: {error.__cause__}") from error
         finally:
             self.num_running[replica] -= 1
-            self._ids_in_flight.discard(request_id)
+            self.ids_in_flight.discard(request_id)
 
     def _rollout_output(self, output: RequestOutput, images_size: list[tuple[int, int]]) -> RolloutOutput:
         answer = output.outputs[0]
         token_ids, steps = list(answer.token_ids), list(answer.logprobs or [])
-        stopped: dict[str, Any] = {}
-        # An end-of-sequence token has no stop_reason, another stop token its id; both are the last generated token. A
-        # stop string is cut from the text only: it need not end at a token border.
-        if answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str) and token_ids:
-            stop_id = token_ids.pop()
-            stopped = {"stop_token_id": stop_id}
-            if steps:
-                stopped["stop_logprob"] = steps.pop()[stop_id].logprob
         versions = [span.version for span in answer.weight_versions or []]
         versions = [None if version == NO_VERSION else version for version in versions] or [self.weights.version]
         infos = {"weight_version": versions[0]} | ({"last_weight_version": versions[-1]} if len(versions) > 1 else {})
+        # An end-of-sequence token has no stop_reason, another stop token its id; both are the last generated token. A
+        # stop string is cut from the text only: it need not end at a token border.
+        if answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str) and token_ids:
+            stop_id = infos["stop_token_id"] = token_ids.pop()
+            if steps:
+                infos["stop_logprob"] = steps.pop()[stop_id].logprob
         prompt_ids, num_new = list(output.prompt_token_ids), len(answer.token_ids)
         choice = Choice(
             message=ChatMessage(content=answer.text),
@@ -325,12 +297,11 @@ class RolloutEngine:
             token_ids=token_ids,
             logprobs={"content": list(map(_logprob_entry, token_ids, steps))} if steps else None,
         )
+        total = len(prompt_ids) + num_new
         response = ChatCompletionResponse(
             model=self.model_path,
             choices=[choice],
-            usage=Usage(
-                prompt_tokens=len(prompt_ids), completion_tokens=num_new, total_tokens=len(prompt_ids) + num_new
-            ),
+            usage=Usage(prompt_tokens=len(prompt_ids), completion_tokens=num_new, total_tokens=total),
             prompt_token_ids=prompt_ids,
             images_size=images_size or None,
         )
@@ -338,7 +309,7 @@ class RolloutEngine:
             response=response,
             response_token_ids=[token_ids],
             rollout_logprobs=[[step[t].logprob for t, step in zip(token_ids, steps, strict=True)]] if steps else [],
-            rollout_infos=infos | stopped,
+            rollout_infos=infos,
         )
 
 
@@ -368,11 +339,5 @@ def prompt_logprobs(output: RequestOutput) -> list[float | None]:
 
 def _logprob_entry(token_id: int, step: dict[int, Any]) -> dict[str, Any]:
     """Return one position in OpenAI's form, with the token's id."""
-    top = [{"token": e.decoded_token, "token_id": t, "logprob": e.logprob} for t, e in step.items()]
-    chosen = step[token_id]
-    return {
-        "token": chosen.decoded_token,
-        "token_id": token_id,
-        "logprob": chosen.logprob,
-        "top_logprobs": top if len(top) > 1 else [],
-    }
+    top = {t: {"token": e.decoded_token, "token_id": t, "logprob": e.logprob} for t, e in step.items()}
+    return top[token_id] | {"top_logprobs": list(top.values()) if len(top) > 1 else []}

@@ -43,11 +43,7 @@ class Launch:
 
 
 def resolve(cfg: Config, index: int) -> Launch:
-    """Return the launch of server `index`. Counts devices, touches none.
-
-    Raises:
-        ConfigError: the config does not describe that server.
-    """
+    """Return the launch of server `index`; ConfigError if the config has none. Counts devices, touches none."""
     address = require_server(cfg, index)
     settings = cfg.server_settings(index)
     num_devices = count_cuda_devices() if settings.device != "cpu" else 0
@@ -55,6 +51,7 @@ def resolve(cfg: Config, index: int) -> Launch:
     replicas = settings.vllm_data_parallel_size
     if replicas == "auto":
         replicas = max(1, num_devices // settings.vllm_tensor_parallel_size) if device == "cuda" else 1
+    slot_rank = next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= cfg.tuner.rank), cfg.tuner.rank)
     return Launch(
         settings=settings,
         model=cfg.model,
@@ -62,16 +59,11 @@ def resolve(cfg: Config, index: int) -> Launch:
         device=device,
         num_devices=num_devices if device == "cuda" else None,
         data_parallel_size=replicas,
-        lora_rank=slot_rank(cfg.tuner.rank) if settings.vllm_enable_lora else None,
+        lora_rank=slot_rank if settings.vllm_enable_lora else None,
         image_roots=tuple(cfg.image_roots(index)),
         stuck_s=cfg.connection.timeout_s / 2,
         seed=cfg.training.seed,
     )
-
-
-def slot_rank(rank: int) -> int:
-    """Return the rank of vLLM's smallest LoRA slot that holds an adapter of `rank`."""
-    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
 def count_cuda_devices() -> int:
@@ -84,18 +76,19 @@ def count_cuda_devices() -> int:
 def describe(launch: Launch) -> str:
     """Return the start-up print of SRV-2."""
     settings = launch.settings
-    on_cuda = f"{settings.vllm_gpu_memory_utilization:g} of each device"
-    on_cpu = f"{settings.cpu_kv_cache_gib} GiB key-value cache per engine"
+    memory = f"{settings.cpu_kv_cache_gib} GiB key-value cache per engine"
+    if launch.device == "cuda":
+        memory = f"{settings.vllm_gpu_memory_utilization:g} of each device"
     lines = {
         "model": f"{launch.model.path} ({launch.model.dtype})",
         "listen": launch.url,
         "host": launch.address.host,
         "port": launch.address.port,
         "device": launch.device,
-        "tensor parallel": launch.settings.vllm_tensor_parallel_size,
+        "tensor parallel": settings.vllm_tensor_parallel_size,
         "data parallel": launch.data_parallel_size,
         "max model length": settings.vllm_max_model_len,
-        "memory": on_cuda if launch.device == "cuda" else on_cpu,
+        "memory": memory,
         "image roots": ", ".join(launch.image_roots) or "(none)",
         "image urls": "fetched" if settings.allow_image_urls else "refused",
         "access": "token required" if os.environ.get("ROLLOUT_SERVER_TOKEN") else "no token, loopback only",
@@ -105,20 +98,19 @@ def describe(launch: Launch) -> str:
 
 def problems_of(launch: Launch, token: str | None) -> list[str]:
     """List all reasons not to start, found without loading anything (SRV-2, SRV-3)."""
-    problems, host = [], launch.address.host
+    problems, host, settings = [], launch.address.host, launch.settings
     if not is_loopback(host):
-        if not launch.settings.allow_remote:
+        if not settings.allow_remote:
             problems.append(f"host {host} is not loopback; set rollout_server.allow_remote: true to allow that")
         if not token:
             problems.append(f"host {host} is not loopback; set a token in ROLLOUT_SERVER_TOKEN for all clients")
     if launch.device == "cuda" and launch.world_size != launch.num_devices:
+        sizes = f"tensor_parallel_size {settings.vllm_tensor_parallel_size} x data_parallel_size"
         problems.append(
-            f"tensor_parallel_size {launch.settings.vllm_tensor_parallel_size} x "
-            f"data_parallel_size {launch.data_parallel_size} = {launch.world_size}, "
-            f"but {launch.num_devices} CUDA devices are visible; "
-            "they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
+            f"{sizes} {launch.data_parallel_size} = {launch.world_size}, but {launch.num_devices} CUDA devices are "
+            "visible; they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
         )
-    return problems + model_problems(Path(launch.model.path), launch.settings.vllm_max_model_len)
+    return problems + model_problems(Path(launch.model.path), settings.vllm_max_model_len)
 
 
 def is_loopback(host: str) -> bool:
@@ -142,8 +134,8 @@ def model_problems(path: Path, max_model_len: int) -> list[str]:
     longest = text_config.get("max_position_embeddings")
     scaled = (text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}).get("factor")
     if longest and not scaled and max_model_len > longest:
-        rule = f"the model in {path} ends at {longest} positions; lower it"
-        return [f"rollout_server.vllm_max_model_len={max_model_len}: {rule}"]
+        key = f"rollout_server.vllm_max_model_len={max_model_len}"
+        return [f"{key}: the model in {path} ends at {longest} positions; lower it"]
     return []
 
 
@@ -161,7 +153,7 @@ def engine_args(launch: Launch) -> Any:
         "model": launch.model.path,
         "dtype": launch.model.dtype,
         "seed": launch.seed,
-        "tensor_parallel_size": launch.settings.vllm_tensor_parallel_size,
+        "tensor_parallel_size": settings.vllm_tensor_parallel_size,
         "data_parallel_size": launch.data_parallel_size,
         "max_model_len": settings.vllm_max_model_len,
         "enable_lora": settings.vllm_enable_lora,
@@ -170,10 +162,8 @@ def engine_args(launch: Launch) -> Any:
         "weight_transfer_config": WeightTransferConfig(backend="stream_nccl" if on_cuda else "stream_gloo"),
         "mm_processor_kwargs": {key: value for key, value in pixels.items() if value is not None} or None,
     }
-    if launch.lora_rank is not None:
-        kwargs["max_lora_rank"] = launch.lora_rank
-    if settings.vllm_max_num_seqs is not None:
-        kwargs["max_num_seqs"] = settings.vllm_max_num_seqs
+    optional = {"max_lora_rank": launch.lora_rank, "max_num_seqs": settings.vllm_max_num_seqs}
+    kwargs |= {name: value for name, value in optional.items() if value is not None}
     if on_cuda:
         kwargs["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
     else:

@@ -20,38 +20,29 @@ ON_CPU = "ROLLOUT_SERVER_ON_CPU"  # environment variable: set where the engines 
 
 
 def begin_as_child() -> None:
-    """Set up a process that vLLM spawns (engine, worker, coordinator); it imports the main file first."""
-    die_with_parent()
-    if os.environ.get(ON_CPU):
-        sleep_while_waiting()
+    """Set up a process that vLLM spawns (engine, worker, coordinator); it imports the main file first.
 
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that happens (SRV-7)."""
+    The kernel kills it when its parent ends, however that happens (SRV-7). On CPU it sleeps until a message comes:
+    vLLM 0.32 spins for a second first, so an engine spins while its worker works and takes a core from others. A
+    process that sleeps can miss the notification of a message, which it would find only after 5 s.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ.get(PARENT_PID, os.getppid())):  # it ended before the line above
             os._exit(1)
     os.environ[PARENT_PID] = str(os.getpid())  # for this process's own children
+    if os.environ.get(ON_CPU):
+        from vllm.distributed.device_communicators import shm_broadcast
 
-
-def sleep_while_waiting() -> None:
-    """Have this vLLM process sleep until the next message comes.
-
-    vLLM 0.32 spins for a second first, so an engine spins while its worker works and takes a core from others. A
-    process that sleeps can miss the notification of a message, which it would find only after 5 s.
-    """
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)  # busy_loop_s
-    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 5
+        shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)  # busy_loop_s
+        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 5
 
 
 def set_environment(device: str, cpu_kv_cache_gib: int, world_size: int) -> None:
     """Set the variables that vLLM reads at import and in its processes. It never contacts anything outside."""
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[name] = "1"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # children begin with die_with_parent
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # children begin with begin_as_child
     os.environ[PARENT_PID] = str(os.getpid())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
     os.environ.pop("ROLLOUT_SERVER_TOKEN", None)  # the engines' processes need none

@@ -204,8 +204,7 @@ def collect_images(messages: list[Message], images: list[str]) -> list[str]:
     `utils.data.prompts.to_chat_messages` puts placeholders without a marker.
     """
     slots = [slot for message in messages for slot in _image_slots(message["content"])]
-    bare = slots.count(None)
-    left_over = max(0, len(images) - bare)
+    left_over = max(0, len(images) - slots.count(None))
     taken = iter(images[left_over:])
     placed = [next(taken, None) if slot is None else slot for slot in slots]
     return images[:left_over] + [source for source in placed if source is not None]
@@ -213,10 +212,8 @@ def collect_images(messages: list[Message], images: list[str]) -> list[str]:
 
 def _image_slots(content: str | list[Any]) -> list[str | None]:
     """Return the source of each image placeholder of a message, None where the part carries none."""
-    if isinstance(content, str):
-        return [None] * content.count("<image>")
     slots: list[str | None] = []
-    for part in content:
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         if not isinstance(part, dict):
             continue
         if part.get("type") == "text" and isinstance(part.get("text"), str):

@@ -6,7 +6,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 from utils.server.engine import ADAPTER, BadCall, Conflict, NotOwner, RolloutEngine, UpdateFailed
 from utils.server.protocol import FinishWeightUpdate, InitCommunicator, OwnedCall, StartWeightUpdate, UpdateWeights
@@ -21,18 +21,15 @@ class WeightUpdates:
     Calls are served one at a time. The server is owned by the run that opened its communicator last, until that is
     closed or broken or its learner is dead; every other run gets `Conflict`. The owner proves itself by a token, which
     only the answer to its `init` holds.
-
-    Args:
-        transport: gloo or nccl.
     """
 
-    def __init__(self, engine: RolloutEngine, transport: str) -> None:
+    def __init__(self, engine: RolloutEngine, transport: Literal["gloo", "nccl"]) -> None:
         self.engine = engine
         self.weights = engine.weights
         self.transport = transport
         self.owner: str | None = None
         self._token: str | None = None  # the owner's
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()  # held while a call is served
         self._must_be_full = False
         self._carries_adapter = False  # the update in progress fills the LoRA slot (SYN-10)
         self._as_loaded = True  # no update has touched the engine's own weights since its start
@@ -60,26 +57,25 @@ class WeightUpdates:
             raise BadCall(f"world_size must be rank_offset + the server's devices = {expected}")
         try:
             async with asyncio.timeout(call.timeout_s):
-                await self._lock.acquire()
+                await self.lock.acquire()
         except TimeoutError:
             raise Conflict(f"run {self.owner} is in the middle of a weight update") from None
         try:
             if self.owner and not self._is_owners(token) and any(await self.engine.on_all_workers("learner_is_alive")):
-                raise Conflict(
-                    f"run {self.owner} holds this server and its learner is alive; end that run or use another server"
-                )
+                alive = f"run {self.owner} holds this server and its learner is alive"
+                raise Conflict(f"{alive}; end that run or use another server")
             if self.weights.state == "updating":  # its learner died
                 await self._fail(f"run {call.run_id} took over during an update of run {self.owner}")
             self.owner = call.run_id
             self._token = secrets.token_urlsafe(32)
             self.engine.update_s = call.timeout_s  # how long the learner waits for each step
-            await self.engine.on_all_workers("init", self._init_info(call))
+            await self.engine.on_all_workers("init", call.model_dump(exclude={"run_id"}))
             return {"boot_id": self.engine.boot_id, "transport": self.transport, "run_token": self._token}
         finally:
-            self._lock.release()
+            self.lock.release()
 
     async def close(self, call: OwnedCall) -> dict[str, Any]:
-        async with self._lock:
+        async with self.lock:
             self._check_owner(call)
             if self.weights.state == "updating":
                 await self._fail("the communicator was closed during an update")
@@ -103,9 +99,8 @@ class WeightUpdates:
     async def update(self, call: UpdateWeights) -> dict[str, Any]:
         """Receive the named tensors on every worker.
 
-        Returns:
-            `digests`: per worker, of all tensors that it holds by now, if requested (SYN-7); else empty.
-            `parameters`: the engine's parameters that each of these tensors went into, on any worker (SYN-6).
+        Returns `digests`, per worker, of all tensors that it holds by now, if requested (SYN-7); `parameters`: those of
+        the engine that each of these tensors went into, on any worker (SYN-6).
         """
         async with self._step(call, "update"):
             self._carries_adapter = any(is_adapter_tensor(name) for name in call.names)
@@ -113,10 +108,8 @@ class WeightUpdates:
                 raise UpdateFailed("an adapter fits only weights as loaded; restart the server, or sync in full")
             self._as_loaded = self._carries_adapter
             workers = await self.engine.on_all_workers("update", call.model_dump(exclude={"run_id"}))
-        parameters = {
-            name: sorted(set().union(*(worker["parameters"].get(name, ()) for worker in workers)))
-            for name in call.names
-        }
+        goes = [worker["parameters"] for worker in workers]
+        parameters = {name: sorted(set().union(*(own.get(name, ()) for own in goes))) for name in call.names}
         return {"digests": [worker["digests"] for worker in workers] if call.digest else [], "parameters": parameters}
 
     async def finish(self, call: FinishWeightUpdate) -> dict[str, Any]:
@@ -131,14 +124,22 @@ class WeightUpdates:
                 names = ", ".join(missing[:5])
                 raise UpdateFailed(f"after a failed update all tensors are needed; {len(missing)} missing: {names}")
             engine.adapter = ADAPTER if self._carries_adapter else None
-            await asyncio.gather(engine.llm.update_weight_version(call.version), self._drop_caches())
+            *_, was_dropped = await asyncio.gather(  # at once (SYN-9)
+                engine.llm.update_weight_version(call.version),
+                engine.llm.reset_mm_cache(),
+                engine.llm.reset_encoder_cache(),
+                # Requests held over the update are recomputed.
+                engine.llm.reset_prefix_cache(reset_running_requests=self._keeps_running),
+            )
+            if not was_dropped:
+                raise UpdateFailed("vLLM did not drop its prefix cache")
             await engine.llm.resume_generation()
             self.weights.move("idle", call.version)
         return {"weight_version": call.version, "missing": missing}
 
     async def abort(self, call: OwnedCall) -> dict[str, str]:
         """Give up an update. Without one in progress nothing happens."""
-        async with self._lock:
+        async with self.lock:
             self._check_owner(call)
             if self.weights.state == "updating":
                 await self._fail("the update was aborted by the learner")
@@ -148,14 +149,10 @@ class WeightUpdates:
         """Drop the prefix cache; false if vLLM could not because requests are running."""
         return {"reset": await self.engine.llm.reset_prefix_cache()}
 
-    def is_busy(self) -> bool:
-        """Return whether a call is being served."""
-        return self._lock.locked()
-
     @contextlib.asynccontextmanager
     async def _step(self, call: OwnedCall, name: str, is_first: bool = False) -> AsyncIterator[None]:
         """Serve one step of the owner's update; when it fails, the whole update does."""
-        async with self._lock:
+        async with self.lock:
             self._check_owner(call)
             if is_first and self.weights.state == "updating":
                 raise Conflict("a weight update is already in progress; finish or abort it first")
@@ -167,36 +164,15 @@ class WeightUpdates:
                 await self._fail(f"{name} failed: {error}")
                 raise
 
-    def _init_info(self, call: InitCommunicator) -> dict[str, Any]:
-        info = call.model_dump(exclude={"run_id"})
-        if self.transport == "nccl":
-            size = info.pop("bucket_bytes")
-            info |= {"packed": True, "packed_buffer_size_bytes": size, "packed_num_buffers": 2}
-        return info
-
-    async def _drop_caches(self) -> None:
-        """Drop prefix, processor and encoder caches at once (SYN-9). Requests held over the update are recomputed."""
-        llm = self.engine.llm
-        *_, was_dropped = await asyncio.gather(
-            llm.reset_mm_cache(),
-            llm.reset_encoder_cache(),
-            llm.reset_prefix_cache(reset_running_requests=self._keeps_running),
-        )
-        if not was_dropped:
-            raise UpdateFailed("vLLM did not drop its prefix cache")
-
     async def _fail(self, reason: str) -> None:
-        """Give up an update and mark the weights dirty.
-
-        Workers leave the communicator, so that a learner that is still sending learns of it at once; requests end.
-        """
+        """Mark the weights dirty. Workers leave the communicator, which tells a learner that is still sending."""
         logger.error("weight update given up: %s", reason)
         self.weights.move("dirty", None, reason)
         if self.engine.llm.errored:
             return
         try:
             await self.engine.on_all_workers("abort")
-            await self.engine.abort_running()
+            await self.engine.llm.abort(list(self.engine.ids_in_flight))
             await self.engine.llm.resume_generation()
         except Exception:  # the first error matters; the next update starts by resetting the workers
             logger.exception("cleaning up after the failed weight update failed, too")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils.dist import Ranks
 from utils.sync.merged_weights import MergedWeights, WeightEntry
 from utils.sync.weight_sync import SyncResult, WeightSync
 
@@ -29,17 +28,23 @@ class AdapterWeights(MergedWeights):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        if reason := _unfit_for_slots(self.entries):
-            raise ValueError(reason)
         self._scaling: dict[str, float] = {}
         merged, self.entries = self.entries, []
         for entry in merged:
-            if (adapter := entry.adapter) is not None:
-                module = f"base_model.model.{entry.name.removesuffix('.weight')}"
-                for side, weight, scaling in (("A", adapter.a, 1.0), ("B", adapter.b, adapter.scaling)):
-                    name = f"{module}.lora_{side}.weight"
-                    self.entries.append(WeightEntry(name, weight, None))
-                    self._scaling[name] = scaling
+            if (adapter := entry.adapter) is None:
+                if entry.can_change:
+                    rule = "without an adapter (tuner.modules_to_save or a full fine-tuning)"
+                    raise ValueError(f"{entry.name} is trained itself, {rule}")
+                continue
+            if adapter.magnitude is not None:
+                raise ValueError(f"{entry.name} has a DoRA adapter, and vLLM has no slots for DoRA")
+            module = f"base_model.model.{entry.name.removesuffix('.weight')}"
+            for side, weight, scaling in (("A", adapter.a, 1.0), ("B", adapter.b, adapter.scaling)):
+                name = f"{module}.lora_{side}.weight"
+                self.entries.append(WeightEntry(name, weight, None))
+                self._scaling[name] = scaling
+        if not self.entries:
+            raise ValueError("the model has no adapters")
 
     def write(self, entry: WeightEntry, out: torch.Tensor) -> None:
         """Write the adapter tensor into `out` (its shape and dtype). Call inside `gathered`."""
@@ -47,60 +52,33 @@ class AdapterWeights(MergedWeights):
             torch.mul(entry.weight.data, self._scaling[entry.name], out=out)
 
 
-def _unfit_for_slots(entries: list[WeightEntry]) -> str | None:
-    for entry in entries:
-        if entry.adapter is None and entry.can_change:
-            return f"{entry.name} is trained itself, without an adapter (tuner.modules_to_save or a full fine-tuning)"
-        if entry.adapter is not None and entry.adapter.magnitude is not None:
-            return f"{entry.name} has a DoRA adapter, and vLLM has no slots for DoRA"
-    return None if any(entry.adapter for entry in entries) else "the model has no adapters"
-
-
 class AdapterSync(WeightSync):
     """`WeightSync` for `AdapterWeights`: the engine's own weights stay what it loaded at its start."""
 
     mode = "adapter"
 
-    def _check_missing(self, index: int, missing: list[str], entries: list[WeightEntry]) -> None:
-        """Check nothing: the engine refuses an adapter's tensor that has no slot."""
-
 
 class FallbackSync:
     """An adapter sync that becomes a full one for the rest of the run when it fails, with one warning (SYN-10).
 
-    Every rank falls back at the same sync, because a failed sync raises on all of them.
+    Every rank falls back at the same sync, because a failed sync raises on all of them. What is not defined here is
+    the current sync's: `open`, `close`, `mode`, `fallback`, `ledger`.
     """
 
     def __init__(self, adapter: AdapterSync, make_full: Callable[[], WeightSync]) -> None:
         self.current: WeightSync = adapter
         self._make_full = make_full
 
-    @property
-    def mode(self) -> str:
-        return self.current.mode
-
-    @property
-    def fallback(self) -> str | None:
-        return self.current.fallback
-
-    @property
-    def ledger(self) -> dict[str, str]:
-        return self.current.ledger
-
-    def open(self) -> None:
-        self.current.open()
-
-    def close(self) -> None:
-        self.current.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
 
     def sync(self, version: str) -> SyncResult:
-        if not isinstance(self.current, AdapterSync):
-            return self.current.sync(version)
         try:
             return self.current.sync(version)
         except RuntimeError as error:
-            reason = str(error)
-            ranks, client = self.current.ranks, self.current.client
+            if not isinstance(self.current, AdapterSync):
+                raise
+            reason, ranks, client = str(error), self.current.ranks, self.current.client
             if any(ranks.gather(bool(ranks.is_main and client.lost()))):
                 raise  # not the adapter's fault; recovery restarts the server (CON-4)
             if ranks.is_main:
@@ -117,31 +95,21 @@ class FallbackSync:
 
 
 def make_sync(
-    model: nn.Module,
-    mode: str,
-    fallback_to_full: bool,
-    ranks: Ranks,
-    client: Any,
-    addresses: list[tuple[str, int]],
-    **options: Any,
+    model: nn.Module, mode: str, fallback_to_full: bool, *args: Any, **options: Any
 ) -> WeightSync | FallbackSync:
-    """Return the sync of a run.
-
-    Args:
-        mode: `full` or `adapter`.
-        ranks, client, addresses, options: as `WeightSync` takes them.
+    """Return the sync of a run in `mode` full or adapter; the rest is as `WeightSync` takes it, from `ranks` on.
 
     Raises:
         ValueError: adapter sync cannot work for this model, and `fallback_to_full` is false.
     """
 
     def make_full() -> WeightSync:
-        return WeightSync(MergedWeights(model), ranks, client, addresses, **options)
+        return WeightSync(MergedWeights(model), *args, **options)
 
     if mode == "full":
         return make_full()
     try:
-        adapter = AdapterSync(AdapterWeights(model), ranks, client, addresses, **options)
+        adapter = AdapterSync(AdapterWeights(model), *args, **options)
     except ValueError as error:
         if not fallback_to_full:
             path = "custom.extra.rollout_matching.vllm.sync"

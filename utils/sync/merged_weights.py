@@ -50,10 +50,9 @@ class WeightEntry:
     @property
     def parts(self) -> list[nn.Parameter]:
         """Parameters that must be whole (gathered) before the tensor can be merged."""
-        if self.adapter is None:
-            return [self.weight]
-        parts = [self.weight, self.adapter.a, self.adapter.b]
-        return parts if self.adapter.magnitude is None else [*parts, self.adapter.magnitude]
+        adapter = self.adapter
+        parts = [self.weight, adapter.a, adapter.b, adapter.magnitude] if adapter else [self.weight]
+        return [part for part in parts if part is not None]
 
     @property
     def can_change(self) -> bool:
@@ -64,18 +63,15 @@ class WeightEntry:
 class MergedWeights:
     """Every tensor of the model in checkpoint names and shapes, adapters merged in (SYN-4); only reads the model.
 
-    Args:
-        model: a transformers model or a PEFT model around one, before or after `deepspeed.initialize`, any ZeRO stage.
+    The model is of transformers or PEFT, before or after `deepspeed.initialize`, at any ZeRO stage.
     """
 
     def __init__(self, model: nn.Module) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        seen: set[int] = set()
-        self.entries: list[WeightEntry] = []
-        for name, weight, adapter in _effective_parameters(base, ""):
-            if id(weight) not in seen:  # a tied tensor (lm_head) travels once, under its first name
-                seen.add(id(weight))
-                self.entries.append(WeightEntry(name, weight, adapter))
+        entries: dict[int, WeightEntry] = {}
+        for entry in _effective_entries(base, ""):
+            entries.setdefault(id(entry.weight), entry)  # a tied tensor (lm_head) travels once, under its first name
+        self.entries = list(entries.values())
         self.dtype = self.entries[0].dtype  # the engine's, too
 
     @property
@@ -120,26 +116,25 @@ class MergedWeights:
             yield entry.name, merged
 
 
-def _effective_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter, Adapter | None]]:
-    """Walk the model without PEFT's wrappers: `(checkpoint name, parameter in force, adapter)`."""
+def _effective_entries(module: nn.Module, prefix: str) -> Iterator[WeightEntry]:
+    """Walk the model without PEFT's wrappers, with the parameters in force."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        yield from _effective_parameters(module.modules_to_save[module.active_adapters[0]], prefix)
+        yield from _effective_entries(module.modules_to_save[module.active_adapters[0]], prefix)
         return
     if isinstance(module, LoraLayer):
-        base = module.get_base_layer()
-        for name, parameter in base.named_parameters():
-            yield prefix + name, parameter, _adapter_of(module, prefix) if name == "weight" else None
+        for name, parameter in module.get_base_layer().named_parameters():
+            yield WeightEntry(prefix + name, parameter, _adapter_of(module, prefix) if name == "weight" else None)
         return
     if isinstance(module, BaseTunerLayer):
         raise ValueError(f"{prefix}: {type(module).__name__} cannot be merged for the rollout server; use LoRA or DoRA")
     for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, parameter, None
+        yield WeightEntry(prefix + name, parameter, None)
     for name, child in module.named_children():
-        yield from _effective_parameters(child, f"{prefix}{name}.")
+        yield from _effective_entries(child, f"{prefix}{name}.")
 
 
 def _adapter_of(layer: nn.Module, prefix: str) -> Adapter | None:

@@ -9,6 +9,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -51,10 +52,7 @@ class GlooTransport:
         """Stream `entries`; return their digests by name if requested, else nothing.
 
         After a failure the walk continues without sending, because other ranks take part in its gathers; the error is
-        raised at its end.
-
-        Args:
-            check_servers: raises once a server's side of the transfer failed.
+        raised at its end. `check_servers` raises once a server's side of the transfer failed.
         """
         digests: dict[str, str] = {}
         budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
@@ -80,10 +78,8 @@ class GlooTransport:
         return digests
 
     def close(self) -> None:
-        """Leave the groups; the receiving side notices and must be opened anew.
-
-        Frees the ports at once: a store that stayed alive would serve its old keys to the next one on the same port.
-        """
+        """Leave the groups; the receiving side notices and must be opened anew. Frees the ports at once: a store that
+        stayed alive would serve its old keys to the next one on the same port."""
         for group in self._groups:
             with contextlib.suppress(RuntimeError):
                 group.shutdown()
@@ -107,52 +103,50 @@ def _open_group(address: tuple[str, int], world_size: int, timeout: timedelta) -
     )
 
 
+@dataclass(eq=False)
 class _Broadcasts:
-    """Broadcasts under way, oldest first. Keeps the first failure and does nothing after it.
+    """Broadcasts under way, oldest first. Keeps the first failure and does nothing after it."""
 
-    `spare` is the memory of the bucket that finished last: fresh memory would cost as much as filling it (page faults).
-    """
-
-    def __init__(self, groups: list[Any], check_servers: Callable[[], None], deadline: float) -> None:
-        self.failure: Exception | None = None
-        self.spare: torch.Tensor | None = None
-        self._groups = groups
-        self._check_servers = check_servers
-        self._deadline = deadline
-        self._under_way: list[tuple[torch.Tensor, list[Any]]] = []
+    groups: list[Any]
+    check_servers: Callable[[], None]
+    deadline: float  # on time.monotonic's clock
+    failure: Exception | None = None
+    # Memory of the bucket that finished last: fresh memory would cost as much as filling it (page faults).
+    spare: torch.Tensor | None = None
+    under_way: list[tuple[torch.Tensor, list[Any]]] = field(default_factory=list)
 
     def start(self, buffer: torch.Tensor) -> None:
         if self.failure is None:
             options = torch.distributed.BroadcastOptions()
             options.rootRank, options.asyncOp = 0, True
             try:
-                self._under_way.append((buffer, [group.broadcast([buffer], options) for group in self._groups]))
+                self.under_way.append((buffer, [group.broadcast([buffer], options) for group in self.groups]))
             except RuntimeError as error:
                 self._fail(error)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return memory for the next bucket, uint8 `[num_bytes]`: the spare one where it is large enough."""
         spare, self.spare = self.spare, None
-        if spare is not None and _storage_bytes(spare) >= num_bytes:
+        if spare is not None and spare.untyped_storage().nbytes() >= num_bytes:
             return torch.empty(0, dtype=torch.uint8).set_(spare.untyped_storage(), 0, (num_bytes,))
         del spare
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def wait(self, at_most_bytes: int) -> None:
         """Wait until at most that many bytes are under way."""
-        while self._under_way and sum(_storage_bytes(buffer) for buffer, _ in self._under_way) > max(0, at_most_bytes):
+        while sum(buffer.untyped_storage().nbytes() for buffer, _ in self.under_way) > max(0, at_most_bytes):
             try:
-                self._finish(self._under_way[0][1])
+                self._finish(self.under_way[0][1])
             except (RuntimeError, TimeoutError) as error:
                 self._fail(error)
                 return
-            self.spare = self._under_way.pop(0)[0]
+            self.spare = self.under_way.pop(0)[0]
 
     def _finish(self, works: list[Any]) -> None:
         pause_s = 1e-5
         while not all(work.is_completed() for work in works):
-            self._check_servers()
-            if time.monotonic() > self._deadline:
+            self.check_servers()
+            if time.monotonic() > self.deadline:
                 raise TimeoutError("a bucket was not taken by all servers before RM.vllm.sync.timeout_s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 1e-3)
@@ -162,13 +156,9 @@ class _Broadcasts:
     def _fail(self, error: Exception) -> None:
         traceback.clear_frames(error.__traceback__)  # a caller that keeps the error must not keep the groups' ports
         self.failure = error
-        self._under_way = []
-        self._groups = []
+        self.under_way = []
+        self.groups = []
         self.spare = None
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
 
 
 class NcclTransport:
@@ -177,9 +167,8 @@ class NcclTransport:
     Written for `vllm.distributed.weight_transfer` as it is; not run on the machines this was developed on.
     """
 
-    def __init__(self, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
-        self.timeout_s = timeout_s
         self._groups: list[Any] = []
 
     def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None:

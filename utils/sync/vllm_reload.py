@@ -5,7 +5,6 @@ a layerwise start and finish: on CPU vLLM has packed the weights for its kernels
 `load_weights` into a live engine fails. How tensors reach the worker is utils/sync/vllm_worker.py's.
 """
 
-import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -67,13 +66,6 @@ class WeightUpdate:
             if loaded := self._attempt([pair]):
                 self.parameters[pair[0]] = loaded
 
-    def check(self) -> None:
-        """Raise RuntimeError if a load failed or a tensor is unknown to the model."""
-        if self.error:
-            raise RuntimeError(self.error)
-        if self.unexpected:
-            raise RuntimeError(f"the engine's model does not take these tensors: {_first(self.unexpected)}")
-
     def _noted(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Enter every tensor into the ledger; yield those for the model, keep a copy of those for the LoRA slot."""
         for name, tensor in weights:
@@ -117,6 +109,7 @@ class StreamedUpdates:
 
     model: torch.nn.Module
     model_config: Any
+    learner_store: torch.distributed.Store | None  # of the rendezvous; None without a communicator
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,7 +122,10 @@ class StreamedUpdates:
     def start_weight_update(self) -> None:
         if self.update is not None:
             self.reset_update()
-        self._unwrap()
+        # Take vLLM's LoRA wrappers off while weights arrive: its loaders do not know the wrapped names.
+        self._wrappers = {name: m for name, m in self.model.named_modules() if isinstance(m, BaseLayerWithLoRA)}
+        for name, wrapper in self._wrappers.items():
+            self.model.set_submodule(name, wrapper.base_layer)
         initialize_layerwise_reload(self.model)
         self.update = WeightUpdate(self.model, self._parameters, self._ledger)
 
@@ -137,6 +133,8 @@ class StreamedUpdates:
         """Receive and load one update. Raises RuntimeError with the first loading error after the last bucket."""
         if self.update is None:
             raise RuntimeError("start_weight_update must come before update_weights")
+        if self.learner_store is None:
+            raise RuntimeError("no communicator: init_communicator must come first")
         info = self.parse_update_info(update_info)
         self.update.digest = info.digest
         self.receive_weights(info)
@@ -146,12 +144,10 @@ class StreamedUpdates:
             raise RuntimeError(self.update.error)
 
     def summary(self) -> dict[str, Any]:
-        """Return what the sender must know of the update in progress.
+        """Return what the sender must know of the update in progress, by the tensors' names.
 
-        Returns:
-            `parameters`: the vLLM parameters that every tensor of this update went into, by name; tensors that meet in
-            one module (q, k, v; an expert's parts) must always come together.
-            `digests`: if requested, the digest of every tensor this worker holds, received now or in earlier updates.
+        `parameters`: the vLLM parameters that each tensor of this update went into. `digests`: if requested, of every
+        tensor this worker holds, received now or in earlier updates.
         """
         parameters = {name: sorted(self._parameters.get(name, ())) for name in self.update.received}
         return {"parameters": parameters, "digests": dict(self._ledger) if self.update.digest else {}}
@@ -165,11 +161,13 @@ class StreamedUpdates:
         """
         if self.update is None:
             raise RuntimeError("no weight update is in progress")
-        self.update.check()
+        if self.update.error:
+            raise RuntimeError(self.update.error)
+        if unexpected := self.update.unexpected:
+            raise RuntimeError(f"the engine's model does not take these tensors: {_first(unexpected)}")
         if partial := partly_loaded_modules(self.model):
             raise RuntimeError(f"only a part of a fused tensor arrived for {_first(partial)}; send whole groups")
-        with _no_warning_per_layer():
-            finalize_layerwise_reload(self.model, self.model_config)
+        _finalize(self.model, self.model_config)
         loaded = self.update.loaded
         process_tied_modules(self.model, loaded)
         self.update = None
@@ -189,18 +187,10 @@ class StreamedUpdates:
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
             info.load_numel = 0
-        with _no_warning_per_layer():
-            finalize_layerwise_reload(self.model, self.model_config)
+        _finalize(self.model, self.model_config)
         self._rewrap()
         self._ledger.clear()
         self.update = None
-
-    def _unwrap(self) -> None:
-        """Take vLLM's LoRA wrappers off while weights come in: its loaders do not know the wrapped names."""
-        modules = list(self.model.named_modules())
-        self._wrappers = {name: module for name, module in modules if isinstance(module, BaseLayerWithLoRA)}
-        for name, wrapper in self._wrappers.items():
-            self.model.set_submodule(name, wrapper.base_layer)
 
     def _rewrap(self) -> None:
         for name, wrapper in self._wrappers.items():
@@ -213,9 +203,8 @@ def partly_loaded_modules(model: torch.nn.Module) -> list[str]:
     partial = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if not info.can_load() or is_deferred_attention_layer(layer) or isinstance(layer, VocabParallelEmbedding):
-            continue
-        if 0 < info.load_numel < (info.load_numel_total or 0):
+        is_excepted = is_deferred_attention_layer(layer) or isinstance(layer, VocabParallelEmbedding)
+        if info.can_load() and not is_excepted and 0 < info.load_numel < (info.load_numel_total or 0):
             partial.append(name)
     return partial
 
@@ -235,22 +224,17 @@ def process_tied_modules(model: torch.nn.Module, loaded: set[str]) -> None:
         elif weight is not None and hasattr(module, "quant_method"):
             others.append(module)
     for module in others:
-        twin = fresh.get(id(module.weight))
-        if twin is not None and _packed_alike(module, twin):
-            module.cpu_linear = twin.cpu_linear
-        elif twin is not None:
+        if (twin := fresh.get(id(module.weight))) is None:
+            continue
+        same_method = type(module.quant_method) is type(getattr(twin, "quant_method", None))
+        if same_method and hasattr(twin, "cpu_linear") and getattr(module, "bias", None) is None:
+            module.cpu_linear = twin.cpu_linear  # packed alike; packing may change a bias
+        else:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _packed_alike(module: torch.nn.Module, twin: torch.nn.Module) -> bool:
-    """Return whether vLLM packs both modules' shared weight for its CPU kernels alike. Packing may change a bias."""
-    same_method = type(module.quant_method) is type(getattr(twin, "quant_method", None))
-    return same_method and hasattr(twin, "cpu_linear") and getattr(module, "bias", None) is None
-
-
-@contextlib.contextmanager
-def _no_warning_per_layer() -> Iterator[None]:
-    """Silence vLLM's warning for each layer that received nothing, the normal case for frozen layers (SYN-6)."""
+def _finalize(model: torch.nn.Module, config: Any) -> None:
+    """Finish vLLM's reload without its warning for each layer that received nothing, as frozen layers do (SYN-6)."""
     reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -258,7 +242,7 @@ def _no_warning_per_layer() -> Iterator[None]:
 
     reload_logger.addFilter(is_other)
     try:
-        yield
+        finalize_layerwise_reload(model, config)
     finally:
         reload_logger.removeFilter(is_other)
 

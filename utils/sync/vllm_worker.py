@@ -11,7 +11,6 @@ Both load through `utils.sync.vllm_reload`.
 
 import contextlib
 import ctypes
-import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.utils import (
@@ -27,14 +27,11 @@ from vllm.distributed.utils import (
     stateless_init_torch_distributed_process_group,
 )
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.nccl_engine import (
-    NCCLWeightTransferEngine,
-    NCCLWeightTransferInitInfo,
-    NCCLWeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from utils.sync.rendezvous import open_nccl
@@ -48,8 +45,8 @@ LEARNER_TIMEOUT_S = 5.0  # a learner whose store has not answered for so long co
 
 
 @dataclass
-class GlooInitInfo(WeightTransferInitInfo):
-    """The learner (rank 0) hosts the store; `timeout_s` bounds the rendezvous and every single broadcast."""
+class InitInfo(WeightTransferInitInfo):
+    """The learner (rank 0) hosts the store; `timeout_s` bounds the rendezvous (Gloo) and every wait for the learner."""
 
     master_address: str
     master_port: int
@@ -60,25 +57,22 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
+class UpdateInfo(NCCLWeightTransferUpdateInfo):
     digest: bool = False
 
 
-class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInfo]):
     """Buckets over Gloo: one uint8 broadcast from rank 0 per bucket; the next one travels while the last is loaded."""
 
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
 
-    learner_store: torch.distributed.Store | None = None  # None without a communicator
+    learner_store: torch.distributed.Store | None = None
     _group: torch.distributed.ProcessGroup | None = None
     _bucket_bytes = 0
     _num_updates = 0
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()  # left over from a learner that died
         self._bucket_bytes = init_info.bucket_bytes
         with loopback_if_local(init_info.master_address):
@@ -92,15 +86,24 @@ class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[GlooInitInfo, GlooU
                 return_store=True,
             )
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises StreamBroken when the sender is gone or `timeout_s` passes; the group is unusable afterwards."""
-        if self._group is None:
-            raise RuntimeError("no communicator: init_communicator must come first")
-        tensors = list(_metadata(update_info))
-        layouts = bucket_layouts([_num_bytes(dtype, shape) for _, dtype, shape in tensors], self._bucket_bytes)
-        arriving = (_unpack(bucket, layout, tensors) for layout, bucket in self._buckets(layouts))
+        tensors = []
+        for name, dtype_name, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+            dtype = getattr(torch, dtype_name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{name}: unknown dtype {dtype_name!r}")
+            tensors.append((name, dtype, shape, torch.Size(shape).numel() * dtype.itemsize))
         with disable_mtp_completeness_check():
-            self.update.load_stream(itertools.chain.from_iterable(arriving), update_info.names)
+            self.update.load_stream(self._tensors(tensors), update_info.names)
+
+    def _tensors(self, tensors: list[tuple[str, torch.dtype, list[int], int]]) -> Iterator[NamedTensor]:
+        """Yield tensors of `(name, dtype, shape, bytes)` as views into the buckets; nothing is copied."""
+        layouts = bucket_layouts([num_bytes for *_, num_bytes in tensors], self._bucket_bytes)
+        for layout, bucket in self._buckets(layouts):
+            here = zip(tensors[layout.first : layout.last], layout.offsets, strict=True)
+            for (name, dtype, shape, num_bytes), offset in here:
+                yield name, bucket[offset : offset + num_bytes].view(dtype).view(shape)
 
     def _buckets(self, layouts: list[BucketLayout]) -> Iterator[tuple[BucketLayout, torch.Tensor]]:
         """Yield buckets in order, the next one already under way."""
@@ -119,15 +122,17 @@ class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[GlooInitInfo, GlooU
     def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, torch.distributed.Work]:
         bucket = torch.empty(layout.num_bytes, dtype=torch.uint8)  # vLLM keeps views until their module is complete
         options = torch.distributed.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
+        options.rootRank = options.rootTensor = 0
         return bucket, self._group.broadcast([bucket], options)
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         self._num_updates += 1
         if self._num_updates % UPDATES_PER_TRIM == 0:
-            _trim_heap()
+            # Kernels that oneDNN keeps lie scattered between blocks that come and go with every request and update:
+            # glibc's heap would grow for thousands of steps without more of it in use.
+            with contextlib.suppress(AttributeError):  # another malloc
+                ctypes.CDLL(None).malloc_trim(0)
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -137,36 +142,26 @@ class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[GlooInitInfo, GlooU
             self.learner_store = None
 
 
-@dataclass(kw_only=True)
-class NcclInitInfo(NCCLWeightTransferInitInfo):
-    timeout_s: float = 300.0
-
-
-@dataclass
-class NcclUpdateInfo(NCCLWeightTransferUpdateInfo):
-    digest: bool = False
-
-
 class StreamNcclEngine(StreamedUpdates, NCCLWeightTransferEngine):
     """vLLM's packed NCCL broadcast, with our rendezvous, loading checks and digests, and a time limit.
 
     `ncclBroadcast` cannot time out: after `timeout_s` without the end of an update the communicator is aborted.
     """
 
-    init_info_cls = NcclInitInfo
-    update_info_cls = NcclUpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
     _timeout_s = 300.0
 
     @property
     def learner_store(self) -> torch.distributed.Store | None:
         return None if self.model_update_group is None else self.model_update_group.group.store
 
-    def init_transfer_engine(self, init_info: NcclInitInfo) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()  # left over from a learner that died
         self._timeout_s = init_info.timeout_s
-        self.packed = init_info.packed
-        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
-        self.packed_num_buffers = init_info.packed_num_buffers
+        self.packed = True
+        self.packed_buffer_size_bytes = init_info.bucket_bytes
+        self.packed_num_buffers = 2  # as utils.sync.transports sends
         self.model_update_group = open_nccl(
             init_info.master_address,
             init_info.master_port,
@@ -174,10 +169,8 @@ class StreamNcclEngine(StreamedUpdates, NCCLWeightTransferEngine):
             init_info.world_size,
         )
 
-    def receive_weights(self, update_info: NcclUpdateInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         model, group = self.model, self.model_update_group
-        if group is None:
-            raise RuntimeError("no communicator: init_communicator must come first")
         watchdog = threading.Timer(self._timeout_s, group.destroy)
         watchdog.daemon = True
         watchdog.start()
@@ -244,14 +237,12 @@ class WorkerExtension:
     def _weight_close(self) -> None:
         self.weight_transfer_engine.shutdown()
 
-    def _weight_device_memory(self) -> dict[str, int]:
+    def _weight_device_memory(self) -> int:
         """Bytes in use on this worker's device (CUDA) or in its process (CPU)."""
-        import psutil
-
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            return {"used": total - free, "total": total}
-        return {"used": psutil.Process().memory_info().rss, "total": psutil.virtual_memory().total}
+            return total - free
+        return psutil.Process().memory_info().rss
 
 
 def store_answers(store: torch.distributed.Store | None) -> bool:
@@ -270,14 +261,10 @@ def store_answers(store: torch.distributed.Store | None) -> bool:
     return bool(answers)
 
 
-def _fill_slot(lora_manager: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Put an adapter into its slot, replacing the one from the last sync (SYN-10).
+def _fill_slot(lora_manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor]) -> None:
+    """Put an adapter (PEFT's names, B scaled) into vLLM's slot in place of the one from the last sync (SYN-10).
 
     vLLM's `LoRARequest` has no field for tensors, but a request whose slot is filled never looks at its path.
-
-    Args:
-        lora_manager: vLLM's `WorkerLoRAManager`.
-        tensors: by PEFT's names, B scaled.
 
     Raises:
         ValueError: rank too high (engine argument `max_lora_rank`), or a module that has no slot here.
@@ -303,34 +290,9 @@ def _fill_slot(lora_manager: Any, tensors: dict[str, torch.Tensor]) -> None:
     slots.activate_adapter(ADAPTER_ID)
 
 
-def _trim_heap() -> None:
-    """Return free memory to the system. Kernels that oneDNN keeps lie scattered between blocks that come and go with
-    every request and update: glibc's heap would grow for thousands of steps without more of it in use."""
-    with contextlib.suppress(AttributeError):  # another malloc
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _global_worker_rank(parallel_config: Any) -> int:
     """Rank among all workers of all replicas, counted as vLLM's NCCL engine counts."""
     return parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank
-
-
-def _metadata(info: GlooUpdateInfo) -> Iterator[tuple[str, torch.dtype, list[int]]]:
-    for name, dtype_name, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
-        dtype = getattr(torch, dtype_name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name}: unknown dtype {dtype_name!r}")
-        yield name, dtype, shape
-
-
-def _num_bytes(dtype: torch.dtype, shape: list[int]) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _unpack(bucket: torch.Tensor, layout: BucketLayout, tensors: list) -> Iterator[NamedTensor]:
-    """Yield views into the bucket; nothing is copied."""
-    for (name, dtype, shape), offset in zip(tensors[layout.first : layout.last], layout.offsets, strict=True):
-        yield name, bucket[offset : offset + _num_bytes(dtype, shape)].view(dtype).view(shape)
 
 
 for _name, _engine in (("stream_gloo", StreamGlooEngine), ("stream_nccl", StreamNcclEngine)):

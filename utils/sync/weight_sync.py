@@ -8,7 +8,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
@@ -90,8 +90,8 @@ class WeightSync:
     _parameters: list[dict[str, list[str]]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        transport = NcclTransport if self.ranks.device.type == "cuda" else GlooTransport
-        self.transport: GlooTransport | NcclTransport = transport(self.bucket_bytes, self.timeout_s)
+        on_cuda, size = self.ranks.device.type == "cuda", self.bucket_bytes
+        self.transport = NcclTransport(size) if on_cuda else GlooTransport(size, self.timeout_s)
 
     def open(self) -> None:
         """Open the communicator of every server (rank 0) and tell all ranks the outcome.
@@ -107,17 +107,25 @@ class WeightSync:
         self._servers_are_whole = False
         self.transport.close()  # left over from before a failure
         # Checked before any server is called, which would wait for us at that port.
-        if (taken := capture_error(_check_free, self.addresses)) is not None:
-            raise ConnectionError(_open_message(self.addresses, self._owners(), taken)) from taken
-        with ThreadPoolExecutor(len(sizes)) as pool:
-            answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
-            wait(answers, REFUSAL_WAIT_S, FIRST_EXCEPTION)
-            is_refused = any(answer.done() and answer.exception() for answer in answers)
-            ours = None if is_refused else capture_error(self.transport.open, self.addresses, sizes)
-            problems = [error for error in (capture_error(answer.result) for answer in answers) if error is not None]
-        if problems or ours is not None:
+        ours = capture_error(_check_free, self.addresses)
+        problems: list[Any] = self._owners() if ours else []
+        if ours is None:
+            with ThreadPoolExecutor(len(sizes)) as pool:
+                answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
+                wait(answers, REFUSAL_WAIT_S, FIRST_EXCEPTION)
+                if not any(answer.done() and answer.exception() for answer in answers):
+                    ours = capture_error(self.transport.open, self.addresses, sizes)
+                problems = [error for answer in answers if (error := capture_error(answer.result))]
+        if problems or ours:
             self.transport.close()
-            raise ConnectionError(_open_message(self.addresses, problems, ours)) from (problems or [ours])[0]
+            lines = [f"group port {port} on {host}" for host, port in self.addresses]
+            lines += [f"  server said: {problem}" for problem in problems]
+            lines += [f"  this side: {ours}"] if ours else []
+            text = "the weight communicator could not be opened: " + "\n".join(lines)
+            ways_out = (
+                "free or change the group port (RM.vllm.server), restart the server, or set RM.rollout_backend: hf"
+            )
+            raise ConnectionError(f"{text}\nways out: {ways_out}") from ours or problems[0]
 
     def _owners(self) -> list[str]:
         """List the owners of servers that answer: most likely the group port is one of theirs, too."""
@@ -129,11 +137,10 @@ class WeightSync:
         return owners
 
     def _init_communicator(self, index: int, world_size: int) -> None:
-        host, port = self.addresses[index]
         body = {
             "run_id": self.run_id,
-            "master_address": host,
-            "master_port": port,
+            "master_address": self.addresses[index][0],
+            "master_port": self.addresses[index][1],
             "world_size": world_size + 1,
             "rank_offset": 1,
             "bucket_bytes": self.bucket_bytes,
@@ -215,24 +222,29 @@ class WeightSync:
             self.client.post(index, "/start_weight_update/", {**label, "pause": self.on_running}, self.timeout_s)
             return self.client.post(index, "/update_weights/", metadata, self.timeout_s)
 
-        def finish(index: int) -> dict[str, Any]:
-            return self.client.post(index, "/finish_weight_update/", label, self.timeout_s)
+        def raise_early() -> None:
+            for future in receiving:
+                if future.done():
+                    future.result()
 
         receiving = [pool.submit(start_and_receive, index) for index in servers]
         try:
-            digests = self.transport.send(self.weights, entries, verify, lambda: _raise_early(receiving))
+            digests = self.transport.send(self.weights, entries, verify, raise_early)
         except Exception:
             self.transport.close()  # frees workers that still wait for a bucket, so that their servers answer
             for future in receiving:
                 future.result()  # a server's own error says more than a broken connection
             raise
         answers = [future.result() for future in receiving]
-        finished = list(pool.map(finish, servers))
+        finished = list(
+            pool.map(lambda i: self.client.post(i, "/finish_weight_update/", label, self.timeout_s), servers)
+        )
         self.ledger.update(digests)
         if len(entries) == len(self.weights.entries):
             self._parameters = [answer["parameters"] for answer in answers]
         for index, (answer, end) in enumerate(zip(answers, finished, strict=True)):
-            self._check_missing(index, end["missing"], entries)
+            if self.mode == "full":  # the engine itself refuses an adapter's tensor that has no slot
+                self._check_missing(index, end["missing"], entries)
             if verify:
                 self._compare(index, answer["digests"])
 
@@ -264,21 +276,7 @@ class WeightSync:
                     raise RuntimeError(f"{where}: sent digest {digest}, received {digests.get(name)}")
 
 
-def _raise_early(futures: list[Future]) -> None:
-    for future in futures:
-        if future.done():
-            future.result()
-
-
 def _check_free(addresses: Sequence[tuple[str, int]]) -> None:
     """Raise OSError, with the address, for one that cannot be listened on."""
     for address in addresses:
         socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET).close()
-
-
-def _open_message(addresses: list[tuple[str, int]], problems: Sequence[Exception | str], ours: Exception | None) -> str:
-    lines = [f"group port {port} on {host}" for host, port in addresses]
-    lines += [f"  server said: {problem}" for problem in problems]
-    lines += [f"  this side: {ours}"] if ours is not None else []
-    ways_out = "free or change the group port (RM.vllm.server), restart the server, or set RM.rollout_backend: hf"
-    return "the weight communicator could not be opened: " + "\n".join(lines) + f"\nways out: {ways_out}"

@@ -57,15 +57,11 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     It guards against faults, not against an adversary.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    padding = -flat.numel() % 4
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    body = flat[: flat.numel() - (4 - padding) % 4].view(torch.int32)
-    for start in range(0, body.numel(), _DIGEST_CHUNK):
-        words = body[start : start + _DIGEST_CHUNK].to(torch.int64)
-        total += _mix(words, start).sum()
-    if padding:
-        tail = flat[flat.numel() - (4 - padding) :].to(torch.int64)
-        total += _mix(tail, body.numel()).sum()
+    num_words = flat.numel() // 4
+    words, tail = flat[: 4 * num_words].view(torch.int32), flat[4 * num_words :]
+    total = _mix(tail, num_words).sum()
+    for start in range(0, num_words, _DIGEST_CHUNK):
+        total += _mix(words[start : start + _DIGEST_CHUNK], start).sum()
     return f"{int(total) & 0xFFFFFFFFFFFFFFFF:016x}:{flat.numel()}"
 
 
@@ -90,6 +86,6 @@ def loopback_if_local(address: str) -> Iterator[None]:
 def _mix(words: torch.Tensor, start: int) -> torch.Tensor:
     """Bijective mixing of `word + position * constant` (int64 arithmetic wraps), after splitmix64's finaliser."""
     position = torch.arange(start + 1, start + 1 + words.numel(), device=words.device, dtype=torch.int64)
-    mixed = (words + position * _MULTIPLIER) * _MULTIPLIER
+    mixed = (words.to(torch.int64) + position * _MULTIPLIER) * _MULTIPLIER
     mixed ^= mixed >> 29
     return mixed * _MULTIPLIER
