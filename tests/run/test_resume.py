@@ -437,6 +437,6 @@ def test_a_sync_that_had_fallen_back_stays_full_SYN_10_LRN_5(monkeypatch, ranks,
     rm = SimpleNamespace(vllm=vllm, async_=SimpleNamespace(enabled=False))
     cfg = SimpleNamespace(rm=rm, servers=list, sync_mode=lambda: "adapter")
     learner, client = SimpleNamespace(model=None), SimpleNamespace()
-    sync = setup.open_sync(cfg, ranks, "run", client, learner, None, fallback)
+    sync = setup.open_engine(cfg, ranks, "run", client, learner, None, None, fallback)
     assert (sync.mode, sync.fallback) == (("full", fallback) if fallback else ("adapter", None))
     assert opened == [sync.mode]

@@ -79,8 +79,6 @@ class RolloutClient:
         """Most requests that this learner sends per round (DIS-3)."""
         return chunk_size(self.decode_batch_size, sum(self.world_sizes), self.world_size)
 
-    # Single calls
-
     def get(self, index: int, path: str, timeout_s: float | None = CONNECT_TIMEOUT_S) -> Any:
         """Return the decoded JSON of one GET. Raises: CallFailed."""
         with self.link(index) as link:
@@ -117,8 +115,6 @@ class RolloutClient:
             totals[name] += float(value)
         return dict(totals)
 
-    # Connections
-
     @contextmanager
     def link(self, index: int) -> Iterator[Link]:
         """Lend a connection to one thread. It is kept alive for the next user unless it was cancelled."""
@@ -139,8 +135,6 @@ class RolloutClient:
             for idle in self._idle.values():
                 while idle:
                     idle.pop().close()
-
-    # Reaching the servers
 
     def wait_ready(self) -> list[int]:
         """Poll every server until it is healthy, then request its world size, once (CON-1, DIS-1); again after a loss.
@@ -230,8 +224,6 @@ class RolloutClient:
                     change = f"{key.replace('_', ' ')} {health.get(key)} instead of {old.get(key)}"
                     raise RolloutError(f"{self.url(index)} came back with {change}; restart the run")
 
-    # Rollout requests
-
     def infer(
         self,
         infer_requests: Sequence[dict[str, Any]],
@@ -241,13 +233,9 @@ class RolloutClient:
     ) -> list[dict[str, Any]]:
         """Return the responses to one micro-step's requests, in order; sent in rounds, split over servers (DIS-3 to 6).
 
-        Args:
-            infer_requests, request_config: forms of `utils.server.protocol`, the latter without its seed.
-            seed: of request 0; request `i` samples with `seed + i`.
-            labels: put into the record of each call that `pop_calls` returns.
-
-        Returns:
-            `RolloutOutput` forms. A request that failed alone has `error` in its `rollout_infos` and no tokens (CON-3).
+        Requests, `request_config` (without a seed) and responses are forms of `utils.server.protocol`. Request `i`
+        samples with `seed + i`. One that failed alone has `error` in its `rollout_infos` and no tokens (CON-3).
+        `pop_calls` returns a record of each call, with `labels` in it.
 
         Raises:
             ServerGone: no good response on `/health/` for `timeout_s`, or another process responds.

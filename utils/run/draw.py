@@ -80,8 +80,7 @@ def sheet(rows: Sequence[Sequence[Image.Image]], titles: Sequence[str]) -> Image
 def text_panel(runs: Sequence[tuple[str, str | None]], width: int, max_lines: int = 40) -> Image.Image:
     """Text wrapped to `width` pixels, on white; after `max_lines` lines it is cut, and the last line says so.
 
-    Args:
-        runs: `(text, background)` in reading order, background None for plain; control characters are shown escaped.
+    `runs` are (text, background) in reading order, background None for plain; control characters are shown escaped.
     """
     font, line_height = font_of(14), 19
     advance_of = functools.cache(font.getlength)

@@ -63,9 +63,6 @@ class Checkpoint:
     files: dict[str, dict[str, Any]]  # relative path -> {"bytes", "blake2b"}
 
 
-# Writing
-
-
 def write_checkpoint(
     run_dir: Path,
     step: int,
@@ -78,9 +75,8 @@ def write_checkpoint(
 ) -> Path:
     """Make `checkpoint-STEP` (collective): `write(folder)` fills a `.partial` folder, which is then renamed.
 
-    Args:
-        write: a collective that fails on all ranks together.
-        save_total_limit: complete checkpoints to keep; older ones are deleted once this one is complete.
+    `write` is a collective that fails on all ranks together. `save_total_limit` is the number of complete checkpoints
+    to keep; older ones are deleted once this one is complete.
 
     Raises:
         DistributedError: on all ranks if any rank failed (for instance on a full disk); the partial folder is removed.
@@ -159,9 +155,6 @@ def delete_old(run_dir: Path, save_total_limit: int) -> None:
             logger.warning("an old checkpoint could not be deleted: %s", error)
 
 
-# Finding
-
-
 def checkpoint_folders(run_dir: Path) -> list[Path]:
     """All folders with a checkpoint's final name, newest (largest step) first."""
     found = [path for path in run_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
@@ -233,9 +226,7 @@ def newest_complete(run_dir: Path, ranks: Ranks) -> tuple[Checkpoint | None, dic
 def choose_checkpoint(run_dir: Path, wanted: str | None, config: Mapping[str, Any], ranks: Ranks) -> Checkpoint | None:
     """The checkpoint to resume from, None for a fresh start (collective; rank 0 decides what the run directory holds).
 
-    Args:
-        wanted: `training.resume_from_checkpoint`: null, `auto` or a checkpoint's path.
-        config: resolved; must agree with the checkpoint's in `FIXED`.
+    `wanted` is null, `auto` or a checkpoint's path; the resolved config must agree with the checkpoint's in `FIXED`.
 
     Raises:
         ValueError: on all ranks: the run directory is in use, or the checkpoint cannot be resumed from.
@@ -290,8 +281,7 @@ def _named(path: Path, run_dir: Path, used: bool, ranks: Ranks) -> Checkpoint:
 def check_compatible(checkpoint: Checkpoint, config: Mapping[str, Any], world_size: int) -> None:
     """Check that a run with `config` can resume from the checkpoint; log the settings that changed.
 
-    Raises:
-        ValueError: names every changed setting of `FIXED`, or the two numbers of ranks.
+    Raises: ValueError, with every changed setting of `FIXED`, or the two numbers of ranks.
     """
     if checkpoint.world_size != world_size:
         raise ValueError(
@@ -316,14 +306,10 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# The run directory
-
-
 class RunLock:
-    """Lock on `run.lock` in the run directory: one live run per directory. The end of the process releases it.
+    """Lock on `run.lock` in the run directory, until the process ends: one live run per directory.
 
-    Raises:
-        ValueError: another live run owns it; the message names its process and host.
+    Raises: ValueError, with process and host of the live run that owns it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -367,9 +353,6 @@ def drop_records_after(run_dir: Path, step: int, keep_evaluation: bool = True) -
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in ("finished.json", "weights.json"):
         (run_dir / name).unlink(missing_ok=True)
-
-
-# One rank's own state
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class RolloutLog:
     A line holds `step`, `phase` (`train` or `eval`), `time`, `servers`, `sync` (the current mode, and why it is not the
     configured one), `weight_version`, `decoding` and `calls`. A call holds rank, server, url, seed, first request,
     number of requests, `global_step` and `micro_step_idx`, `attempt` (above 1 for a retry), `outcome` (`ok` or the
-    error), seconds, and its weight version or decoding if they are not the line's. Only rank 0 writes.
+    error), seconds, and its weight version or decoding if they are not the line's. Rank 0 writes, if servers generate.
     """
 
     def __init__(self, run_dir: Path, client: RolloutClient | None, ranks: Ranks) -> None:
@@ -45,10 +45,8 @@ class RolloutLog:
     ) -> dict[str, float]:
         """Append a line about all calls of all ranks for this step and phase, unless there are none (collective).
 
-        Args:
-            step: as in TensorBoard: optimizer steps done, so a `train` line covers `global_step` up to `step - 1`.
-            version: of the weights on the servers.
-            fallback: why `sync_mode` is not the configured mode, None if it is.
+        `step` counts optimizer steps done, as in TensorBoard, so a `train` line covers `global_step` up to `step - 1`.
+        `version` is that of the servers' weights; `fallback` says why `sync_mode` is not the configured one.
 
         Returns:
             TensorBoard scalars, on rank 0 only: `rollout/...` of this step and, since this process began,
@@ -70,7 +68,14 @@ class RolloutLog:
             "servers": [{"url": server.base_url, "group_port": server.group_port} for server in self._client.servers],
             "sync": {"mode": sync_mode, "fallback": fallback},
             **common,
-            "calls": [_without(call, common) for call in calls],
+            "calls": [
+                {
+                    key: value
+                    for key, value in call.items()
+                    if key != "group_port" and (key, value) not in common.items()
+                }
+                for call in calls
+            ],
         }
         # One write of a whole line: a kill can tear the last line, nothing else.
         with self._path.open("a") as file:
@@ -99,10 +104,7 @@ def _belongs_to(call: Call, step: int, phase: str) -> bool:
 
 
 def _with_attempts(calls_by_rank: Sequence[Sequence[Call]]) -> list[dict[str, Any]]:
-    """All calls with `rank` and `attempt`, which counts the rank's calls for the same requests in the order they ended.
-
-    Sorted by rank, step and request.
-    """
+    """All calls by rank, step and request, with `rank` and `attempt` (1 for the first call for the same requests)."""
     requests_of = itemgetter("global_step", "micro_step_idx", "server", "first_request", "num_requests")
     calls = []
     for rank, part in enumerate(calls_by_rank):
@@ -111,11 +113,6 @@ def _with_attempts(calls_by_rank: Sequence[Sequence[Call]]) -> list[dict[str, An
             seen[requests_of(call)] += 1
             calls.append({**call, "rank": rank, "attempt": seen[requests_of(call)]})
     return sorted(calls, key=itemgetter("rank", "global_step", "micro_step_idx", "first_request"))
-
-
-def _without(call: Call, common: Mapping[str, Any]) -> dict[str, Any]:
-    """The call without what its line says for all calls."""
-    return {key: value for key, value in call.items() if key != "group_port" and (key, value) not in common.items()}
 
 
 def _scalars(calls: Sequence[Call], common: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Sheets of a few samples of a step: image, ground truth, prediction, matches and the target's supervision (LOG-4)."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -138,9 +139,10 @@ def token_records(target: Target, table: TokenTable) -> list[dict[str, Any]]:
     `kind` is `none`; `text`, with the token to learn as `target_id` and `target`; or `coord`, with the bin to learn as
     `target`, fractional for polygons. Supervised tokens have a `weight` within their kind.
     """
-    records = [{"id": token, "token": _token(token, table), "kind": "none"} for token in target.answer_ids.tolist()]
+    text_of = functools.partial(_text, table=table, errors="backslashreplace")
+    records = [{"id": token, "token": text_of([token]), "kind": "none"} for token in target.answer_ids.tolist()]
     for index, label, weight in zip(target.text_index, target.text_label, target.text_weight, strict=True):
-        learnt = {"target_id": int(label), "target": _token(label, table), "weight": float(weight)}
+        learnt = {"target_id": int(label), "target": text_of([label]), "weight": float(weight)}
         records[index] |= {"kind": "text", **learnt}
     for index, value in zip(target.coord_index, target.coord_target, strict=True):
         records[index] |= {"kind": "coord", "target": float(value), "weight": 1.0}
@@ -148,10 +150,7 @@ def token_records(target: Target, table: TokenTable) -> list[dict[str, Any]]:
 
 
 def marked_text(target: Target, table: TokenTable) -> str:
-    """The target with its supervision: `«learnt»`, `«written->to learn»`, `<120->118.5>`.
-
-    Everything else is context, in which coordinates read `<120>`.
-    """
+    """The target with its supervision: `«learnt»`, `«written->to learn»`, `<120->118.5>`; context: `<120>`."""
     return "".join(text if kind in ("none", "coord") else f"«{text}»" for text, kind in _runs(target, table))
 
 
@@ -221,14 +220,10 @@ def _open_or_blank(source: str) -> Image.Image:
     return blank
 
 
-def _token(token: int, table: TokenTable) -> str:
-    return table.bytes_of[token].decode(errors="backslashreplace")
-
-
-def _text(token_ids: Sequence[int], table: TokenTable) -> str:
+def _text(token_ids: Sequence[int], table: TokenTable, errors: str = "replace") -> str:
     """The text of token ids, special tokens included; ids unknown to the tokenizer are skipped."""
     known = (table.bytes_of[token] for token in token_ids if 0 <= token < len(table.bytes_of))
-    return b"".join(known).decode(errors="replace")
+    return b"".join(known).decode(errors=errors)
 
 
 def _shown(token: int, table: TokenTable) -> bytes:
