@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from utils.rollout import client as rollout_client
+from utils.rollout import link as rollout_link
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import CallFailed, CallTimeout, RolloutError
 from utils.rollout.round import ServerGone
@@ -376,7 +376,7 @@ def test_connections_are_kept_alive():
 
 def test_idle_connections_are_dropped(monkeypatch):
     """A server closes idle connections; a POST that is sent once must not meet one at that moment."""
-    monkeypatch.setattr(rollout_client, "KEEP_ALIVE_S", 0.0)
+    monkeypatch.setattr(rollout_link, "KEEP_ALIVE_S", 0.0)
     with setting(1) as (client, (server,)):
         server.connections.clear()
         for _ in range(3):

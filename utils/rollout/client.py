@@ -7,24 +7,23 @@ must share the outcome with the other ranks (CON-4).
 
 import logging
 import os
+import re
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from utils.capacity import check_capacity, chunk_size, requests_per_server, rounds
+from utils.capacity import check_capacity, chunk_size, rounds
 from utils.config.schema import ServerAddress
-from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError
-from utils.rollout.responses import excerpt, read_health, read_json, read_text
+from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError, read_health, read_json, read_text
 from utils.rollout.round import InferJob, Round
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 2.0  # uvicorn closes idle connections after 5 s; a request sent at that very moment would be lost
 FAILURE_WINDOW = 200  # requests over which `max_failed_fraction` is computed (CON-3)
 LOG_EVERY_S = 10.0  # while servers are waited for
 UNREACHABLE = """not every rollout server could be reached within {timeout_s:g} s:
@@ -41,51 +40,35 @@ custom.extra.rollout_matching.rollout_backend: hf"""
 class RolloutClient:
     """All configured servers, seen from one learner.
 
-    Args:
-        servers: their addresses, in configured order.
-        rank, world_size: this learner and the number of learners.
-        decode_batch_size: most sequences that one device decodes at once (CFG-11).
-        timeout_s: how long a server may go without a good response on `/health/` (CFG-8).
-        infer_timeout_s: limit of each `/infer/` call; None, zero or negative for none.
-        max_failed_fraction: of the last 200 requests, how many may end as empty rollouts (CON-3).
-        token: bearer token; by default `ROLLOUT_SERVER_TOKEN` of the environment, none if that is not set.
-        backoff_s: pause before the first retry of a call, doubled for each further one. Longer than the second that the
-            server takes to notice that a timed-out call was hung up, so that no device gets a request twice at once.
-
-    Attributes:
-        calls: records of `/infer/` calls, for `pop_calls`.
-        world_sizes: devices per server, known after `wait_ready`.
-        boot_ids: the server processes whose responses are accepted.
-        owner: the run that opened the communicators, to be set when it did; another owner stops the run (CON-4).
-        run_tokens: each server's response to `/init_communicator/`, by index; sent with every `post` to it (SRV-3).
-        stats: counts of `calls`, `retries`, `timeouts`, `splits` and `given_up` (requests that became empty rollouts).
+    `backoff_s` is longer than the second that the server takes to notice that a timed-out call was hung up, so that no
+    device gets a request twice at once.
     """
 
-    servers: Sequence[ServerAddress]
-    rank: int
-    world_size: int
-    decode_batch_size: int
-    timeout_s: float = 240.0
-    infer_timeout_s: float | None = None
-    max_failed_fraction: float = 0.05
-    token: str | None = field(default=None, repr=False)
-    backoff_s: float = 1.5
+    servers: Sequence[ServerAddress]  # in configured order
+    rank: int  # of this learner
+    world_size: int  # number of learners
+    decode_batch_size: int  # most sequences that one device decodes at once (CFG-11)
+    timeout_s: float = 240.0  # how long a server may go without a good response on `/health/` (CFG-8)
+    infer_timeout_s: float | None = None  # limit of each `/infer/` call; None, zero or negative for none
+    max_failed_fraction: float = 0.05  # of the last 200 requests, how many may end as empty rollouts (CON-3)
+    token: str | None = field(default=None, repr=False)  # bearer token; None for the environment's, if there is one
+    backoff_s: float = 1.5  # pause before the first retry of a call, doubled for each further one
 
     def __post_init__(self) -> None:
         self.token = self.token or os.environ.get("ROLLOUT_SERVER_TOKEN") or None
         self.infer_timeout_s = self.infer_timeout_s if self.infer_timeout_s and self.infer_timeout_s > 0 else None
         self.poll_s = max(0.05, min(5.0, self.timeout_s / 8))
-        self.world_sizes: list[int] = []
-        self.boot_ids: list[str] = []
-        self.owner: str | None = None
-        self.run_tokens: dict[int, str] = {}
-        self.stats: Counter[str] = Counter(calls=0, retries=0, timeouts=0, splits=0, given_up=0)
-        self.calls: deque[dict[str, Any]] = deque(maxlen=10_000)
+        self.world_sizes: list[int] = []  # devices per server, known after `wait_ready`
+        self.boot_ids: list[str] = []  # the server processes whose responses are accepted
+        self.owner: str | None = None  # the run that opened the communicators, set when it did; no other may (CON-4)
+        self.run_tokens: dict[int, str] = {}  # by server, from `/init_communicator/`; sent with every `post` (SRV-3)
+        self.stats: Counter[str] = Counter(calls=0, retries=0, timeouts=0, splits=0, given_up=0)  # given_up: requests
+        self.calls: deque[dict[str, Any]] = deque(maxlen=10_000)  # records of `/infer/`, for `pop_calls`
         self._healths: list[dict[str, Any]] = []  # of `wait_ready`
         self._failed: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._lock = threading.Lock()  # guards the counters and the idle links
         self._round_lock = threading.Lock()  # one round per rank in flight (DIS-3)
-        self._idle: defaultdict[int, list[tuple[float, Link]]] = defaultdict(list)  # since when, by server
+        self._idle: defaultdict[int, list[Link]] = defaultdict(list)  # by server
 
     def url(self, index: int) -> str:
         """Base url of a server, without a slash at the end."""
@@ -95,12 +78,6 @@ class RolloutClient:
     def chunk(self) -> int:
         """Most requests that this learner sends per round (DIS-3)."""
         return chunk_size(self.decode_batch_size, sum(self.world_sizes), self.world_size)
-
-    def requests_per_server(self, num_requests: int) -> list[int]:
-        """Split the requests of one round over the servers (DIS-4)."""
-        return requests_per_server(num_requests, self.rank, self.world_size, self.decode_batch_size, self.world_sizes)
-
-    # Single calls
 
     def get(self, index: int, path: str, timeout_s: float | None = CONNECT_TIMEOUT_S) -> Any:
         """Return the decoded JSON of one GET. Raises: CallFailed."""
@@ -122,71 +99,49 @@ class RolloutClient:
 
     def lost(self) -> list[int]:
         """Return the servers that do not respond now, or are not the process whose responses are accepted (CON-4)."""
-
-        def is_lost(index: int) -> bool:
-            try:
-                return self.health(index, allow_dirty=True)["boot_id"] != self.boot_ids[index]
-            except CallFailed:
-                return True
-
-        return [index for index in range(len(self.servers)) if is_lost(index)]
+        lost = set(range(len(self.servers)))
+        for index, boot_id in enumerate(self.boot_ids):
+            with suppress(CallFailed):
+                if self.health(index, allow_dirty=True)["boot_id"] == boot_id:
+                    lost.remove(index)
+        return sorted(lost)
 
     def metrics(self, index: int) -> dict[str, float]:
         """Return `/metrics/` (Prometheus text), each name summed over its labels (LOG-6). Raises: CallFailed."""
         with self.link(index) as link:
             text = read_text(*link.request("GET", "/metrics/", CONNECT_TIMEOUT_S))
         totals: Counter[str] = Counter()
-        for line in text.splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                totals[name.partition("{")[0]] += float(value)
+        for name, value in re.findall(r"^([^#\s{]+).* (\S+)$", text, re.MULTILINE):
+            totals[name] += float(value)
         return dict(totals)
-
-    # Connections
-
-    def new_link(self, index: int) -> Link:
-        """Return a connection that is not shared."""
-        return Link(self.url(index), self.token)
 
     @contextmanager
     def link(self, index: int) -> Iterator[Link]:
         """Lend a connection to one thread. It is kept alive for the next user unless it was cancelled."""
-        link = self._idle_link(index) or self.new_link(index)
+        with self._lock:
+            link = self._idle[index].pop() if self._idle[index] else Link(self.url(index), self.token)
         try:
             yield link
         finally:
             if link.error is None:
                 with self._lock:
-                    self._idle[index].append((time.monotonic(), link))
+                    self._idle[index].append(link)
             else:
                 link.close()
-
-    def _idle_link(self, index: int) -> Link | None:
-        with self._lock:
-            while self._idle[index]:
-                since, link = self._idle[index].pop()
-                if time.monotonic() - since <= KEEP_ALIVE_S:
-                    return link
-                link.close()
-        return None
 
     def close(self) -> None:
         """Close idle connections. The servers stay up."""
         with self._lock:
             for idle in self._idle.values():
                 while idle:
-                    idle.pop()[1].close()
-
-    # Reaching the servers
+                    idle.pop().close()
 
     def wait_ready(self) -> list[int]:
-        """Poll every server until it is healthy, then request its world size, once (CON-1, DIS-1).
+        """Poll every server until it is healthy, then request its world size, once (CON-1, DIS-1); again after a loss.
 
-        May be called again after `ServerGone`. A server that a failed weight update left without usable weights counts
-        as reachable, since only the next full update can mend it.
-
-        Returns:
-            Indices of the servers that are not the same process as before (at first: all); they have no weights yet.
+        A server that a failed weight update left without usable weights counts as reachable, since only the next full
+        update can mend it. Returns the servers that are not the same process as before (at first: all); they have no
+        weights yet.
 
         Raises:
             RolloutError: lists all servers if one did not respond in `timeout_s`; names one that came back different.
@@ -200,11 +155,10 @@ class RolloutClient:
             finally:
                 stopped.set()  # the others, after Ctrl-C
         if any(isinstance(health, CallFailed) for health in found):
-            states = [health.detail if isinstance(health, CallFailed) else "ready" for health in found]
-            lines = [
-                f"  {index}: {server.base_url} (group port {server.group_port}): {state}"
-                for index, (server, state) in enumerate(zip(self.servers, states, strict=True))
-            ]
+            lines = []
+            for index, (server, health) in enumerate(zip(self.servers, found, strict=True)):
+                state = health.detail if isinstance(health, CallFailed) else "ready"
+                lines.append(f"  {index}: {server.base_url} (group port {server.group_port}): {state}")
             raise RolloutError(UNREACHABLE.format(timeout_s=self.timeout_s, servers="\n".join(lines)))
         self._check_same(found)
         world_sizes = [health["world_size"] for health in found]
@@ -218,8 +172,7 @@ class RolloutClient:
     def check_model(self, path: str, digest: str | None) -> None:
         """Check that every server has the architecture and tokenizer of the model in `path` (CON-4).
 
-        Raises:
-            RolloutError: names the first server with another model, and both.
+        Raises: RolloutError, which names the first server with another model, and both models.
         """
         for index, health in enumerate(self._healths):
             if None not in (health.get("model_digest"), digest) and health["model_digest"] != digest:
@@ -246,7 +199,7 @@ class RolloutClient:
                 health = self.health(index, timeout_s, allow_dirty=True)
                 answer = self.get(index, "/get_world_size/", timeout_s)
                 if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
-                    raise CallFailed(f"{self.url(index)}/get_world_size/", f"answered {excerpt(answer)}")
+                    raise CallFailed(f"{self.url(index)}/get_world_size/", f"answered {answer!r:.300}")
                 return {**health, "world_size": answer["world_size"]}
             except CallFailed as error:
                 failure = error
@@ -266,12 +219,10 @@ class RolloutClient:
             if first != index:
                 raise RolloutError(f"{self.url(first)} and {self.url(index)} are the same rollout server")
             old = self._healths[index] if self._healths else health
-            for key, name in (("world_size", "world size"), ("model", "model")):
+            for key in ("world_size", "model"):
                 if health.get(key) != old.get(key):
-                    change = f"{name} {health.get(key)} instead of {old.get(key)}"
+                    change = f"{key.replace('_', ' ')} {health.get(key)} instead of {old.get(key)}"
                     raise RolloutError(f"{self.url(index)} came back with {change}; restart the run")
-
-    # Rollout requests
 
     def infer(
         self,
@@ -282,14 +233,9 @@ class RolloutClient:
     ) -> list[dict[str, Any]]:
         """Return the responses to one micro-step's requests, in order; sent in rounds, split over servers (DIS-3 to 6).
 
-        Args:
-            infer_requests: `RolloutInferRequest` forms.
-            request_config: `RequestConfig` form, without its seed.
-            seed: of request 0; request `i` samples with `seed + i`.
-            labels: put into the record of each call that `pop_calls` returns.
-
-        Returns:
-            `RolloutOutput` forms. A request that failed alone has `error` in its `rollout_infos` and no tokens (CON-3).
+        Requests, `request_config` (without a seed) and responses are forms of `utils.server.protocol`. Request `i`
+        samples with `seed + i`. One that failed alone has `error` in its `rollout_infos` and no tokens (CON-3).
+        `pop_calls` returns a record of each call, with `labels` in it.
 
         Raises:
             ServerGone: no good response on `/health/` for `timeout_s`, or another process responds.

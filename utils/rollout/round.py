@@ -9,14 +9,13 @@ The threads of a round:
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from utils.capacity import call_seed
-from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError
-from utils.rollout.responses import excerpt, is_dirty, read_health, read_outputs
+from utils.capacity import call_seed, requests_per_server
+from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError, excerpt, is_dirty, read_health, read_outputs
 
 if TYPE_CHECKING:
     from utils.rollout.client import RolloutClient
@@ -47,28 +46,37 @@ class Round:
     def __init__(self, client: "RolloutClient", job: InferJob, numbers: range) -> None:
         self.error: BaseException | None = None  # the first failure
         self.cancelled = threading.Event()
-        self._links: set[Link] = set()
+        self._links: list[Link] = []  # of the batches while they run
         self._lock = threading.Lock()  # guards `error` and the links: a late cancel must not reach a link's next user
         self._batches: list[ServerBatch] = []
-        for index, count in enumerate(client.requests_per_server(len(numbers))):
+        sizes = client.rank, client.world_size, client.decode_batch_size, client.world_sizes
+        for index, count in enumerate(requests_per_server(len(numbers), *sizes)):
             if count:
                 self._batches.append(ServerBatch(client, self, job, index, numbers[:count]))
             numbers = numbers[count:]
 
     def run(self) -> None:
         """Fill in the job's outputs. Returns when all threads have ended. Raises: the first failure."""
-        threads = [threading.Thread(target=b.run, name=f"infer-{b.index}", daemon=True) for b in self._batches]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException as error:  # Ctrl-C
-            self.cancel(error)
-            for thread in threads:
-                if thread.is_alive():
-                    thread.join()
-            raise
+        with ExitStack() as stack:
+            self._links = [stack.enter_context(batch.client.link(batch.index)) for batch in self._batches]
+            threads = [
+                threading.Thread(target=batch.run, args=(link,), name=f"infer-{batch.index}", daemon=True)
+                for batch, link in zip(self._batches, self._links, strict=True)
+            ]
+            try:
+                for thread in threads:
+                    thread.start()
+                for batch in self._batches:
+                    batch.ended.wait()  # not `join`: Python 3.11 takes a thread for ended if Ctrl-C interrupts that
+            except BaseException as error:  # Ctrl-C
+                self.cancel(error)
+                raise
+            finally:
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+                with self._lock:
+                    self._links.clear()
         self.raise_if_cancelled()
 
     def cancel(self, error: BaseException) -> None:
@@ -84,18 +92,6 @@ class Round:
         if self.error is not None:
             raise self.error
 
-    @contextmanager
-    def owns(self, link: Link) -> Iterator[None]:
-        """Let `cancel` cancel this link, too."""
-        with self._lock:
-            self._links.add(link)
-        try:
-            self.raise_if_cancelled()
-            yield
-        finally:
-            with self._lock:
-                self._links.remove(link)
-
 
 @dataclass(eq=False)
 class ServerBatch:
@@ -106,15 +102,12 @@ class ServerBatch:
     job: InferJob
     index: int
     numbers: range
+    ended: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> None:
+    def run(self, link: Link) -> None:
         """Fill in the outputs of all requests, or cancel the round: by one call, its retries, then half by half."""
         try:
-            with (
-                self.client.link(self.index) as link,
-                self.round.owns(link),
-                closing(HealthWatch(self.client, self.round, self.index)) as watch,
-            ):
+            with closing(HealthWatch(self.client, self.round, self.index)) as watch:
                 pending = [(self.numbers, 0)]  # with the number of failed attempts
                 while pending:
                     numbers, attempt = pending.pop()
@@ -124,6 +117,8 @@ class ServerBatch:
                         pending += self._after_failure(failure, numbers, attempt, watch)
         except BaseException as error:  # noqa: BLE001  (raised by `Round.run`, in the caller's thread)
             self.round.cancel(error)
+        finally:
+            self.ended.set()
 
     def _call(self, link: Link, numbers: range) -> list[dict[str, Any]]:
         """Make one `/infer/` call and return its outputs, checked for form. Raises: CallFailed."""
@@ -197,7 +192,7 @@ class HealthWatch:
         self.good_until = time.monotonic()  # when the last good response came
         self.good_since = self.good_until  # when its poll began
         self.last_failure = "no answer yet"
-        self._link = self.client.new_link(self.index)  # cancelled: the watch is closed
+        self._link = Link(self.client.url(self.index), self.client.token)  # cancelled: the watch is closed
         self._wake = threading.Event()
         threading.Thread(target=self._run, name=f"health-{self.index}", daemon=True).start()
 

@@ -1,5 +1,6 @@
 """Pictures for people to look at: objects drawn onto images, sheets of such images, highlighted text."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 
@@ -17,10 +18,8 @@ GAP = 8  # pixels around images and texts
 def font_of(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """The installed font with the most scripts, else Pillow's own, which draws an empty box for what it lacks."""
     for name in FONTS:
-        try:
+        with contextlib.suppress(OSError):
             return ImageFont.truetype(name, size)
-        except OSError:
-            continue
     return ImageFont.load_default(size=size)
 
 
@@ -33,9 +32,7 @@ def draw_objects(
 ) -> Image.Image:
     """A copy of `image`, its longer side scaled to `side` pixels, with every object's outline and label.
 
-    Args:
-        colours: one for all objects, or one each.
-        labels: one per object, by default its desc.
+    `colours` is one for all objects, or one each; a label is by default the object's desc.
     """
     size = tuple(max(round(pixels * side / max(image.size)), 1) for pixels in image.size)
     canvas = image.convert("RGB").resize(size)
@@ -83,8 +80,7 @@ def sheet(rows: Sequence[Sequence[Image.Image]], titles: Sequence[str]) -> Image
 def text_panel(runs: Sequence[tuple[str, str | None]], width: int, max_lines: int = 40) -> Image.Image:
     """Text wrapped to `width` pixels, on white; after `max_lines` lines it is cut, and the last line says so.
 
-    Args:
-        runs: `(text, background)` in reading order, background None for plain; control characters are shown escaped.
+    `runs` are (text, background) in reading order, background None for plain; control characters are shown escaped.
     """
     font, line_height = font_of(14), 19
     advance_of = functools.cache(font.getlength)

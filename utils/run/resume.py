@@ -20,7 +20,7 @@ import random
 import re
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from utils.dist import DistributedError, Ranks, capture_error
+from utils.run.rollout_log import read_rollout_log
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,6 @@ class Checkpoint:
     files: dict[str, dict[str, Any]]  # relative path -> {"bytes", "blake2b"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# writing
-
-
 def write_checkpoint(
     run_dir: Path,
     step: int,
@@ -78,9 +75,8 @@ def write_checkpoint(
 ) -> Path:
     """Make `checkpoint-STEP` (collective): `write(folder)` fills a `.partial` folder, which is then renamed.
 
-    Args:
-        write: a collective that fails on all ranks together.
-        save_total_limit: number of complete checkpoints to keep; older ones are deleted once this one is complete.
+    `write` is a collective that fails on all ranks together. `save_total_limit` is the number of complete checkpoints
+    to keep; older ones are deleted once this one is complete.
 
     Raises:
         DistributedError: on all ranks if any rank failed (for instance on a full disk); the partial folder is removed.
@@ -88,9 +84,13 @@ def write_checkpoint(
     final = run_dir / f"checkpoint-{step}"
     partial, where = final.with_name(final.name + ".partial"), f"saving {final}"
     try:
-        ranks.raise_on_all_ranks(capture_error(_make_empty, partial) if ranks.is_main else None, where)
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        ranks.raise_on_all_ranks(capture_error(os.makedirs, partial) if ranks.is_main else None, where)
         write(partial)
-        names = ranks.gather_or_raise(_files_in(partial) if ranks.is_main else None, where)[0]
+        found = partial.rglob("*") if ranks.is_main else []
+        names = sorted(path.relative_to(partial).as_posix() for path in found if path.is_file())
+        names = ranks.gather_or_raise(names, where)[0]
         files: dict[str, dict[str, Any]] = {}
         error = capture_error(_describe_files, partial, names[ranks.rank :: ranks.world_size], files)
         for part in ranks.gather_or_raise(files, where, error):
@@ -108,16 +108,6 @@ def write_checkpoint(
         delete_old(run_dir, save_total_limit)
     ranks.fence()
     return final
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def _files_in(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def _describe_files(folder: Path, names: list[str], files: dict[str, dict[str, Any]]) -> None:
@@ -138,9 +128,8 @@ def _complete(partial: Path, final: Path, facts: dict[str, Any]) -> None:
     (partial / MANIFEST).write_text(f"{text}\n{_blake2b(text.encode()).hexdigest()}\n")
     _fsync(partial / MANIFEST)
     if final.exists():
-        names = (final.with_name(f"{final.name}.damaged-{number}") for number in itertools.count(1))
-        kept = next(path for path in names if not path.exists())
-        final.rename(kept)
+        paths = (final.with_name(f"{final.name}.damaged-{number}") for number in itertools.count(1))
+        kept = final.rename(next(path for path in paths if not path.exists()))
         logger.warning("%s was damaged and is kept as %s", final, kept)
     for folder in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
         _fsync(folder)
@@ -164,10 +153,6 @@ def delete_old(run_dir: Path, save_total_limit: int) -> None:
     for path in {*doomed, *run_dir.glob("checkpoint-*.deleting")}:  # including those of a process killed halfway
         if (error := capture_error(shutil.rmtree, path)) is not None:
             logger.warning("an old checkpoint could not be deleted: %s", error)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# finding
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
@@ -200,10 +185,9 @@ def read_manifest(path: Path) -> Checkpoint:
 def problem_of_sizes(path: Path) -> str | None:
     """Reason why the checkpoint is not complete, judged by names and sizes; None if they are right."""
     try:
-        files = read_manifest(path).files
+        return _problem_of_files(path, read_manifest(path).files.items())
     except ValueError as error:
         return str(error)
-    return next(filter(None, (_problem_of_file(path, name, facts) for name, facts in files.items())), None)
 
 
 def problem_of(path: Path, ranks: Ranks) -> str | None:
@@ -211,21 +195,21 @@ def problem_of(path: Path, ranks: Ranks) -> str | None:
     problem = ranks.gather(problem_of_sizes(path) if ranks.is_main else None)[0]
     if problem is None:
         files = sorted(read_manifest(path).files.items())[ranks.rank :: ranks.world_size]
-        own = next(filter(None, (_problem_of_file(path, name, facts, read=True) for name, facts in files)), None)
-        problem = next(filter(None, ranks.gather(own)), None)
+        problem = next(filter(None, ranks.gather(_problem_of_files(path, files, read=True))), None)
     return problem
 
 
-def _problem_of_file(path: Path, name: str, facts: Mapping[str, Any], read: bool = False) -> str | None:
-    try:
-        if (size := (path / name).stat().st_size) != facts["bytes"]:
-            return f"{name} has {size} bytes, {facts['bytes']} were written"
-        if read and _digest_of(path / name) != facts["blake2b"]:
-            return f"{name} was changed after it was written (its digest differs)"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read ({error})"
+def _problem_of_files(path: Path, files: Iterable[tuple[str, dict[str, Any]]], read: bool = False) -> str | None:
+    for name, facts in files:
+        try:
+            if (size := (path / name).stat().st_size) != facts["bytes"]:
+                return f"{name} has {size} bytes, {facts['bytes']} were written"
+            if read and _digest_of(path / name) != facts["blake2b"]:
+                return f"{name} was changed after it was written (its digest differs)"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
     return None
 
 
@@ -242,9 +226,7 @@ def newest_complete(run_dir: Path, ranks: Ranks) -> tuple[Checkpoint | None, dic
 def choose_checkpoint(run_dir: Path, wanted: str | None, config: Mapping[str, Any], ranks: Ranks) -> Checkpoint | None:
     """The checkpoint to resume from, None for a fresh start (collective; rank 0 decides what the run directory holds).
 
-    Args:
-        wanted: `training.resume_from_checkpoint`: null, `auto` or a checkpoint's path.
-        config: resolved; must agree with the checkpoint's in `FIXED`.
+    `wanted` is null, `auto` or a checkpoint's path; the resolved config must agree with the checkpoint's in `FIXED`.
 
     Raises:
         ValueError: on all ranks: the run directory is in use, or the checkpoint cannot be resumed from.
@@ -255,10 +237,7 @@ def choose_checkpoint(run_dir: Path, wanted: str | None, config: Mapping[str, An
             what_to_do = "resume it (--resume auto), choose another directory or remove it"
             raise ValueError(f"training.output_dir={run_dir}: holds an earlier run; {what_to_do}")
         return None
-    if wanted == "auto":
-        checkpoint = _newest(run_dir, ranks)
-    else:
-        checkpoint = _named(Path(wanted), run_dir, used, ranks)
+    checkpoint = _newest(run_dir, ranks) if wanted == "auto" else _named(Path(wanted), run_dir, used, ranks)
     if checkpoint is None:
         logger.info("training.output_dir=%s: no checkpoint yet, starting from the beginning", run_dir)
         return None
@@ -302,8 +281,7 @@ def _named(path: Path, run_dir: Path, used: bool, ranks: Ranks) -> Checkpoint:
 def check_compatible(checkpoint: Checkpoint, config: Mapping[str, Any], world_size: int) -> None:
     """Check that a run with `config` can resume from the checkpoint; log the settings that changed.
 
-    Raises:
-        ValueError: names every changed setting of `FIXED`, or the two numbers of ranks.
+    Raises: ValueError, with every changed setting of `FIXED`, or the two numbers of ranks.
     """
     if checkpoint.world_size != world_size:
         raise ValueError(
@@ -328,15 +306,10 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the run directory
-
-
 class RunLock:
-    """Lock on `run.lock` in the run directory: one live run per directory. The end of the process releases it.
+    """Lock on `run.lock` in the run directory, until the process ends: one live run per directory.
 
-    Raises:
-        ValueError: another live run owns it; the message names its process and host.
+    Raises: ValueError, with process and host of the live run that owns it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -364,35 +337,22 @@ class RunLock:
 def drop_records_after(run_dir: Path, step: int, keep_evaluation: bool = True) -> None:
     """Remove what an earlier process recorded about steps after `step`, so that nothing is recorded twice.
 
-    `Monitor(purge_step=...)` does the same for TensorBoard.
-
-    Args:
-        keep_evaluation: False if the evaluation at `step` itself was not finished and will be repeated.
+    `Monitor(purge_step=...)` does the same for TensorBoard. `keep_evaluation` is False if the evaluation at `step`
+    itself was not finished and will be repeated.
     """
     log = run_dir / "rollouts.jsonl"
     if log.exists():
-        kept = [line for line in log.read_bytes().split(b"\n") if _is_kept(line, step, keep_evaluation)]
+        unfinished = None if keep_evaluation else ("eval", step)
+        kept = [line for line in read_rollout_log(log) if line["step"] <= step]
+        kept = [line for line in kept if (line["phase"], line["step"]) != unfinished]
         partial = log.with_suffix(".partial")
-        partial.write_bytes(b"".join(line + b"\n" for line in kept))
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         partial.replace(log)
     for path in [*run_dir.glob("eval/step_*"), *run_dir.glob("dumps/step_*")]:
         if int(re.match(r"step_(\d+)", path.name)[1]) > step:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in ("finished.json", "weights.json"):
         (run_dir / name).unlink(missing_ok=True)
-
-
-def _is_kept(line: bytes, step: int, keep_evaluation: bool) -> bool:
-    try:
-        record = json.loads(line)
-    except ValueError:  # torn by a kill
-        return False
-    is_unfinished = record["phase"] == "eval" and record["step"] == step and not keep_evaluation
-    return record["step"] <= step and not is_unfinished
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# one rank's own state
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -22,16 +22,10 @@ Call = Mapping[str, Any]
 class RolloutLog:
     """`rollouts.jsonl` under the run directory: one line per step that makes rollouts.
 
-    A line holds `step`, `phase` (`train` or `eval`), `time`, `servers` (url and group port), `sync` (the current mode,
-    and why it is not the configured one), `weight_version`, `decoding` and `calls`. A call holds rank, server, url,
-    seed, first request, number of requests, `global_step` and `micro_step_idx` (from which seeds are derived),
-    `attempt` (above 1 for a retry), `outcome` (`ok` or the error) and seconds, and its weight version or decoding if
-    they are not the line's.
-
-    Args:
-        run_dir: created on rank 0, which writes.
-        client: None where no server generates; then nothing is written.
-        ranks: the ranks whose calls are gathered.
+    A line holds `step`, `phase` (`train` or `eval`), `time`, `servers`, `sync` (the current mode, and why it is not the
+    configured one), `weight_version`, `decoding` and `calls`. A call holds rank, server, url, seed, first request,
+    number of requests, `global_step` and `micro_step_idx`, `attempt` (above 1 for a retry), `outcome` (`ok` or the
+    error), seconds, and its weight version or decoding if they are not the line's. Rank 0 writes, if servers generate.
     """
 
     def __init__(self, run_dir: Path, client: RolloutClient | None, ranks: Ranks) -> None:
@@ -42,18 +36,17 @@ class RolloutLog:
         self._pending: list[Call] = []  # calls made ahead of their step
         if client is not None and ranks.is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
-            _end_torn_line(self._path)
+            if self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n"):
+                with self._path.open("a") as file:
+                    file.write("\n")  # ends a line in the middle of which an earlier process was killed
 
     def write(
         self, step: int, version: str | None, sync_mode: str = "full", fallback: str | None = None, phase: str = "train"
     ) -> dict[str, float]:
         """Append a line about all calls of all ranks for this step and phase, unless there are none (collective).
 
-        Args:
-            step: as in TensorBoard: optimizer steps done, so a `train` line covers `global_step` up to `step - 1`.
-            version: of the weights on the servers.
-            sync_mode: the current mode, `full` or `adapter`.
-            fallback: why that is not the configured mode, None if it is.
+        `step` counts optimizer steps done, as in TensorBoard, so a `train` line covers `global_step` up to `step - 1`.
+        `version` is that of the servers' weights; `fallback` says why `sync_mode` is not the configured one.
 
         Returns:
             TensorBoard scalars, on rank 0 only: `rollout/...` of this step and, since this process began,
@@ -62,9 +55,8 @@ class RolloutLog:
         if self._client is None:
             return {}
         self._pending += self._client.pop_calls()
-        ready = [call for call in self._pending if _belongs_to(call, step, phase)]
+        calls_by_rank = self._ranks.gather([call for call in self._pending if _belongs_to(call, step, phase)])
         self._pending = [call for call in self._pending if not _belongs_to(call, step, phase)]
-        calls_by_rank = self._ranks.gather(ready)
         if not self._ranks.is_main or not any(calls_by_rank):
             return {}
         calls = _with_attempts(calls_by_rank)
@@ -76,7 +68,14 @@ class RolloutLog:
             "servers": [{"url": server.base_url, "group_port": server.group_port} for server in self._client.servers],
             "sync": {"mode": sync_mode, "fallback": fallback},
             **common,
-            "calls": [_without(call, common) for call in calls],
+            "calls": [
+                {
+                    key: value
+                    for key, value in call.items()
+                    if key != "group_port" and (key, value) not in common.items()
+                }
+                for call in calls
+            ],
         }
         # One write of a whole line: a kill can tear the last line, nothing else.
         with self._path.open("a") as file:
@@ -99,36 +98,21 @@ def read_rollout_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _belongs_to(call: Call, step: int, phase: str) -> bool:
-    if phase == "train":
-        return call["micro_step_idx"] != EVAL_MICRO_STEP and call["global_step"] < step
-    return call["micro_step_idx"] == EVAL_MICRO_STEP
-
-
-def _end_torn_line(path: Path) -> None:
-    """End a line in the middle of which an earlier process was killed, so that the next one starts on its own."""
-    if path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:
-        with path.open("a") as file:
-            file.write("\n")
+    if call["micro_step_idx"] == EVAL_MICRO_STEP:
+        return phase == "eval"
+    return phase == "train" and call["global_step"] < step
 
 
 def _with_attempts(calls_by_rank: Sequence[Sequence[Call]]) -> list[dict[str, Any]]:
-    """All calls with `rank` and `attempt`, which counts the rank's calls for the same requests in the order they ended.
-
-    Sorted by rank, step and request.
-    """
+    """All calls by rank, step and request, with `rank` and `attempt` (1 for the first call for the same requests)."""
     requests_of = itemgetter("global_step", "micro_step_idx", "server", "first_request", "num_requests")
-    seen: Counter[tuple] = Counter()
     calls = []
     for rank, part in enumerate(calls_by_rank):
+        seen: Counter[tuple] = Counter()
         for call in part:
-            seen[rank, requests_of(call)] += 1
-            calls.append({**call, "rank": rank, "attempt": seen[rank, requests_of(call)]})
+            seen[requests_of(call)] += 1
+            calls.append({**call, "rank": rank, "attempt": seen[requests_of(call)]})
     return sorted(calls, key=itemgetter("rank", "global_step", "micro_step_idx", "first_request"))
-
-
-def _without(call: Call, common: Mapping[str, Any]) -> dict[str, Any]:
-    """The call without what its line says for all calls."""
-    return {key: value for key, value in call.items() if key != "group_port" and (key, value) not in common.items()}
 
 
 def _scalars(calls: Sequence[Call], common: Mapping[str, Any], prefix: str) -> dict[str, float]:

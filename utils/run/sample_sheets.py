@@ -1,5 +1,6 @@
 """Sheets of a few samples of a step: image, ground truth, prediction, matches and the target's supervision (LOG-4)."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -44,36 +45,32 @@ class Example:
     target: Target
 
 
+@dataclass
 class SampleDump:
-    """A PNG sheet and a JSON file per dumped sample, `dumps/step_000040/<sample id>.{png,json}`.
+    """A PNG sheet and a JSON file per dumped sample, `dumps/step_000040/<sample id>.{png,json}`."""
 
-    Args:
-        run_dir: the run directory.
-        table: token table of the tokenizer that writes the answers.
-        every_steps: optimizer steps between dumps, 0 for none.
-        num_samples: per dump. The attribute of this name is the number to collect, 0 where none will be written.
-        enabled: True on rank 0.
-    """
+    run_dir: Path
+    table: TokenTable  # of the tokenizer that writes the answers
+    every_steps: int  # optimizer steps between dumps, 0 for none
+    num_samples: int  # per dump; becomes 0 where none will be written, so that none have to be collected
+    enabled: bool  # True on rank 0
 
-    def __init__(self, run_dir: Path, table: TokenTable, every_steps: int, num_samples: int, enabled: bool) -> None:
-        self.every_steps = every_steps
-        self.num_samples = num_samples if enabled and every_steps else 0
-        self._folder = run_dir / "dumps"
-        self._table = table
+    def __post_init__(self) -> None:
+        self.num_samples = self.num_samples if self.enabled and self.every_steps else 0
         self._has_warned = False
 
     def write(self, step: int, examples: Sequence[Example], monitor: Monitor) -> None:
         """Dump the first examples if a dump is due at `step`; a failure is logged (once per run), never raised."""
         if not self.num_samples or step % self.every_steps:
             return
-        folder = self._folder / f"step_{step:06d}"
+        folder = self.run_dir / "dumps" / f"step_{step:06d}"
         names: Counter[str] = Counter()
         for index, example in enumerate(examples[: self.num_samples]):
             try:
                 name = safe_name(example.sample.id)
                 names[name] += 1
                 name += f"-{names[name]}" if names[name] > 1 else ""
-                record, picture = example_record(example, self._table), example_sheet(example, self._table)
+                record, picture = example_record(example, self.table), example_sheet(example, self.table)
                 folder.mkdir(parents=True, exist_ok=True)
                 picture.save(folder / f"{name}.png")
                 text = json.dumps({"step": step, **record}, indent=1, ensure_ascii=False) + "\n"
@@ -101,7 +98,6 @@ def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
     sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
     max_bin = table.format.max_bin
     iou = iou_matrix(parsed.pred_objects, sample.objects)
-    matched_pred, matched_gt = {p for p, _ in example.pairs}, {g for _, g in example.pairs}
     return {
         "id": sample.id,
         "source": sample.source,
@@ -112,8 +108,8 @@ def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
         "gt": [object_record(obj, max_bin) for obj in sample.objects],
         "pred": [object_record(obj, max_bin) for obj in parsed.pred_objects],
         "pairs": [{"pred": p, "gt": g, "iou": float(iou[p, g])} for p, g in example.pairs],
-        "unmatched_pred": [p for p in range(len(parsed.pred_objects)) if p not in matched_pred],
-        "unmatched_gt": [g for g in range(len(sample.objects)) if g not in matched_gt],
+        "unmatched_pred": sorted(set(range(len(parsed.pred_objects))) - {p for p, _ in example.pairs}),
+        "unmatched_gt": sorted(set(range(len(sample.objects))) - {g for _, g in example.pairs}),
         "rollout": {
             "text": _text(answer.response_token_ids, table),
             "token_ids": list(map(int, answer.response_token_ids)),
@@ -143,20 +139,18 @@ def token_records(target: Target, table: TokenTable) -> list[dict[str, Any]]:
     `kind` is `none`; `text`, with the token to learn as `target_id` and `target`; or `coord`, with the bin to learn as
     `target`, fractional for polygons. Supervised tokens have a `weight` within their kind.
     """
-    records = [{"id": token, "token": _token(token, table), "kind": "none"} for token in target.answer_ids.tolist()]
+    text_of = functools.partial(_text, table=table, errors="backslashreplace")
+    records = [{"id": token, "token": text_of([token]), "kind": "none"} for token in target.answer_ids.tolist()]
     for index, label, weight in zip(target.text_index, target.text_label, target.text_weight, strict=True):
-        text = {"target_id": int(label), "target": _token(int(label), table), "weight": float(weight)}
-        records[index] |= {"kind": "text", **text}
+        learnt = {"target_id": int(label), "target": text_of([label]), "weight": float(weight)}
+        records[index] |= {"kind": "text", **learnt}
     for index, value in zip(target.coord_index, target.coord_target, strict=True):
         records[index] |= {"kind": "coord", "target": float(value), "weight": 1.0}
     return records
 
 
 def marked_text(target: Target, table: TokenTable) -> str:
-    """The target with its supervision: `«learnt»`, `«written->to learn»`, `<120->118.5>`.
-
-    Everything else is context, in which coordinates read `<120>`.
-    """
+    """The target with its supervision: `«learnt»`, `«written->to learn»`, `<120->118.5>`; context: `<120>`."""
     return "".join(text if kind in ("none", "coord") else f"«{text}»" for text, kind in _runs(target, table))
 
 
@@ -177,10 +171,9 @@ def _runs(target: Target, table: TokenTable) -> list[tuple[str, str]]:
 
 
 def example_sheet(example: Example, table: TokenTable) -> Image.Image:
-    """Ground truth beside prediction, then the rollout, then the target with supervised tokens highlighted.
+    """Ground truth beside prediction, both in the first image; the rollout; the target with supervised tokens marked.
 
-    The objects of a pair share a colour and a number; unmatched ones are red, with an x. Objects are drawn in the first
-    image only.
+    The objects of a pair share a colour and a number; unmatched ones are red, with an x.
     """
     sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
     gt_labels = {g: number for number, (_, g) in enumerate(example.pairs, start=1)}
@@ -190,9 +183,8 @@ def example_sheet(example: Example, table: TokenTable) -> Image.Image:
     rows = [[_draw_side(first, objects, numbers, table.format.max_bin) for objects, numbers in sides]]
     rows += [[draw_objects(image, [], UNMATCHED, SIDE)] * 2 for image in others]
     pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(parsed.pred_objects)})"))
-    ids = answer.response_token_ids
-    prefix = b"".join(_shown(token, table) for token in ids[: parsed.num_exact]).decode(errors="replace")
-    rest = b"".join(_shown(token, table) for token in ids[parsed.num_exact :]).decode(errors="replace")
+    shown, end = [_shown(token, table) for token in answer.response_token_ids], parsed.num_exact
+    prefix, rest = (b"".join(part).decode(errors="replace") for part in (shown[:end], shown[end:]))
     facts = (
         f"{sample.id}   weights {answer.weight_version}   {len(example.pairs)} matched, {target.num_appended} appended"
         f", dropped {parsed.dropped or 0}, {answer.error or answer.finish_reason}"
@@ -228,14 +220,10 @@ def _open_or_blank(source: str) -> Image.Image:
     return blank
 
 
-def _token(token: int, table: TokenTable) -> str:
-    return table.bytes_of[token].decode(errors="backslashreplace")
-
-
-def _text(token_ids: Sequence[int], table: TokenTable) -> str:
+def _text(token_ids: Sequence[int], table: TokenTable, errors: str = "replace") -> str:
     """The text of token ids, special tokens included; ids unknown to the tokenizer are skipped."""
     known = (table.bytes_of[token] for token in token_ids if 0 <= token < len(table.bytes_of))
-    return b"".join(known).decode(errors="replace")
+    return b"".join(known).decode(errors=errors)
 
 
 def _shown(token: int, table: TokenTable) -> bytes:

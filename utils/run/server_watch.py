@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from typing import Any
 
 from utils.rollout.client import RolloutClient
 
@@ -9,15 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class ServerWatch:
-    """Thread that polls `server_scalars`.
+    """Thread that polls `server_scalars` every `period_s`, where servers generate and this is rank 0 (`enabled`).
 
     Requests run only while the learner waits for their responses, so polling between two steps would always find idle
     servers; and a server that hangs must not hold up the step.
-
-    Args:
-        client: None where no server generates.
-        enabled: True on rank 0; other ranks do not poll.
-        period_s: pause between two polls.
     """
 
     def __init__(self, client: RolloutClient | None, enabled: bool, period_s: float = 2.0) -> None:
@@ -58,7 +54,7 @@ def server_scalars(client: RolloutClient, timeout_s: float = 2.0) -> dict[str, f
     values: dict[str, float] = {}
     for index in range(len(client.servers)):
         try:
-            state = _server_state(client, index, timeout_s)
+            state = _server_state(client.health(index, timeout_s), client.metrics(index))
         except Exception as error:  # noqa: BLE001  (only recorded here; a rollout that needs the server raises)
             logger.debug("server %d could not be polled: %s", index, error)
             state = {"healthy": 0.0}
@@ -66,9 +62,7 @@ def server_scalars(client: RolloutClient, timeout_s: float = 2.0) -> dict[str, f
     return values
 
 
-def _server_state(client: RolloutClient, index: int, timeout_s: float) -> dict[str, float]:
-    health = client.health(index, timeout_s)
-    metrics = client.metrics(index)
+def _server_state(health: dict[str, Any], metrics: dict[str, float]) -> dict[str, float]:
     state = {
         "healthy": 1.0,
         "health_latency_s": health["latency_s"],

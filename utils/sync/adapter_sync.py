@@ -61,16 +61,30 @@ class AdapterSync(WeightSync):
 class FallbackSync:
     """An adapter sync that becomes a full one for the rest of the run when it fails, with one warning (SYN-10).
 
-    Every rank falls back at the same sync, because a failed sync raises on all of them. What is not defined here is
-    the current sync's: `open`, `close`, `mode`, `fallback`, `ledger`.
+    Every rank falls back at the same sync, because a failed sync raises on all of them.
     """
 
     def __init__(self, adapter: AdapterSync, make_full: Callable[[], WeightSync]) -> None:
         self.current: WeightSync = adapter
         self._make_full = make_full
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.current, name)
+    @property
+    def mode(self) -> str:
+        return self.current.mode
+
+    @property
+    def fallback(self) -> str | None:
+        return self.current.fallback
+
+    @property
+    def ledger(self) -> dict[str, str]:
+        return self.current.ledger
+
+    def open(self) -> None:
+        self.current.open()
+
+    def close(self) -> None:
+        self.current.close()
 
     def sync(self, version: str) -> SyncResult:
         try:
