@@ -97,7 +97,7 @@ class RolloutResult:
 
 
 class Engine(Protocol):
-    """What generates with the policy's weights: `ServerEngine`, `HfEngine` or `ColocateEngine` (CFG-5).
+    """Generator with the policy's weights: `ServerEngine`, `HfEngine` or `ColocateEngine` (CFG-5).
 
     Attributes:
         mode: the weight-sync mode in force, `full` or `adapter`; None where no weights are sent.

@@ -25,7 +25,7 @@ Key = tuple[int, int]  # optimizer step, micro-step within it
 
 
 class Stages(Protocol[Item]):
-    """What happens to a micro-step, in this order; `Item` is a finished one."""
+    """Stages of a micro-step, in this order; `Item` is a finished one."""
 
     encode: Callable[[Any], Any] | None  # samples to what `generate` takes; None: `generate` takes samples
 
@@ -39,7 +39,7 @@ class Stages(Protocol[Item]):
         """Finish the micro-step."""
 
     def lag(self, item: Item, step: int) -> int:
-        """Optimizer steps by which the weights of the oldest response are behind those of `step`."""
+        """Age of the oldest weights that made the item, in optimizer steps at `step`."""
 
 
 class Prefetcher(Generic[Item]):
@@ -200,7 +200,7 @@ class Prefetcher(Generic[Item]):
             self._changed.notify_all()
 
     def _draw_and_encode(self, key: Key) -> Any:
-        """What `generate` takes for `key`, or a future of it; drawn if it was not."""
+        """Return the argument of `generate` for `key`, or a future of it; draw it if it was not."""
         if key not in self._samples:
             self._samples[key] = self._stages.draw()
         if self._stages.encode is None:

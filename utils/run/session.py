@@ -1,5 +1,5 @@
-"""What a training program holds while it runs, and what stage 2 and GRPO do alike around their steps: begin, evaluate,
-save, stop, finish and resume."""
+"""State of a training program, and what stage 2 and GRPO do alike around their steps: begin, evaluate, save, stop,
+finish and resume."""
 
 import json
 import logging
@@ -38,8 +38,8 @@ Score = TypeVar("Score")
 
 
 class Program(Protocol):
-    """What a training script adds to a session: its evaluation (collective), and this rank's own checkpoint state, of
-    plain types and tensors; loading it raises ValueError where it does not fit this run."""
+    """The training script's part of a session: its evaluation (collective) and this rank's own checkpoint state, of
+    plain types and tensors. Loading the state raises ValueError where it does not fit this run."""
 
     session: "Session"
 
