@@ -437,6 +437,7 @@ def test_a_sync_that_had_fallen_back_stays_full_SYN_10_LRN_5(monkeypatch, ranks,
     rm = SimpleNamespace(vllm=vllm, async_=SimpleNamespace(enabled=False))
     cfg = SimpleNamespace(rm=rm, servers=list, sync_mode=lambda: "adapter")
     learner, client = SimpleNamespace(model=None), SimpleNamespace()
-    engine = setup.open_engine(cfg, ranks, "run", client, learner, None, None, fallback)
+    resumed = {"sync": {"fallback": fallback}}
+    engine = setup.open_engine(cfg, ranks, "run", client, learner, None, None, resumed)
     assert (engine.mode, engine.fallback) == (("full", fallback) if fallback else ("adapter", None))
     assert opened == [engine.mode]

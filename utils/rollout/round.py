@@ -12,17 +12,15 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from utils.capacity import call_seed, requests_per_server
 from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError, excerpt, is_dirty, read_health, read_outputs
 
-if TYPE_CHECKING:
-    from utils.rollout.client import RolloutClient
-
 log = logging.getLogger(__name__)
 
 NUM_RETRIES = 2  # of a call, before it is split or given up
+Client = Any  # a `RolloutClient`, whose module imports this one
 
 
 class ServerGone(RolloutError):
@@ -43,7 +41,7 @@ class InferJob:
 class Round:
     """One round of a job: a batch per server, all at once. The first failure cancels the others' calls (CON-5)."""
 
-    def __init__(self, client: "RolloutClient", job: InferJob, numbers: range) -> None:
+    def __init__(self, client: Client, job: InferJob, numbers: range) -> None:
         self.error: BaseException | None = None  # the first failure
         self.cancelled = threading.Event()
         self._links: list[Link] = []  # of the batches while they run
@@ -97,7 +95,7 @@ class Round:
 class ServerBatch:
     """One server's part of a round: the requests `numbers` of a job, their calls, retries and halves."""
 
-    client: "RolloutClient"
+    client: Client
     round: Round
     job: InferJob
     index: int
@@ -184,7 +182,7 @@ class ServerBatch:
 class HealthWatch:
     """Polls a server's `/health/` while a batch runs, and cancels the round when the server is gone (CON-5)."""
 
-    client: "RolloutClient"
+    client: Client
     round: Round
     index: int
 

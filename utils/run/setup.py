@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,14 +57,11 @@ def open_session(
     """Build everything both training programs need before their first step (collective).
 
     Args:
-        resume: null, `auto` or a checkpoint to continue from. Model and optimizer are then as it left them; the rest of
-            its state is loaded by `Session.resume`.
+        resume: `auto` or a checkpoint to continue from; `Session.resume` loads what is not model or optimizer.
         metric: of an evaluation, that decides which step was the best.
-        needs_coordinates: the tokenizer must have coordinate tokens.
         problems_of: what the program finds wrong with samples, `file:line: reason` each.
 
-    Raises:
-        SystemExit: status 2 with one message on rank 0, for a user's mistake.
+    Raises SystemExit with status 2, and one message on rank 0, for a user's mistake.
     """
     ranks = Ranks(cfg.training.rank_timeout_s)
     try:
@@ -74,7 +72,7 @@ def open_session(
         exit_with(error if isinstance(error, ConfigError) else str(error), ranks.is_main)
     logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
     datasets, weights, val_samples = load_data(cfg, ranks.is_main)
-    if problems := problems_of([sample for part in (*datasets, val_samples) for sample in part]):
+    if problems := problems_of([*chain(*datasets), *val_samples]):
         exit_with(str(DataError(problems)), ranks.is_main)
     processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
     num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
@@ -94,21 +92,19 @@ def open_session(
         learner.load_state(checkpoint.path / "state")
     collate = make_collate(cfg, learner, table)
     probe = make_probe(datasets[0][0], processor, table, learner, collate)
-    fallback = resumed["sync"]["fallback"] if resumed else None
-    engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, fallback)
+    engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
     steps_done = checkpoint.step if checkpoint else 0
     owes_evaluation = ranks.gather(owes_an_evaluation(cfg, steps_done, resumed))[0]
     monitor = open_records(cfg, ranks, run_id, client, checkpoint, owes_evaluation, num_steps)
     timer, rollout_log = Timer(), RolloutLog(Path(cfg.training.output_dir), client, ranks)
-    decode = processor.tokenizer.decode
     return Session(
         cfg=cfg,
         ranks=ranks,
         run_id=run_id,
         num_steps=num_steps,
         data=Data(stream, val_samples, processor, table),
-        policy=Policy(engine, client, ranks, run_id, cfg.training.seed, decode, rollout_log, timer),
+        policy=Policy(engine, client, ranks, run_id, cfg.training.seed, processor.tokenizer.decode, rollout_log, timer),
         learner=learner,
         collate=collate,
         monitor=monitor,
@@ -242,17 +238,16 @@ def open_engine(
     learner: Learner,
     processor: Any,
     probe: Probe,
-    fallback: str | None,
+    resumed: dict[str, Any] | None,
 ) -> Engine:
     """Open the engine of the config: rollout servers, vLLM in this process, or the training model itself (CFG-5).
 
-    Args:
-        fallback: why the run being resumed had fallen back to full sync; it stays there (SYN-10).
+    A resumed run that had fallen back to full sync stays there (SYN-10).
     """
     if client is not None:
         sync = make_weight_sync(cfg, ranks, run_id, client, learner, probe)
-        if fallback and isinstance(sync, FallbackSync):
-            sync.use_full(fallback)
+        if resumed and resumed["sync"]["fallback"] and isinstance(sync, FallbackSync):
+            sync.use_full(resumed["sync"]["fallback"])
         sync.open()
         client.owner = run_id
         return ServerEngine(client, sync)
