@@ -19,7 +19,8 @@ from typing import Any
 
 from utils.capacity import check_capacity, chunk_size, rounds
 from utils.config.schema import ServerAddress
-from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError, read_health, read_json, read_text
+from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError
+from utils.rollout.responses import read_health, read_json, read_text
 from utils.rollout.round import InferJob, Round
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from utils.capacity import call_seed, requests_per_server
-from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError, excerpt, is_dirty, read_health, read_outputs
+from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError
+from utils.rollout.responses import excerpt, is_dirty, read_health, read_outputs
 
 log = logging.getLogger(__name__)
 
