@@ -225,7 +225,7 @@ def test_a_server_that_is_killed_and_started_again_costs_nothing_CON_4(folder, s
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
             server.start_again()
         assert learner.end() == 0, learner.output[-6000:]
-    assert learner.output.count("all rollout servers answer; opening") == 3, learner.output[-6000:]
+    assert learner.output.count("all rollout servers respond; opening") == 3, learner.output[-6000:]
     assert_each_sample_answered_once(folder / "thrice", 4)
     ledger = json.loads((folder / "thrice" / "weights.json").read_text())
     assert server.get("/weight_version/").json()["weight_version"] == ledger["version"]

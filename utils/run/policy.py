@@ -72,7 +72,7 @@ class Policy:
             except DistributedError as failure:
                 if recovery == MAX_RECOVERIES or not any(self.ranks.gather(self._lost_server(failure))):
                     raise
-                logger.warning("%s\nwaiting for the rollout servers", failure)
+                logger.warning("%s\nwaiting for the rollout servers, then continuing", failure)
             self.drain()
             waited = capture_error(self.client.wait_ready)
             self.ranks.raise_on_all_ranks(waited, f"{where}: waiting for the rollout servers")
