@@ -129,8 +129,8 @@ def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4(folder, se
     story = [
         "failed on",  # the call or the sync during which the server died
         "waiting for the rollout servers",
-        "all rollout servers answer",
-        "the run goes on",
+        "all rollout servers respond",
+        "nothing was lost",
         "finished 20",
     ]
     told = [results[0].stdout.find(words) for words in story]
