@@ -136,7 +136,7 @@ def test_spoilt_answers_are_asked_for_again_and_nothing_is_lost_CON_3(folder, se
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (faults.another_version, "made with weights somebody:3, asked for "),
+        (faults.another_version, "made with weights somebody:3, requested "),
         pytest.param(faults.another_prompt, "differs from the learner's at token 0", marks=pytest.mark.slow),
     ],
 )
