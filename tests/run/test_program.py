@@ -243,7 +243,11 @@ LENGTHS = [
         r"vllm_max_model_len=512: 1 of 8 .*\n\S+changed.jsonl:3: prompt .*=200 make \d+ tokens",
     ),
     ({"prompt": "word " * 500}, {"global_max_length": 400}, r"global_max_length=400: 1 of 8 samples do not fit"),
-    ({}, {"global_max_length": 250}, r"global_max_length=250: 8 of 8 .*(\n\S+(changed|train).jsonl:\d: .* make 281 tokens){8}"),
+    (
+        {},
+        {"global_max_length": 250},
+        r"global_max_length=250: 8 of 8 .*(\n\S+(changed|train).jsonl:\d: .* make 281 tokens){8}",
+    ),
     ({"prompt": "an <|image_pad|>"}, {}, r"1 of 8 .*\n\S+changed.jsonl:3: the prompt has 2 image placeholders for 1"),
 ]
 
