@@ -335,8 +335,8 @@ class Config(Section):
 
     def adapter_obstacle(self) -> str | None:
         """Return why the adapter sync asked for is known to fail (SYN-10); None where it may work."""
-        is_known = self.sync_mode() == "adapter" and self.tuner.use_dora
-        return "vLLM has no LoRA slots for DoRA (tuner.use_dora)" if is_known else None
+        fails = self.sync_mode() == "adapter" and self.tuner.use_dora
+        return "vLLM has no LoRA slots for DoRA (tuner.use_dora)" if fails else None
 
     def deepspeed_path(self) -> Path:
         """Return the path of the DeepSpeed JSON; a bare name stands for a file in `ds_configs/`."""

@@ -97,8 +97,7 @@ def open_session(
 
     steps_done = checkpoint.step if checkpoint else 0
     owes_evaluation = ranks.gather(owes_an_evaluation(cfg, steps_done, resumed))[0]
-    sync = {"mode": engine.mode, "fallback": engine.fallback}
-    monitor = open_records(cfg, ranks, run_id, client, checkpoint, owes_evaluation, num_steps, sync)
+    monitor = open_records(cfg, ranks, run_id, client, checkpoint, owes_evaluation, num_steps, engine)
     timer, rollout_log = Timer(), RolloutLog(Path(cfg.training.output_dir), client, ranks, engine.fallback)
     return Session(
         cfg=cfg,
@@ -152,7 +151,7 @@ def open_records(
     checkpoint: Checkpoint | None,
     owes_evaluation: bool,
     num_steps: int,
-    sync: dict[str, Any],
+    engine: Engine,
 ) -> Monitor:
     """Write run.json and open the curves, without what an earlier process recorded of steps that are still to come."""
     training, run_dir = cfg.training, Path(cfg.training.output_dir)
@@ -161,8 +160,8 @@ def open_records(
         if checkpoint is not None or (run_dir / "run.json").exists():
             purge_step = checkpoint.step + 1 if checkpoint else 0
             drop_records_after(run_dir, purge_step - 1, keep_evaluation=not owes_evaluation)
-        facts = {"run_id": run_id, "world_size": ranks.world_size, "sync": sync}
-        facts["server_world_sizes"] = client.world_sizes if client else []
+        facts: dict[str, Any] = {"run_id": run_id, "sync": {"mode": engine.mode, "fallback": engine.fallback}}
+        facts |= {"world_size": ranks.world_size, "server_world_sizes": client.world_sizes if client else []}
         if checkpoint is not None:
             facts["resumed_from"] = dict(checkpoint=checkpoint.path, step=checkpoint.step, run_id=checkpoint.run_id)
         write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
