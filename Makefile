@@ -46,7 +46,7 @@ study: $(READY) ## the runs behind docs/results.md that are still missing; hours
 	$(BIN)/python -m studies.study $(ARGS)
 
 test: $(READY) ## the tests, real server and learner included
-	$(BIN)/python -m pytest tests -q -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest tests -q -m "not slow" $(ARGS)
 
 test-all: $(READY) ## every test, the slow ones too
 	$(BIN)/python -m pytest tests -q $(ARGS)

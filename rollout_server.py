@@ -11,8 +11,10 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 
-from utils.config.load import ConfigError, dump_yaml, exit_with, load_config_or_exit
+from utils.config.load import ConfigError, exit_with, load_config_or_exit
+from utils.config.plan import print_dry_run
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
 from utils.server.process import answer_loading, begin_as_child, kill_later, listen, set_environment
 
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--server-index", type=int, default=0, help="which of the config's servers to start")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and plan, start nothing")
+    parser.add_argument("--world-size", type=int, default=1, help="learner ranks to plan for (--dry-run only)")
     args = parser.parse_args()
 
     cfg = load_config_or_exit(args.config)
@@ -33,14 +36,14 @@ def main() -> None:
     except ConfigError as error:
         exit_with(error)
     if args.dry_run:
-        print(dump_yaml(cfg))
+        print_dry_run(cfg, args.world_size)
     print(describe(launch), flush=True)
 
     token = os.environ.get("ROLLOUT_SERVER_TOKEN") or None
     problems = problems_of(launch, token)
     if args.dry_run:
         print("".join(f"would not start: {problem}\n" for problem in problems), end="")
-        return
+        sys.exit(2 if problems else 0)
     try:
         server_socket = None if problems else listen(launch.address.host, launch.address.port)
     except OSError as error:

@@ -400,6 +400,20 @@ def test_tgt_2_forgotten_quote_harms_no_other(bad: str) -> None:
     assert text_of(parse_text(wrap(GOOD, bad)).prefix_ids, make_table("qwen")).decode() == wrap(GOOD)[:-2]
 
 
+def test_tgt_3_an_object_that_only_later_text_closes_does_not_end_the_prefix() -> None:
+    """TGT-3: the quote before `}` opens no string only because of the quote in the text after the object. Behind such
+    an object, other text may follow in training, so it is cut off, unless a complete object comes after it."""
+    table, bad = make_table("qwen"), GOOD[:-1] + '"}'
+    tail = ', {"desc": "x'
+    for kept, answer in (([GOOD], [GOOD, bad]), ([GOOD, bad, GOOD], [GOOD, bad, GOOD])):
+        parsed = parse_text(wrap(*answer)[:-2] + tail)
+        assert text_of(parsed.prefix_ids, table).decode() == wrap(*kept)[:-2]
+        assert parsed.pred_objects == [GOOD_OBJECT] * kept.count(GOOD)
+        assert parsed.dropped == {"bad_json": 1, "unfinished": 1}
+        again = parse_answer([*parsed.prefix_ids, *table.encode(f", {GOOD}]}}")], table)  # whatever is appended
+        assert again.pred_objects == [*parsed.pred_objects, GOOD_OBJECT]
+
+
 def test_tgt_2_nested_objects_are_not_objects() -> None:
     """TGT-2: a well-formed object inside a malformed one does not count, in a list neither."""
     for bad in [f'{{"desc": "a", "part": {GOOD}}}', f'{{"desc": "a", "parts": [{GOOD}, {GOOD}]}}']:

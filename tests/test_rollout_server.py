@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from utils.config.load import load_config
+from utils.config.plan import print_dry_run
 from utils.config.schema import Model, ServerAddress, ServerSettings
 from utils.server.launch import Launch, describe, is_loopback, model_problems, problems_of, resolve
 from utils.server.process import ON_CPU, PARENT_PID, answer_loading, listen, set_environment
@@ -134,8 +137,8 @@ def test_while_loading_every_request_gets_503():
         server.close()
 
 
-def test_dry_run_prints_the_plan_and_starts_nothing(model_dir, tmp_path):
-    """CFG-16"""
+def test_dry_run_prints_the_learners_plan_and_starts_nothing(model_dir, tmp_path, capsys):
+    """CFG-16: the YAML and the plan are the learner's, word for word; where the server would not start, status 2."""
     import yaml
 
     config = {
@@ -147,7 +150,8 @@ def test_dry_run_prints_the_plan_and_starts_nothing(model_dir, tmp_path):
             "extra": {
                 "rollout_matching": {
                     "max_new_tokens": 64,
-                    "vllm": {"mode": "server", "server": {"base_url": "http://0.0.0.0:8765/x", "group_port": 8766}},
+                    "decode_batch_size": 4,
+                    "vllm": {"mode": "server", "server": {"base_url": "http://127.0.0.1:8765/x", "group_port": 8766}},
                 },
                 "rollout_server": {"device": "cpu", "vllm_max_model_len": 512},
             },
@@ -157,10 +161,20 @@ def test_dry_run_prints_the_plan_and_starts_nothing(model_dir, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(path)]
-    done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=120)
+    planned = [*command, "--dry-run", "--world-size", "2"]
+    done = subprocess.run(planned, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "http://0.0.0.0:8765/x/" in done.stdout and "vllm_max_model_len: 512" in done.stdout
-    assert "would not start" in done.stdout
+    print_dry_run(load_config(path), world_size=2)
+    assert done.stdout.startswith(plan := capsys.readouterr().out)
+    assert re.search(r"^# requests per round and learner: +2$", plan, re.MULTILINE)  # 4 x 1 device / 2 learners
+    assert "http://127.0.0.1:8765/x/" in done.stdout and "would not start" not in done.stdout
+    done = subprocess.run([*command, "--dry-run", "--world-size", "5"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "5 learners" in done.stderr  # DIS-2, as the learner's own
+
+    path.write_text(path.read_text().replace("127.0.0.1", "0.0.0.0"))
+    done = subprocess.run(planned, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "# plan" in done.stdout and done.stdout.count("would not start: host 0.0.0.0 is not loopback") == 2
     real = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert real.returncode == 2 and real.stderr.count("not loopback") == 2 and "Traceback" not in real.stderr
 
@@ -184,8 +198,6 @@ def grpo_config(model_dir: Path, tmp_path: Path, **settings) -> Path:
 @pytest.mark.parametrize("num_devices", [5, 6, 7])
 def test_a_grpo_server_uses_up_its_devices_exactly(model_dir, tmp_path, monkeypatch, num_devices):
     """GRP-2, GRP-3, SRV-2: host and port of `rlhf`; TP 1 x DP 6 wants six devices."""
-    from utils.config.load import load_config
-
     monkeypatch.setattr("utils.server.launch.count_cuda_devices", lambda: num_devices)
     launch = resolve(load_config(grpo_config(model_dir, tmp_path)), 0)
     assert (launch.address.host, launch.address.port, launch.world_size, launch.lora_rank) == (
@@ -216,11 +228,18 @@ def test_a_grpo_server_on_a_busy_port_names_its_process(model_dir, tmp_path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grpo").glob("summary*.yaml")), ids=lambda path: path.stem)
 def test_dry_run_of_the_grpo_presets(path):
-    """GRP-3, CFG-16: the server takes its side of the file, also while the learner's program is not there yet."""
+    """GRP-3, CFG-16: all is printed also where it would not start: without the model, and without six GPUs."""
     command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(path), "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for words in ("http://127.0.0.1:8080/", "data parallel     6", "max model length  12000", "0.6 of each device"):
+    assert done.returncode == 2, done.stderr
+    plan = "TP 1 x DP 6 = 6 device(s)"
+    for words in (
+        plan,
+        "http://127.0.0.1:8080/",
+        "data parallel     6",
+        "max model length  12000",
+        "0.6 of each device",
+    ):
         assert words in done.stdout
 
 

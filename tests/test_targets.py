@@ -301,6 +301,19 @@ def test_tgt_11_trim_cuts_behind_the_last_match() -> None:
     assert learnt(none_missed, table) == [("]}]}", "]}]}"), ("<|im_end|>", "<|im_end|>")]
 
 
+def test_tgt_11_trim_where_a_token_ends_learns_to_close_in_the_usual_token() -> None:
+    """TGT-11, TGT-3: the model ended the last matched object in a `]}` of its own and went on in another token. Closing
+    is learnt as the one token `]}]}` that closes everywhere else, not as a second spelling behind `]}`."""
+    table = make_table("qwen")
+    kept, gone = table.encode(format_objects([RED])[:-2]), table.encode(", " + format_objects([GREEN])[len(HEADER) :])
+    assert table.bytes_of[kept[-1]] == b"]}"
+    parsed = parse_answer([*kept, *gone], table)
+    options = TargetOptions(label="ignore", trim_trailing_unmatched=True)
+    target = build_target(parsed, [RED], [(0, 0)], table, options)
+    assert target.answer_ids.tolist() == [*table.encode(format_objects([RED])), table.eos_id]
+    assert learnt(target, table) == [("]}]}", "]}]}"), ("<|im_end|>", "<|im_end|>")]
+
+
 def test_tgt_11_trim_everything() -> None:
     """TGT-11: only false positives: back to the bare header, which stays context."""
     table = make_table("qwen")

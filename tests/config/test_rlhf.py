@@ -12,6 +12,7 @@ from utils.config.load import (
     check_launch,
     load_config,
     require_server,
+    require_variant,
     resolve_yaml,
 )
 from utils.config.plan import make_plan
@@ -26,8 +27,13 @@ def grpo(**rlhf: Any) -> dict[str, Any]:
 
 
 def test_CFG_4_grpo_is_the_other_program() -> None:
-    """CFG-4: its files are for train_grpo.py, and the same to learner and server."""
-    assert build_config(grpo()) == build_config(grpo())
+    """CFG-4: and its own section is what rollout code reads as `cfg.rm`."""
+    cfg = build_config(grpo(max_new_tokens=77))
+    assert cfg.is_grpo and cfg.answers_per_sample == 8
+    assert (cfg.rm.max_new_tokens, cfg.rollout_path("max_new_tokens")) == (77, "rlhf.max_new_tokens")
+    with pytest.raises(SystemExit, match="2"):
+        require_variant(cfg, "rollout_matching_sft", "train_stage2.py")
+    require_variant(cfg, "grpo", "train_grpo.py")
 
 
 @pytest.mark.parametrize(

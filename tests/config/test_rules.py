@@ -18,7 +18,7 @@ from utils.config.load import (
     engine_json,
 )
 from utils.config.plan import format_plan, make_plan
-from utils.config.rules import read_deepspeed
+from utils.config.rules import length_limit, read_deepspeed
 from utils.config.schema import RM, RS
 
 
@@ -134,7 +134,9 @@ def test_CFG_9_learner_and_server_agree_on_lora() -> None:
         ("auto", False, False, "full"),
         ("auto", True, False, "adapter"),
         ("adapter", True, False, "adapter"),
-        ("adapter", True, True, "full"),  # SYN-10: vLLM has no DoRA slots, known before the start
+        ("adapter", True, True, "adapter"),  # what was asked for; SYN-10 says what becomes of it
+        ("auto", True, True, "adapter"),
+        ("auto", False, True, "full"),
     ],
 )
 def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, expected: str) -> None:
@@ -147,10 +149,45 @@ def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, 
     tuner = base.tuner.model_copy(update={"type": "lora", "use_dora": use_dora})
     cfg = base.model_copy(update={"custom": custom, "tuner": tuner})
     assert cfg.sync_mode() == expected
+    obstacle = cfg.adapter_obstacle()
+    assert (obstacle is not None) == (expected == "adapter" and use_dora)
+    shown = "full, as adapter sync fails: vLLM has no LoRA slots for DoRA (tuner.use_dora)" if obstacle else expected
+    assert f"# {'sync mode:':<34}{shown}\n" in format_plan(make_plan(cfg, 1))
     check_launch(cfg, 1)
     if expected == "adapter":  # CFG-10
         with pytest.raises(ConfigError, match="2 learners in server mode need full"):
             check_launch(cfg, 2)
+
+
+@pytest.mark.parametrize("mode", ["adapter", "auto"])
+def test_SYN_10_dora_without_fallback_is_refused_by_the_file(mode: str) -> None:
+    """SYN-10: only where servers take adapters; with plain LoRA the run may try."""
+    vllm = {"enable_lora": True, "sync": {"mode": mode, "fallback_to_full": False}}
+    data = edited(RM__vllm=minimal()["custom"]["extra"]["rollout_matching"]["vllm"] | vllm)
+    data["tuner"] = {"type": "lora", "use_dora": True}
+    assert "fallback_to_full=false: adapter sync fails, vLLM has no LoRA slots for DoRA" in only_problem(data)
+    build_config(data | {"tuner": {"type": "lora"}})
+    assert build_config(data | {"custom": hf_instead(data)}).connection is None
+
+
+def hf_instead(data: dict[str, Any]) -> dict[str, Any]:
+    """`custom` of the config, with rollouts by transformers."""
+    matching = data["custom"]["extra"]["rollout_matching"] | {"rollout_backend": "hf"}
+    return data["custom"] | {"extra": {"rollout_matching": matching}}
+
+
+def test_CFG_15_the_shortest_of_row_and_servers() -> None:
+    """CFG-15: a server's own length counts, that of one which inherits it is the common one; without servers there is
+    only the row, for GRPO perhaps not even that."""
+    common = {"vllm_max_model_len": 2048, "servers": [{}]}
+    assert length_limit(build_config(edited())) == ("global_max_length", 4096)
+    assert length_limit(build_config(edited(RS=common))) == (f"{RS}.vllm_max_model_len", 2048)
+    own = common | {"servers": [{"vllm_max_model_len": 1500}]}
+    assert length_limit(build_config(edited(RS=own))) == (f"{RS}.servers[0].vllm_max_model_len", 1500)
+    assert length_limit(build_config(edited(RS=own, global_max_length=1400))) == ("global_max_length", 1400)
+    without = edited(RS=own)
+    without["custom"] = hf_instead(without)
+    assert length_limit(build_config(without)) == ("global_max_length", 4096)
 
 
 def test_CFG_17_the_answer_format_brings_its_own_prompt() -> None:

@@ -1,20 +1,26 @@
 """Adapter sync into a real server with LoRA slots, against PEFT's own merge (SYN-10)."""
 
+import json
 import logging
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForImageTextToText
 
 from tests.e2e import processes
 from tests.e2e.processes import Server
 from tests.e2e.test_partial_sync import merged_by_peft, own_logprobs, train_a_little
 from tests.e2e.test_server import asked, assert_serves, folder, save_variant  # noqa: F401
+from tools.make_demo import make_dataset
 from utils.config.rollout import ServerAddress
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
+from utils.run.rollout_log import read_rollout_log
 from utils.sync.adapter_sync import AdapterSync, make_sync
 from utils.sync.weight_sync import Probe, WeightSync
 
@@ -88,6 +94,32 @@ def test_an_adapter_in_its_slot_answers_as_the_merged_model_SYN_10(server, start
         answers.append(str([output["response_token_ids"] for output in server.infer(asked, max_tokens=12)]))
     assert len(set(answers)) == 3
     sync.close()
+
+
+def test_the_program_trains_with_adapters_in_the_slots_SYN_10(server, start_model, folder):  # noqa: F811
+    """SYN-10, CFG-9: `train_stage2.py` with `sync.mode: adapter`, one learner and plain LoRA: every sync sends the
+    adapter alone, and the probe of the first one proves that the engine computes with it. The test before left
+    the engine's own weights as loaded."""
+    train, _, _ = make_dataset(folder / "data" / "program", num_train=8, num_val=1)  # below the server's image root
+    config = processes.config_of(folder, start_model, server.url, server.group_port, {})
+    config["custom"]["train_jsonl"] = str(train)
+    extra = config["custom"]["extra"]
+    extra["rollout_matching"]["vllm"] |= {"enable_lora": True, "sync": {"mode": "adapter", "fallback_to_full": False}}
+    extra["rollout_server"]["vllm_enable_lora"] = True
+    config["training"] |= {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 5e-3}
+    config["tuner"] = {"type": "lora", "rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    path = processes.write_yaml(folder / "program.yaml", config)
+    result = processes.run_learner("train_stage2.py", path, num_ranks=1)
+    assert result.returncode == 0, result.stdout[-6000:]
+    run_dir = Path(config["training"]["output_dir"])
+    assert json.loads((run_dir / "run.json").read_text())["sync"] == {"mode": "adapter", "fallback": None}
+    lines = read_rollout_log(run_dir / "rollouts.jsonl")
+    assert [line["sync"] for line in lines] == [{"mode": "adapter", "fallback": None}] * 2
+    events = EventAccumulator(str(run_dir)).Reload()
+    sizes = [event.value for event in events.Scalars("sync/bytes")]
+    saved = load_file(run_dir / "checkpoint-2" / "adapter" / "adapter_model.safetensors")
+    assert sizes == [4 * sum(tensor.numel() for tensor in saved.values())] * 2  # float32
+    assert [event.value for event in events.Scalars("sync/adapter")] == [1, 1]
 
 
 def test_a_full_sync_into_an_engine_with_slots_empties_the_slot_SYN_10(server, start_model, asked, tmp_path, caplog):  # noqa: F811

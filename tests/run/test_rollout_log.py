@@ -1,5 +1,7 @@
 """rollouts.jsonl: calls of a real client to a misbehaving server, with retries and time-outs."""
 
+import json
+
 from tests.rollout.test_client import setting
 from utils.capacity import EVAL_MICRO_STEP, call_seed, request_seed
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling, ServerEngine
@@ -43,11 +45,14 @@ def test_log_1_every_call_is_recorded_with_seed_server_and_outcome(tmp_path):
         log = RolloutLog(tmp_path, client, Rank([[]]))
         roll_out(client, 6, micro_step_idx=0)
         roll_out(client, 2, micro_step_idx=1)
-        values = log.write(8, "v:7", fallback="DoRA has no adapter sync")
+        (tmp_path / "run.json").write_text('{"run_id": "v"}')
+        values = log.write(8, "v:7", fallback="first.weight has a DoRA adapter, and vLLM has no slots for DoRA")
         (line,) = read_rollout_log(tmp_path / "rollouts.jsonl")
         assert line["servers"] == [{"url": one.url, "group_port": 51216}, {"url": two.url, "group_port": 51217}]
         assert (line["step"], line["phase"], line["weight_version"]) == (8, "train", "v:7")
-        assert line["sync"] == {"mode": "full", "fallback": "DoRA has no adapter sync"}
+        assert line["sync"]["mode"] == "full" and line["sync"]["fallback"].endswith("no slots for DoRA")
+        assert json.loads((tmp_path / "run.json").read_text()) == {"run_id": "v", "sync": line["sync"]}  # SYN-10
+        assert (values["sync/adapter"], values["sync/fallback"]) == (0, 1)
         assert line["decoding"]["temperature"] == 0.5 and line["decoding"]["max_new_tokens"] == 9
         found = [[call[k] for k in ("micro_step_idx", "first_request", "attempt", "server")] for call in line["calls"]]
         assert [call for call in found if call[0] == 0] == [[0, 0, 1, 0], [0, 0, 2, 0], [0, 2, 1, 1]]

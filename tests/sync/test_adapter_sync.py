@@ -92,6 +92,11 @@ def test_a_failure_at_run_time_makes_the_rest_of_the_run_full_SYN_10(caplog):
     assert server.names == ["first.weight", "first.bias", "second.weight", "second.bias"]
     assert server.events.index("1 /close_communicator/") < server.events.index("1 /init_communicator/")
     assert sync.sync("run:3").num_tensors == 4
+    full_sync, server.fail_at = sync.current, "/update_weights/"
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="run:4"):
+        sync.sync("run:4")  # not an adapter's failure any more: nothing else is left to try
+    assert sync.current is full_sync and server.events.count("1 /init_communicator/") == 1
+    assert (sync.mode, "run:2" in sync.fallback, "run:4" in sync.fallback) == ("full", True, False)
     assert [record.getMessage()[:47] for record in caplog.records] == [
         "adapter sync failed; full sync from now on: weight sync run:2"[:47]
     ]

@@ -52,7 +52,7 @@ class Plan:
     zero_stage: int
     servers: list[ServerPlan]
     own_rollouts: str | None  # how the learners' own devices generate, where no server does
-    sync_mode: str
+    sync_mode: str  # in force at the start, and why it is not the one asked for
     chunk: int | None  # requests one learner sends per round
     rounds: int | None  # rounds per micro-step
     samples_per_step: int
@@ -79,7 +79,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         zero_stage=engine.get("zero_optimization", {}).get("stage", 0),
         servers=servers,
         own_rollouts=_own_rollouts(cfg, world_size),
-        sync_mode=cfg.sync_mode(),
+        sync_mode=f"full, as adapter sync fails: {why}" if (why := cfg.adapter_obstacle()) else cfg.sync_mode(),
         chunk=chunk,
         rounds=chunk and -(-training.per_device_train_batch_size * cfg.answers_per_sample // chunk),
         samples_per_step=engine["train_batch_size"],

@@ -4,7 +4,9 @@ A rule yields `(path, "the rule; what to do")` for every problem; `utils.config.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,6 +63,14 @@ def _lengths_fit(cfg: Config) -> Found:
             yield f"{path}.vllm_max_model_len", rule
         elif cfg.is_grpo and row is not None and length < row:
             yield f"{path}.vllm_max_model_len", f"must be at least global_max_length={row}; raise it or lower that"
+
+
+def length_limit(cfg: Config) -> tuple[str, float]:
+    """Return the fewest tokens that a row or an engine has for a prompt with its response, and the key that says so."""
+    limits = [("global_max_length", cfg.global_max_length or math.inf)]
+    if cfg.connection:
+        limits += [(f"{path}.vllm_max_model_len", found.vllm_max_model_len) for path, found in _server_settings(cfg)]
+    return min(limits, key=itemgetter(1))
 
 
 def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
@@ -134,12 +144,14 @@ def _host_and_port(url: str) -> tuple[str, int] | None:
     return "loopback" if is_loopback(parts.hostname) else parts.hostname, default_port if port is None else port
 
 
-@_rule(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", RS)
+@_rule(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", "tuner", RS)
 def _adapter_sync_needs_lora(cfg: Config) -> Found:
-    enabled = cfg.rm.vllm.enable_lora
+    enabled, sync = cfg.rm.vllm.enable_lora, cfg.rm.vllm.sync
     if cfg.is_grpo:
         return
-    if cfg.rm.vllm.sync.mode == "adapter" and not enabled:
+    if cfg.connection and not sync.fallback_to_full and (obstacle := cfg.adapter_obstacle()):
+        yield f"{RM}.vllm.sync.fallback_to_full", f"adapter sync fails, {obstacle}; set it to true, or mode: full"
+    if sync.mode == "adapter" and not enabled:
         yield f"{RM}.vllm.sync.mode", f"adapter needs {RM}.vllm.enable_lora: true; set it, or use full"
     for path, settings in _server_settings(cfg):
         if settings.vllm_enable_lora != enabled:

@@ -329,13 +329,14 @@ class Config(Section):
         return list(dict.fromkeys(os.path.abspath(root) for root in roots))
 
     def sync_mode(self) -> Literal["full", "adapter"]:
-        """Return the sync mode at the start: `auto` decided, and full for DoRA adapters where fallback is allowed."""
-        sync = self.rm.vllm.sync
-        mode = sync.mode
-        if mode == "auto":
-            mode = "adapter" if self.rm.vllm.enable_lora else "full"
-        # vLLM has no DoRA slots, so adapter sync is known to fail (SYN-10).
-        return "full" if mode == "adapter" and self.tuner.use_dora and sync.fallback_to_full else mode
+        """Return the sync mode asked for, with `auto` decided."""
+        asked = self.rm.vllm.sync.mode
+        return asked if asked != "auto" else "adapter" if self.rm.vllm.enable_lora else "full"
+
+    def adapter_obstacle(self) -> str | None:
+        """Return why the adapter sync asked for is known to fail (SYN-10); None where it may work."""
+        fails = self.sync_mode() == "adapter" and self.tuner.use_dora
+        return "vLLM has no LoRA slots for DoRA (tuner.use_dora)" if fails else None
 
     def deepspeed_path(self) -> Path:
         """Return the path of the DeepSpeed JSON; a bare name stands for a file in `ds_configs/`."""

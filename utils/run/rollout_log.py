@@ -28,8 +28,9 @@ class RolloutLog:
     error), seconds, and its weight version or decoding if they are not the line's. Rank 0 writes, if servers generate.
     """
 
-    def __init__(self, run_dir: Path, client: RolloutClient | None, ranks: Ranks) -> None:
+    def __init__(self, run_dir: Path, client: RolloutClient | None, ranks: Ranks, fallback: str | None = None) -> None:
         self._path = run_dir / "rollouts.jsonl"
+        self._fallback = fallback  # as run.json has it
         self._client = client
         self._ranks = ranks
         self._totals: Counter[str] = Counter()
@@ -49,8 +50,8 @@ class RolloutLog:
         `version` is that of the servers' weights; `fallback` says why `sync_mode` is not the configured one.
 
         Returns:
-            TensorBoard scalars, on rank 0 only: `rollout/...` of this step and, since this process began,
-            `server/<index>/calls`, `retries` and `timeouts`; for an evaluation only `eval_rollout/...`.
+            TensorBoard scalars, on rank 0 only: `sync/adapter` and `sync/fallback` (0 or 1), `rollout/...` of this step
+            and `server/<index>/calls`, `retries` and `timeouts` so far; for an evaluation `eval_rollout/...` instead.
         """
         if self._client is None:
             return {}
@@ -59,6 +60,10 @@ class RolloutLog:
         self._pending = [call for call in self._pending if not _belongs_to(call, step, phase)]
         if not self._ranks.is_main or not any(calls_by_rank):
             return {}
+        sync = {"mode": sync_mode, "fallback": fallback}
+        if fallback != self._fallback:
+            self._fallback, run_json = fallback, self._path.with_name("run.json")
+            run_json.write_text(json.dumps(json.loads(run_json.read_text()) | {"sync": sync}, indent=2) + "\n")
         calls = _with_attempts(calls_by_rank)
         common = {"weight_version": version, "decoding": calls[0]["decoding"]}
         line = {
@@ -66,7 +71,7 @@ class RolloutLog:
             "phase": phase,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "servers": [{"url": server.base_url, "group_port": server.group_port} for server in self._client.servers],
-            "sync": {"mode": sync_mode, "fallback": fallback},
+            "sync": sync,
             **common,
             "calls": [
                 {
@@ -83,9 +88,10 @@ class RolloutLog:
         for call in calls:
             counts = {"calls": 1, "retries": call["attempt"] > 1, "timeouts": _timed_out(call)}
             self._totals.update({f"server/{call['server']}/{name}": int(count) for name, count in counts.items()})
+        values = {"sync/adapter": float(sync_mode == "adapter"), "sync/fallback": float(fallback is not None)}
         if phase == "train":
-            return _scalars(calls, common, "rollout") | dict(self._totals)
-        return _scalars(calls, common, f"{phase}_rollout")
+            return values | _scalars(calls, common, "rollout") | dict(self._totals)
+        return values | _scalars(calls, common, f"{phase}_rollout")
 
 
 def read_rollout_log(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ Config, data, tokenizer, run directory, servers, model, engine: in the order in 
 """
 
 import logging
+import math
 import socket
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,8 +19,9 @@ import numpy as np
 import torch
 
 from utils import targets
-from utils.config.load import Config, ConfigError, check_launch, exit_with
-from utils.data.encoding import encode_prompt, load_processor, model_digest, prompt_chat
+from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
+from utils.config.rules import length_limit
+from utils.data.encoding import encode_prompt, load_processor, model_digest, num_prompt_tokens, prompt_chat
 from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples
 from utils.data.stream import SampleStream
@@ -81,10 +83,9 @@ def open_session(
     ranks.open()
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
     check_same_samples(ranks.gather(fingerprint(datasets + [val_samples])))
+    check_lengths(cfg, ranks, [*chain(*datasets), *val_samples], processor)
     lock, checkpoint = claim_run_dir(cfg, resume, ranks)
-    resumed = None
-    if checkpoint is not None:
-        resumed = torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
+    resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
 
     learner = Learner(cfg, ranks, num_steps)
@@ -96,8 +97,8 @@ def open_session(
 
     steps_done = checkpoint.step if checkpoint else 0
     owes_evaluation = ranks.gather(owes_an_evaluation(cfg, steps_done, resumed))[0]
-    monitor = open_records(cfg, ranks, run_id, client, checkpoint, owes_evaluation, num_steps)
-    timer, rollout_log = Timer(), RolloutLog(Path(cfg.training.output_dir), client, ranks)
+    monitor = open_records(cfg, ranks, run_id, client, checkpoint, owes_evaluation, num_steps, engine)
+    timer, rollout_log = Timer(), RolloutLog(Path(cfg.training.output_dir), client, ranks, engine.fallback)
     return Session(
         cfg=cfg,
         ranks=ranks,
@@ -150,6 +151,7 @@ def open_records(
     checkpoint: Checkpoint | None,
     owes_evaluation: bool,
     num_steps: int,
+    engine: Engine,
 ) -> Monitor:
     """Write run.json and open the curves, without what an earlier process recorded of steps that are still to come."""
     training, run_dir = cfg.training, Path(cfg.training.output_dir)
@@ -158,11 +160,10 @@ def open_records(
         if checkpoint is not None or (run_dir / "run.json").exists():
             purge_step = checkpoint.step + 1 if checkpoint else 0
             drop_records_after(run_dir, purge_step - 1, keep_evaluation=not owes_evaluation)
-        facts = {"run_id": run_id, "world_size": ranks.world_size}
-        facts["server_world_sizes"] = client.world_sizes if client else []
+        facts: dict[str, Any] = {"run_id": run_id, "sync": {"mode": engine.mode, "fallback": engine.fallback}}
+        facts |= {"world_size": ranks.world_size, "server_world_sizes": client.world_sizes if client else []}
         if checkpoint is not None:
-            start = {"checkpoint": checkpoint.path, "step": checkpoint.step, "run_id": checkpoint.run_id}
-            facts["resumed_from"] = start
+            facts["resumed_from"] = dict(checkpoint=checkpoint.path, step=checkpoint.step, run_id=checkpoint.run_id)
         write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
     has_curves = training.report_to == "tensorboard"
     return Monitor(run_dir, num_steps, ranks.is_main, has_curves, training.logging_steps, purge_step)
@@ -196,6 +197,25 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
         if needs_coordinates:
             exit_with(f"model.path={cfg.model.path}: {error}", is_main)
         return processor, None
+
+
+def check_lengths(cfg: Config, ranks: Ranks, samples: Sequence[Sample], processor: Any) -> None:
+    """Exit with status 2 and name the samples whose prompt + `max_new_tokens` fits no row or engine (CFG-15; each rank
+    counts a share; collective)."""
+    (path, limit), key, found = length_limit(cfg), cfg.rollout_path("max_new_tokens"), []
+    new_tokens = cfg.rm.max_new_tokens if cfg.rm.teacher_forced_ratio < 1 else 0
+    for index in range(ranks.rank, len(samples), ranks.world_size):
+        try:
+            needed = num_prompt_tokens(samples[index], processor) + new_tokens
+            what = f"prompt + {key}={new_tokens} make {needed} tokens"
+        except ValueError as error:
+            needed, what = math.inf, str(error)
+        if needed > limit:
+            found.append((index, f"{samples[index].source}: {what}"))
+    if found := sorted(chain(*ranks.gather(found))):
+        rule = f"{len(found)} of {len(samples)} samples do not fit; raise it, lower {key} or model.image_max_pixels or "
+        lines = [problem(cfg, path, rule + "remove these samples"), str(DataError(list(dict(found).values())))]
+        exit_with("\n".join(lines), ranks.is_main)
 
 
 def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:

@@ -1,0 +1,481 @@
+"""Both training programs from `main()` to their end in this process: what stops them before training, and what a run
+asks for and records. The server is a stand-in that speaks real HTTP; learner and weight sync do nothing."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train_grpo
+import train_stage2
+from tests.rollout.test_client import FaultyServer
+from tests.sync.test_adapter_sync import tuned
+from tools.make_demo import make_dataset
+from utils.config.load import build_config, load_config
+from utils.config.schema import Data
+from utils.data.encoding import encode_prompt, load_processor
+from utils.data.samples import load_samples
+from utils.dist import Ranks
+from utils.geometry import Object
+from utils.learner.learner import StepResult
+from utils.parsing import TokenTable
+from utils.run import setup
+from utils.run.rollout_log import read_rollout_log
+from utils.run.session import Session
+from utils.run.shutdown import StopRequest
+from utils.sync.adapter_sync import AdapterSync, FallbackSync
+from utils.sync.weight_sync import SyncResult, WeightSync
+from utils.targets import format_objects
+
+NUM_STEPS, SAMPLES_PER_STEP = 2, 4
+SEEN = Object("red circle", "bbox_2d", (0, 0, 312, 312))  # of a ground truth of two objects
+MISSED = {"desc": "blue square", "bbox_2d": [64, 64, 108, 108]}  # pixels of an image of 128 x 128
+NEAR_MISSED = Object("blue square", "bbox_2d", (650, 650, 999, 999))
+LORA = {"type": "lora", "rank": 2}
+
+
+class LikeRanks(Ranks):
+    """One of `world_size` learners that all do the same."""
+
+    world = 1
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self.world_size = self.world
+
+    def check_port(self) -> None:
+        pass
+
+    open = close = check_port
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
+class NoLearner:
+    model = None
+
+    def __init__(self, cfg: Any, ranks: Any, num_steps: int) -> None:
+        pass
+
+    def step(self, rows: list[Any], objective: Any, step: int) -> StepResult:
+        losses = dict.fromkeys(("total", "text", "coord", "w1", "gate"), 1.0)
+        return StepResult(losses, grad_norm=0.5, learning_rates={"llm": 1e-3}, num_tokens=100, fill_ratio=0.75)
+
+
+class NoSync:
+    """`fallbacks`: why an adapter sync is not in force, at the start and after each sync (the last one stays)."""
+
+    def __init__(self, *fallbacks: str | None) -> None:
+        self.fallbacks, self.ledger, self.version = list(fallbacks) or [None], {}, None
+        self.is_adapter = bool(fallbacks)
+
+    @property
+    def fallback(self) -> str | None:
+        return self.fallbacks[0]
+
+    @property
+    def mode(self) -> str:
+        return "adapter" if self.is_adapter and self.fallback is None else "full"
+
+    def open(self) -> None:
+        pass
+
+    close = open
+
+    def sync(self, version: str) -> SyncResult:
+        self.version = version
+        self.fallbacks = self.fallbacks[1:] or self.fallbacks
+        return SyncResult(version, num_tensors=1, num_bytes=2_000_000_000, seconds=0.5, verified=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four samples of the same two objects."""
+    folder = tmp_path_factory.mktemp("program")
+    train, _, _ = make_dataset(folder / "data", num_train=SAMPLES_PER_STEP, num_val=1)
+    lines = [json.loads(line) for line in train.read_text().splitlines()]
+    objects = [{"desc": "red circle", "bbox_2d": [0, 0, 40, 40]}, MISSED]
+    train.write_text("".join(json.dumps(row | {"objects": objects}) + "\n" for row in lines))
+    return folder
+
+
+@pytest.fixture
+def server():
+    server = FaultyServer(world_size=1)
+    yield server
+    server.close()
+
+
+def write_config(folder: Path, model: Path, server: FaultyServer, **changes: Any) -> Path:
+    """A stage-2 config of that server; `matching`, `training` and `vllm` extend sections, the rest replaces keys."""
+    connection = {"base_url": server.url, "group_port": 51216, "timeout_s": 5.0}
+    vllm = {"mode": "server", "server": connection} | changes.pop("vllm", {})
+    matching = {"max_new_tokens": 200, "decode_batch_size": 8, "vllm": vllm} | changes.pop("matching", {})
+    enable_lora = {"vllm_enable_lora": True} if vllm.get("enable_lora") else {}
+    data = str(folder / "data" / "train.jsonl")
+    config = {
+        "global_max_length": 1024,
+        "model": {"path": str(model), "dtype": "float32"},
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "train_jsonl": changes.pop("data", data),
+            "val_jsonl": data,
+            "extra": {
+                "rollout_matching": matching,
+                "rollout_server": {"device": "cpu", "vllm_max_model_len": 512, **enable_lora},
+            },
+        },
+        "training": {
+            "output_dir": str(folder / "run"),
+            "max_steps": NUM_STEPS,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+        }
+        | changes.pop("training", {}),
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config | changes))
+    return path
+
+
+def write_grpo_config(folder: Path, model: Path, server: FaultyServer, **changes: Any) -> Path:
+    """The same run as GRPO."""
+    config = yaml.safe_load(write_config(folder, model, server, **changes).read_text())
+    config["custom"]["trainer_variant"] = "grpo"
+    del config["custom"]["extra"]["rollout_matching"]
+    port = int(server.url.rpartition(":")[2])
+    rlhf = {"reward_funcs": ["detection_f1"], "vllm_server_port": [port], "max_new_tokens": 200, "num_generations": 2}
+    config["rlhf"] = rlhf
+    config["custom"]["extra"]["rollout_server"]["vllm_max_model_len"] = 1024
+    (folder / "grpo.yaml").write_text(yaml.safe_dump(config))
+    return folder / "grpo.yaml"
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a program's `main()` with these arguments; returns exit status, stdout and stderr."""
+
+    def start(
+        program: Any, config: Path, *arguments: str, sync: NoSync | None = None, world_size: int = 1
+    ) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
+        monkeypatch.setattr(LikeRanks, "world", world_size)
+        monkeypatch.setattr(setup, "Ranks", LikeRanks)
+        monkeypatch.setattr(setup, "Learner", NoLearner)
+        monkeypatch.setattr(setup, "make_weight_sync", lambda *_: sync or NoSync())
+        monkeypatch.setattr(setup, "make_collate", lambda *_: lambda segments: segments)
+        monkeypatch.setattr(setup, "make_probe", lambda *_: None)
+        monkeypatch.setattr(Session, "_save", lambda *_, **__: None)
+        monkeypatch.setattr(StopRequest, "install", lambda self: None)
+        with pytest.raises(SystemExit) as ended:
+            program.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return start
+
+
+# What stops a program before training
+
+
+@pytest.mark.parametrize(
+    ("program", "other", "write"),
+    [(train_stage2, "train_grpo.py", write_grpo_config), (train_grpo, "train_stage2.py", write_config)],
+)
+def test_CFG_4_a_program_refuses_the_other_variant(folder, start_model, server, start, program, other, write):
+    """CFG-4: and names the script that takes the file, whatever else was asked for."""
+    config = write(folder, start_model, server)
+    for arguments in ((), ("--dry-run",)):
+        status, out, error = start(program, config, *arguments)
+        assert status == 2 and out == ""
+        assert "custom.trainer_variant=" in error and f"start this file with {other}" in error
+
+
+@pytest.mark.parametrize("tuner", [LORA, LORA | {"use_dora": True}])
+@pytest.mark.parametrize("fallback_to_full", [True, False])
+@pytest.mark.parametrize("mode", ["adapter", "auto"])
+def test_CFG_10_several_learners_cannot_sync_adapters(
+    folder, start_model, server, start, monkeypatch, tuner, fallback_to_full, mode
+):
+    """CFG-10: whatever the fallback and whatever the tuner; in a dry run and at the start, before data is read."""
+    vllm = {"enable_lora": True, "sync": {"mode": mode, "fallback_to_full": fallback_to_full}}
+    config = write_config(folder, start_model, server, vllm=vllm, tuner=tuner)
+    monkeypatch.setattr(setup, "load_data", lambda *_: pytest.fail("went on"))
+    for arguments, world_size in ((("--dry-run", "--world-size", "2"), 1), ((), 2)):
+        status, _, error = start(train_stage2, config, *arguments, world_size=world_size)
+        assert status == 2
+        if fallback_to_full or "use_dora" not in tuner:
+            assert "vllm.sync.mode" in error and "2 learners in server mode need full" in error
+        else:
+            assert "no LoRA slots for DoRA" in error
+
+
+def test_DIS_2_more_learners_than_the_servers_have_room_for(folder, start_model, server, start, monkeypatch):
+    """DIS-2: at the start, as in a dry run; the model is never loaded."""
+    config = write_config(folder, start_model, server, matching={"decode_batch_size": 2})
+    monkeypatch.setattr(NoLearner, "__init__", lambda *_: pytest.fail("went on"))
+    for arguments, world_size, expected in ((("--dry-run", "--world-size", "3"), 1, 2), ((), 3, 1)):
+        status, _, error = start(train_stage2, config, *arguments, world_size=world_size)
+        assert status == expected
+        assert re.search(r"decode_batch_size=2.* 1 rollout device.*3 learners", error), error
+
+
+def with_line(folder: Path, number: int, **changes: Any) -> str:
+    """The training file with line `number` changed."""
+    lines = (folder / "data" / "train.jsonl").read_text().splitlines()
+    lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | changes)
+    path = folder / "data" / "changed.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+LENGTHS = [
+    # 81 tokens of a demo prompt and 200 of a response
+    (
+        {"prompt": "word " * 500},
+        {},
+        r"vllm_max_model_len=512: 1 of 8 .*\n\S+changed.jsonl:3: prompt .*=200 make \d+ tokens",
+    ),
+    ({"prompt": "word " * 500}, {"global_max_length": 400}, r"global_max_length=400: 1 of 8 samples do not fit"),
+    (
+        {},
+        {"global_max_length": 250},
+        r"global_max_length=250: 8 of 8 .*(\n\S+(changed|train).jsonl:\d: .* make 281 tokens){8}",
+    ),
+    ({"prompt": "an <|image_pad|>"}, {}, r"1 of 8 .*\n\S+changed.jsonl:3: the prompt has 2 image placeholders for 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "changes", "message"), LENGTHS)
+def test_CFG_15_prompts_that_do_not_fit_are_named_before_training(
+    folder, start_model, server, start, monkeypatch, line, changes, message
+):
+    """CFG-15: status 2, before the run directory is claimed, with file and line, training and validation data alike."""
+    config = write_config(folder, start_model, server, data=with_line(folder, 3, **line), **changes)
+    monkeypatch.setattr(setup, "claim_run_dir", lambda *_: pytest.fail("went on"))
+    status, _, error = start(train_stage2, config)
+    assert status == 2 and re.search(message, error), error
+    assert "Traceback" not in error and "raise it, lower custom.extra.rollout_matching.max_new_tokens" in error
+
+
+def test_CFG_15_grpo_checks_its_prompts_too(folder, start_model, server, start, monkeypatch):
+    """CFG-15."""
+    config = write_grpo_config(folder, start_model, server, data=with_line(folder, 2, prompt="word " * 900))
+    monkeypatch.setattr(setup, "claim_run_dir", lambda *_: pytest.fail("went on"))
+    status, _, error = start(train_grpo, config)
+    assert status == 2, error
+    assert re.search(r"changed.jsonl:2: prompt \+ rlhf.max_new_tokens=200 make \d{4} tokens", error), error
+
+
+def test_CFG_15_every_rank_counts_its_share(start_model, server, folder, capsys):
+    """CFG-15: what any rank found ends all of them, in the order of the data."""
+    cfg = load_config(write_config(folder, start_model, server, global_max_length=250))
+    samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
+    processor, shares = load_processor(start_model), {}
+    for rank in (2, 1, 0):
+        ranks = LikeRanks(1.0)
+        ranks.rank, ranks.world_size, ranks.is_main = rank, 3, rank == 0
+        ranks.gather = lambda own, rank=rank: [shares.setdefault(rank, own), *(shares[r] for r in shares if r != rank)]
+        with pytest.raises(SystemExit, match="2"):
+            setup.check_lengths(cfg, ranks, samples, processor)
+    assert [len(shares[rank]) for rank in range(3)] == [2, 1, 1]
+    error = capsys.readouterr().err
+    assert "4 of 4 samples" in error and re.findall(r"jsonl:(\d)", error) == ["1", "2", "3", "4"]
+
+
+def test_CFG_15_the_smallest_server_counts_and_supervised_runs_need_no_room_for_responses(start_model, server, folder):
+    """CFG-15, LRN-10."""
+    config = yaml.safe_load(write_config(folder, start_model, server).read_text())
+    extra, ranks = config["custom"]["extra"], LikeRanks(1.0)
+    samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
+    processor = load_processor(start_model)
+    setup.check_lengths(build_config(config), ranks, samples, processor)
+    extra["rollout_server"]["servers"] = [{"vllm_max_model_len": 280}]
+    with pytest.raises(SystemExit, match="2"):
+        setup.check_lengths(build_config(config), ranks, samples, processor)
+    extra["rollout_matching"]["teacher_forced_ratio"] = 1.0
+    setup.check_lengths(build_config(config), ranks, samples, processor)
+
+
+# A whole run
+
+
+@pytest.fixture
+def responses(folder, start_model, server) -> SimpleNamespace:
+    """Let the server respond to each sample with one object of two, twice, one that overlaps the other a little, and a
+    malformed one, cut at the limit. `prompt_of` and `sync` may be changed."""
+    processor = load_processor(start_model)
+    table = TokenTable.from_tokenizer(processor.tokenizer)
+    samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
+    prompts = {sample.id: encode_prompt(sample, processor).prompt_token_ids for sample in samples}
+    text = format_objects([SEEN, SEEN, NEAR_MISSED])[:-2] + ', {"desc": "", "bbox_2d": []}'
+    found = SimpleNamespace(sync=NoSync(), prompt_of=prompts.get, ids=table.encode(text))
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        choice = {"message": {"content": text}, "finish_reason": "length"}
+        return 200, [
+            {
+                "response": {"choices": [choice], "prompt_token_ids": found.prompt_of(request["uuid"])},
+                "response_token_ids": [found.ids],
+                "rollout_infos": {"weight_version": found.sync.version},
+            }
+            for request in body["infer_requests"]
+        ]
+
+    server.on_infer = answer
+    return found
+
+
+def curves(run_dir: Path) -> dict[str, dict[int, float]]:
+    """Value by step of every curve."""
+    events = EventAccumulator(str(run_dir)).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+
+
+def test_LOG_3_every_curve_of_a_step_and_a_greedy_evaluation(folder, start_model, server, start, responses, tmp_path):
+    """LOG-3, LRN-7, LOG-1: a run with sampled rollouts, by hand: per response 3 valid objects, 1 matched, 1 repeated,
+    1 gated, 1 malformed, 1 missed and appended. Its evaluations are greedy."""
+    training = {"output_dir": str(tmp_path), "eval_steps": NUM_STEPS, "eval_at_start": True}
+    config = write_config(folder, start_model, server, training=training, matching={"max_new_tokens": 200})
+    sampled = yaml.safe_load(config.read_text())
+    sampled["custom"]["extra"]["rollout_matching"]["decoding"] = {"temperature": 0.7, "top_p": 0.9}
+    config.write_text(yaml.safe_dump(sampled))
+    status, _, error = start(train_stage2, config, sync=responses.sync)
+    assert status == 0, error
+    found = curves(tmp_path)
+    steps = set(range(1, NUM_STEPS + 1))
+    length, n = len(responses.ids), SAMPLES_PER_STEP
+    expected = {
+        "rollout/num_pred": 3 * n,
+        "rollout/num_gt": 2 * n,
+        "rollout/matched": n,
+        "rollout/duplicates": n,
+        "rollout/gated": n,
+        "rollout/dropped/empty_desc": n,
+        "rollout/appended": n,
+        "rollout/truncated": n,
+        "rollout/failed": 0,
+        "rollout/precision": 1 / 3,
+        "rollout/recall": 1 / 2,
+        "rollout/f1": 0.4,
+        "rollout/parse_rate": 0,
+        "rollout/new_tokens_mean": length,
+        "rollout/new_tokens_p90": length,
+        "rollout/new_tokens_p99": length,
+        "rollout/remade": 0,
+        "train/grad_norm": 0.5,
+        "train/fill_ratio": 0.75,
+        "learning_rate/llm": 1e-3,
+        "sync/bytes": 2e9,
+        "sync/gb_per_s": 4,
+        "sync/seconds": 0.5,
+        "sync/adapter": 0,
+        "sync/fallback": 0,
+        **dict.fromkeys(("loss/total", "loss/text", "loss/coord", "loss/w1", "loss/gate"), 1),
+    }
+    for tag, value in expected.items():
+        seen = {step: at for step, at in found.pop(tag).items() if step in steps}
+        if tag.startswith("sync/") and tag not in ("sync/adapter", "sync/fallback"):
+            seen.setdefault(1, value)  # the first sync was the evaluation's, at step 0
+        assert seen == pytest.approx(dict.fromkeys(steps, value)), tag
+    measured = {f"seconds/{part}" for part in ("rollout", "sync", "prepare", "train", "step")}
+    measured |= {"train/tokens_per_s", "train/buffer_length", "train/policy_lag", "train/policy_lag_max"}
+    assert all(steps <= found[tag].keys() for tag in measured)
+    assert all(found[tag][step] > 0 for tag in ("train/tokens_per_s", "seconds/rollout") for step in steps)
+    for tag in ("eval/f1", "eval/precision", "eval/recall", "eval/mean_iou", "eval/parse_rate", "eval/f1_no_label"):
+        assert found[tag].keys() == {0, NUM_STEPS}
+
+    lines = read_rollout_log(tmp_path / "rollouts.jsonl")
+    asked = {(line["phase"], line["decoding"]["temperature"], line["decoding"]["top_p"]) for line in lines}
+    assert asked == {("eval", 0.0, 1.0), ("train", 0.7, 0.9)}
+    sent = [(call["request_config"]["temperature"], len(call["infer_requests"])) for call in server.calls]
+    assert sum(number for temperature, number in sent if temperature == 0) == 2 * n  # two evaluations of the same file
+    assert sum(number for temperature, number in sent if temperature == 0.7) == NUM_STEPS * n
+
+
+def test_SYN_10_a_fallback_is_on_record_everywhere(folder, start_model, server, start, responses, tmp_path):
+    """SYN-10, LOG-1, LOG-2: known at the start it is in run.json from the start; at run time, from then on."""
+    why = "vLLM has no slots for DoRA"
+    for name, fallbacks, modes in (
+        ("known", [why], ["full", "full"]),
+        ("at_run_time", [None, None, why], ["adapter", "full"]),
+    ):
+        responses.sync = NoSync(*fallbacks)
+        config = write_config(folder, start_model, server, training={"output_dir": str(tmp_path / name)})
+        status, _, error = start(train_stage2, config, sync=responses.sync)
+        assert status == 0, error
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        assert record["sync"] == {"mode": "full", "fallback": why} and record["world_size"] == 1
+        lines = read_rollout_log(tmp_path / name / "rollouts.jsonl")
+        assert [line["sync"]["mode"] for line in lines] == modes and lines[-1]["sync"]["fallback"] == why
+        found = curves(tmp_path / name)
+        is_full = [float(mode == "full") for mode in modes]
+        assert list(found["sync/fallback"].values()) == is_full
+        assert list(found["sync/adapter"].values()) == [1 - value for value in is_full]
+
+
+def test_ROL_3_a_prompt_that_the_engine_saw_otherwise_ends_the_run(
+    folder, start_model, server, start, responses, tmp_path
+):
+    """ROL-3: before anything is trained on it."""
+    right = responses.prompt_of
+    responses.prompt_of = lambda uuid: [*right(uuid)[:-1], 0]
+    config = write_config(folder, start_model, server, training={"output_dir": str(tmp_path)})
+    status, _, error = start(train_stage2, config, sync=responses.sync)
+    assert status == 1 and "PromptMismatch" in error, error
+    assert (
+        "the engine's prompt differs from the learner's at token" in error
+        and "it ended after optimizer step 0" in error
+    )
+
+
+# The sync that the programs open
+
+
+@pytest.mark.parametrize(
+    ("mode", "tuner", "expected"),
+    [
+        ("full", LORA, WeightSync),
+        ("adapter", LORA, FallbackSync),
+        ("auto", LORA, FallbackSync),
+        ("adapter", LORA | {"use_dora": True}, WeightSync),
+    ],
+)
+def test_SYN_10_CFG_8_the_sync_of_a_config(folder, start_model, server, caplog, mode, tuner, expected):
+    """SYN-10: the mode of the file is what is opened; DoRA falls back with one warning. CFG-8: `server.timeout_s`
+    bounds the opening, `sync.timeout_s` a sync."""
+    vllm = {"enable_lora": True, "sync": {"mode": mode, "timeout_s": 7.0}}
+    cfg = load_config(write_config(folder, start_model, server, vllm=vllm, tuner=tuner))
+    learner = SimpleNamespace(model=tuned(use_dora=tuner.get("use_dora", False)))
+    with caplog.at_level("WARNING"):
+        sync = setup.make_weight_sync(cfg, Ranks(), "run", SimpleNamespace(), learner, None)
+    assert type(sync) is expected
+    current = sync.current if expected is FallbackSync else sync
+    assert isinstance(current, AdapterSync) == (sync.mode == "adapter") == (expected is FallbackSync)
+    assert (current.open_timeout_s, current.timeout_s) == (5.0, 7.0)
+    warnings = [record.getMessage() for record in caplog.records]
+    if tuner.get("use_dora"):
+        assert len(warnings) == 1 and "full sync instead" in warnings[0] and "DoRA" in sync.fallback
+    else:
+        assert warnings == [] and sync.fallback is None
+
+
+def test_SYN_10_without_fallback_dora_stops_before_anything_is_loaded(folder, start_model, server, start):
+    """SYN-10: with the way out; `--dry-run` of the same file with fallback says what will happen, and why."""
+    sync = {"mode": "adapter", "fallback_to_full": False}
+    tuner = LORA | {"use_dora": True}
+    config = write_config(folder, start_model, server, vllm={"enable_lora": True, "sync": sync}, tuner=tuner)
+    status, _, error = start(train_stage2, config)
+    assert status == 2 and "no LoRA slots for DoRA (tuner.use_dora); set it to true, or" in error, error
+    sync["fallback_to_full"] = True
+    config = write_config(folder, start_model, server, vllm={"enable_lora": True, "sync": sync}, tuner=tuner)
+    status, out, _ = start(train_stage2, config, "--dry-run")
+    assert status == 0
+    assert re.search(r"^# sync mode: +full, as adapter sync fails: .* DoRA \(tuner.use_dora\)$", out, re.MULTILINE)
