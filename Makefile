@@ -1,38 +1,54 @@
 # The commands of the project. `make help` lists them; every target sets the environment up first and only once.
 PYTHON ?= python3.11
-DEVICE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
+MACHINE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
+DEVICE ?= $(MACHINE)
 CONFIG ?= configs/stage2/qwen3vl_8b_3v1.yaml
 GPUS   ?=
 PORT   ?= 29500
 ARGS   ?=
-BIN     = .venv/bin
-READY   = .venv/.ready-$(DEVICE)
+# vLLM for CPU and for GPUs do not fit into one environment: a machine with GPUs has a second one for what runs on CPU.
+VENV    = $(if $(filter gpu-cpu,$(MACHINE)-$(DEVICE)),.venv-cpu,.venv)
+BIN     = $(VENV)/bin
+READY   = $(VENV)/.ready-$(DEVICE)
 CPU_INDEX = https://download.pytorch.org/whl/cpu
+EXTRA_INDEX = $(if $(filter cpu,$(DEVICE)),$$(curl -sfo /dev/null -m 5 $(CPU_INDEX)/torch/ && echo --extra-index-url $(CPU_INDEX)))
 
 # DeepSpeed and its children must find this environment's programs (ninja, deepspeed) whatever the caller's PATH is.
-export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 ifeq ($(DEVICE),cpu)
 export DS_ACCELERATOR := cpu
 endif
 # DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
-export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: help setup demo demo-grpo bench study test test-all test-faults soak lint server train grpo docs clean
+.PHONY: help setup lock check-lock demo demo-grpo bench study test test-all test-faults soak lint server train grpo docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: $(READY) ## make .venv from the pinned requirements (skipped when up to date)
 
-$(READY): requirements-$(DEVICE).txt constraints.txt tools/torchvision_cpu.py
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -q -r requirements-$(DEVICE).txt \
-	  $(if $(filter cpu,$(DEVICE)),$$(curl -sfo /dev/null -m 5 $(CPU_INDEX)/torch/ && echo --extra-index-url $(CPU_INDEX)))
+$(READY): requirements.txt requirements-$(DEVICE).txt constraints-$(DEVICE).txt tools/torchvision_cpu.py
+	@for other in $(filter-out $(READY),$(wildcard $(VENV)/.ready-*)); do \
+	  echo "$(VENV) holds the set of $$other, which does not fit that of DEVICE=$(DEVICE); remove $(VENV) first"; exit 1; done
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -q -r requirements-$(DEVICE).txt -c constraints-$(DEVICE).txt $(EXTRA_INDEX)
 	$(if $(filter cpu,$(DEVICE)),$(BIN)/pip uninstall -q -y torchaudio torchcodec)
 	$(BIN)/python tools/torchvision_cpu.py
 	$(if $(filter cpu,$(DEVICE)),$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" > /dev/null)
 	touch $@
 
+lock: ## resolve requirements-$(DEVICE).txt and write constraints-$(DEVICE).txt: make lock DEVICE=gpu (no GPU needed)
+	$(PYTHON) tools/lock.py $(DEVICE) $(ARGS) $(EXTRA_INDEX)
+
+check-lock: ## fail if the lock of DEVICE no longer resolves, or a package is not in it; needs the package index
+	$(PYTHON) tools/lock.py $(DEVICE) --check $(EXTRA_INDEX)
+
+# What follows runs on CPU, whatever the machine has. Where there are GPUs, they are hidden from it.
+ifeq ($(DEVICE),gpu)
+demo demo-grpo bench study test test-all test-faults soak:
+	CUDA_VISIBLE_DEVICES= $(MAKE) DEVICE=cpu VENV=.venv-cpu $@
+else
 demo: $(READY) ## stage 2 from start to end on this machine's CPU: data, start model, server, learner, result
 	$(BIN)/python -m tools.demo $(ARGS)
 
@@ -57,6 +73,8 @@ test-faults: $(READY) ## learners and servers killed, frozen and resumed, spoilt
 soak: $(READY) ## 20 minutes of server and learner, watched for what creeps (ARGS="--minutes 60"): runs/soak/soak.json
 	$(BIN)/python -m studies.soak $(ARGS)
 
+endif
+
 lint: $(READY) ## ruff check and format check, and mypy on the flat modules of utils
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,4 +97,4 @@ docs: $(READY) ## docs/config.md from the schema
 
 clean: ## remove runs and caches (not the environment)
 	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

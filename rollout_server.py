@@ -60,6 +60,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
     """Load the model and answer until a signal says stop."""
     with answer_loading(server_socket):  # importing vLLM alone takes seconds
         import uvicorn
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from utils.data.encoding import load_processor
@@ -69,7 +70,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         from utils.server.weight_updates import WeightUpdates
 
         # In the main thread: the engines' lives are tied to the thread that starts them.
-        llm = AsyncLLM.from_engine_args(engine_args(launch))
+        llm = AsyncLLM.from_engine_args(engine_args(launch), usage_context=UsageContext.OPENAI_API_SERVER)
         model = launch.model
         processor = load_processor(model.path, model.image_min_pixels, model.image_max_pixels)
         images = ImageStore(launch.image_roots, launch.settings.allow_image_urls)

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if os.environ["DS_ACCELERATOR"] == "cpu":  # `DS_ACCELERATOR=cuda python -m pytest -m gpu` sees the GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pathlib import Path

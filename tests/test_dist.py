@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from utils.dist import DistributedError, Ranks
 
@@ -57,6 +59,27 @@ def test_a_rank_that_fails_on_its_way_to_an_agreement_is_not_waited_for_SYN_3(se
     assert all("rank 0: ValueError: no such image" in rank["failure"] for rank in seen)
     assert all("failed on 1 of 2 ranks" in rank["failure"] for rank in seen)
     assert [rank["after"] for rank in seen] == [[0, 1], [0, 1]]
+
+
+def test_the_device_is_deepspeeds_whatever_torch_sees(monkeypatch):
+    """`make demo` on a machine with GPUs: DeepSpeed trains on the CPU, though torch could use a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    assert Ranks().device == torch.device("cpu") and chosen == []
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    assert Ranks().device == torch.device("cuda", 3) == chosen[0]
+
+
+def test_sums_over_ranks_know_keys_that_a_rank_lacks(monkeypatch):
+    ranks = Ranks()
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, {"b": 2, "c": 0.5}])
+    sums = ranks.sum({"a": 1.0, "b": 3})
+    assert list(sums.items()) == [("a", 1.0), ("b", 5.0), ("c", 0.5)]
+    assert all(isinstance(value, float) for value in sums.values())
 
 
 if __name__ == "__main__":

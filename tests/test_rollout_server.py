@@ -1,5 +1,7 @@
 """SRV-2, SRV-3, SRV-6: what the server checks, prints and refuses before it loads anything."""
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,9 +13,11 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import rollout_server
 from utils.config.load import load_config
 from utils.config.plan import print_dry_run
 from utils.config.schema import Model, ServerAddress, ServerSettings
@@ -267,3 +271,33 @@ print(reader.timeout_ms())
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     spins_s, looks_again_ms, waits_ms = run.stdout.split()[-3:]
     assert float(spins_s) <= 0.01 and int(looks_again_ms) == int(waits_ms) <= 20, run.stderr
+
+
+def test_the_engine_starts_with_the_defaults_of_vllms_own_api_server(model_dir, monkeypatch):
+    """A batch server wants the prefill budget and the sequences that vLLM gives a server, not a bare engine."""
+    vllm_async = pytest.importorskip("vllm.v1.engine.async_llm")
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    started = {}
+
+    def start(engine_args, **how):
+        started.update(how)
+        raise InterruptedError
+
+    monkeypatch.setattr(vllm_async.AsyncLLM, "from_engine_args", start)
+    monkeypatch.setattr(rollout_server, "engine_args", lambda launch: None)
+    monkeypatch.setattr(rollout_server, "answer_loading", lambda server_socket: contextlib.nullcontext())
+    with pytest.raises(InterruptedError):
+        asyncio.run(rollout_server.serve(launch_of(model_dir), None, None))
+    assert started == {"usage_context": UsageContext.OPENAI_API_SERVER}
+
+    h100 = SimpleNamespace(
+        get_device_total_memory=lambda: 80 << 30,
+        get_device_name=lambda: "NVIDIA H100 80GB HBM3",
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", h100)
+    budgets, sequences = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
+    assert (budgets[started["usage_context"]], sequences[started["usage_context"]]) == (8192, 1024)

@@ -32,7 +32,7 @@ WORLD_SIZE = 2
 NUM_SHOWN = 6
 METRICS = ("f1", "f1_no_label", "precision", "recall", "parse_rate")
 PARTS = ("rollout", "sync", "train", "prepare", "eval", "total")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 ALL_CORES = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count())}  # for steps that run alone: data, warm-up
 
 

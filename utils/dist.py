@@ -25,12 +25,15 @@ class Ranks:
     """
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
+        from deepspeed.accelerator import get_accelerator
+
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0
-        self.device = torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        if self.device.type == "cuda":
+        self.device = torch.device("cpu")
+        if get_accelerator().device_name() == "cuda":  # DeepSpeed's choice, whatever else torch may see
+            self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
         self._timeout = timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
@@ -76,11 +79,8 @@ class Ranks:
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sums over ranks by key; a key that a rank lacks counts as 0."""
-        totals: dict[str, float] = {}
-        for part in self.gather(values):
-            for key, value in part.items():
-                totals[key] = totals.get(key, 0.0) + value
-        return totals
+        parts = self.gather(values)
+        return {key: sum((part.get(key, 0.0) for part in parts), 0.0) for part in parts for key in part}
 
     def fence(self) -> None:
         """Wait until every rank has arrived."""

@@ -301,41 +301,52 @@ def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize(
-    ("has_liger", "has_cuda", "message"),
+    ("missing", "message"),
     [
-        (False, True, "needs the package liger-kernel (requirements-gpu.txt)"),
-        (True, False, "needs CUDA devices"),
-        (False, False, "needs the package liger-kernel"),
-        (True, True, None),
+        ({"liger_kernel"}, "needs the package liger-kernel (requirements-gpu.txt)"),
+        ({"cuda"}, "needs CUDA devices"),
+        ({"liger_kernel", "cuda"}, "needs the package liger-kernel"),
+        (set(), None),
     ],
 )
-def test_CFG_17_fused_kernels_that_cannot_work_name_the_way_out(has_liger, has_cuda, message) -> None:
+def test_CFG_17_fused_kernels_that_cannot_work_name_the_way_out(missing, message) -> None:
     """CFG-17."""
-    check_launch(build_config(edited()), 1, has_liger=False, has_cuda=False)
+    check_launch(build_config(edited()), 1, {"liger_kernel", "cuda"})
     cfg = build_config(edited(training__fused_kernels=True))
     if message is None:
-        check_launch(cfg, 1, has_liger=has_liger, has_cuda=has_cuda)
+        check_launch(cfg, 1, missing)
         return
     with pytest.raises(ConfigError, match="training.fused_kernels=true.*set it to false") as caught:
-        check_launch(cfg, 1, has_liger=has_liger, has_cuda=has_cuda)
+        check_launch(cfg, 1, missing)
     assert message in caught.value.problems[0]
 
 
+@pytest.mark.parametrize("missing", [{"flash_attn"}, {"cuda"}, {"flash_attn", "liger_kernel", "cuda"}])
+def test_CFG_17_flash_attention_that_cannot_work_says_what_to_install(missing) -> None:
+    """CFG-17."""
+    check_launch(build_config(edited()), 1, {"flash_attn", "cuda"})
+    cfg = build_config(edited(model__attn_implementation="flash_attention_2"))
+    check_launch(cfg, 1, {"liger_kernel"})
+    with pytest.raises(ConfigError, match='model.attn_implementation="flash_attention_2".*set it to sdpa') as caught:
+        check_launch(cfg, 1, missing)
+    assert "pip install --no-build-isolation flash-attn==" in caught.value.problems[0]
+
+
 @pytest.mark.parametrize(
-    ("changes", "world_size", "has_vllm", "message"),
+    ("changes", "world_size", "missing", "message"),
     [
-        ({"RM__vllm__mode": "colocate"}, 2, True, "tensor_parallel_size=4: must divide the 2 learner(s); set it to 1"),
-        ({"RM__vllm": {"tensor_parallel_size": 2}}, 3, True, "=2: must divide the 3 learner(s)"),
-        ({"RM__vllm": {"tensor_parallel_size": 1}}, 2, False, 'rollout_backend="vllm": vLLM is not installed here'),
-        ({}, 1, False, "vLLM is not installed here"),
+        ({"RM__vllm__mode": "colocate"}, 2, set(), "tensor_parallel_size=4: must divide the 2 learner(s); set it to 1"),
+        ({"RM__vllm": {"tensor_parallel_size": 2}}, 3, set(), "=2: must divide the 3 learner(s)"),
+        ({"RM__vllm": {"tensor_parallel_size": 1}}, 2, {"vllm"}, 'rollout_backend="vllm": vLLM is not installed here'),
+        ({}, 1, {"vllm"}, "vLLM is not installed here"),
     ],
 )
 def test_ROL_5_an_engine_that_cannot_work_names_the_way_out(
-    changes: dict[str, Any], world_size: int, has_vllm: bool, message: str
+    changes: dict[str, Any], world_size: int, missing: set[str], message: str
 ) -> None:
     """ROL-5, CFG-6."""
     with pytest.raises(ConfigError) as caught:
-        check_launch(build_config(edited(**changes)), world_size, has_vllm=has_vllm)
+        check_launch(build_config(edited(**changes)), world_size, missing)
     assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
     assert "hf" in caught.value.problems[0]
 
@@ -430,7 +441,7 @@ def test_all_problems_of_a_launch_are_reported_together(tmp_path: Path) -> None:
     path.write_text(json.dumps({"train_batch_size": 2}))
     changes = {"RM__vllm": {"tensor_parallel_size": 2}, "deepspeed": str(path), "training__fused_kernels": True}
     with pytest.raises(ConfigError) as caught:
-        check_launch(build_config(edited(**changes)), 3, has_vllm=False, has_liger=False)
+        check_launch(build_config(edited(**changes)), 3, {"vllm", "liger_kernel"})
     keys = (f"{RM}.rollout_backend", f"{RM}.vllm.tensor_parallel_size", "training.fused_kernels", "deepspeed")
     assert [line.split(": ")[1].split("=")[0] for line in caught.value.problems] == list(keys)
 

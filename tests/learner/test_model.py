@@ -528,7 +528,7 @@ def test_fused_kernels_patch_this_model_and_leave_the_loss_alone(monkeypatch):
     model = torch.nn.Linear(1, 1)
     fuse_kernels(model)
     assert switches.pop("model") is model
-    assert {name for name, on in switches.items() if on} == {"rope", "rms_norm", "swiglu"}
+    assert {name for name, on in switches.items() if on} == {"rope", "rms_norm"}
     assert {name for name, on in switches.items() if not on} == {"cross_entropy", "fused_linear_cross_entropy"}
 
 

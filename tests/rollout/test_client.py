@@ -739,4 +739,5 @@ def test_log_6_health_has_its_latency():
     with setting(1) as (client, _):
         health = client.health(0)
         assert health["boot_id"] == "boot0" and health["latency_s"] > 0
-        assert client.metrics(0) == {"rollout_running": 7.0, "rollout_waiting": 2.0}
+        by_replica = {'rollout_running{replica="0"}': 3.0, 'rollout_running{replica="1"}': 4.0}
+        assert client.metrics(0) == {"rollout_running": 7.0, "rollout_waiting": 2.0} | by_replica

@@ -17,12 +17,13 @@ vllm:kv_cache_usage_perc{engine="1"} 0.4
 vllm:cache_config_info{engine="0",block_size="16"} 1.0
 vllm:cache_config_info{engine="1",block_size="16"} 1.0
 rollout_server_device_memory_bytes{worker="0"} 1.073741824e+09
-rollout_server_device_memory_bytes{worker="1"} 1.073741824e+09
+rollout_server_device_memory_bytes{worker="1"} 2.147483648e+09
+rollout_server_device_utilization{worker="1"} 0.75
 """
 
 
 def test_log_6_health_load_cache_and_memory_of_every_server(monkeypatch):
-    """LOG-6: cache use is the mean over replicas, memory the sum over devices; a dead server hides no other."""
+    """LOG-6: cache use is the mean over replicas, memory by device and in all; a dead server hides no other."""
     monkeypatch.setattr(test_rollout_client, "METRICS", VLLM_METRICS)
     with setting(1, 1) as (client, (one, two)):
         one.on_health = lambda: (200, one.health(running=7, waiting=2))
@@ -30,7 +31,8 @@ def test_log_6_health_load_cache_and_memory_of_every_server(monkeypatch):
         values = server_scalars(client)
         assert 0 < values.pop("server/0/health_latency_s") < 1
         assert values.pop("server/0/cache_usage") == pytest.approx(0.3)
-        expected = {"healthy": 1, "running": 7, "waiting": 7, "device_memory_gib": 2}
+        expected = {"healthy": 1, "running": 7, "waiting": 7, "device_memory_gib": 3}
+        expected |= {"device_0/memory_gib": 1, "device_1/memory_gib": 2, "device_1/utilization": 0.75}
         assert values == {f"server/0/{name}": value for name, value in expected.items()} | {"server/1/healthy": 0}
 
 

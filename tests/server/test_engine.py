@@ -79,7 +79,9 @@ class FakeLLM:
         self.log.append(f"{step}@{engine}")
         failed = step == self.failing_step and engine == 1
         report = {"digests": {"w": f"digest{engine}"}, "parameters": {"w": ["model.w"]}}
-        result = {"update": report, "finish": self.missing, "learner_is_alive": self.learner_is_alive}.get(step)
+        load = {"memory_bytes": 2.0**30} | ({"utilization": 0.5} if engine == 1 else {})
+        results = {"update": report, "finish": self.missing, "learner_is_alive": self.learner_is_alive}
+        result = (results | {"device_load": load}).get(step)
         return [{"result": result, "error": f"engine worker {engine}: boom" if failed else None}]
 
     async def _pause(self, mode, clear_cache):
@@ -398,6 +400,18 @@ def test_endpoints_live_below_the_prefix_of_base_url():
     client = TestClient(make_app(engine, updates, None, prefix="/a/b"))
     assert client.get("/a/b/health/").status_code == 200
     assert client.get("/health/").status_code == 404
+
+
+def test_metrics_tell_the_load_of_every_device_LOG_6():
+    """LOG-6: of worker 0 only the memory is known."""
+    _, engine, updates = make()
+    lines = TestClient(make_app(engine, updates, None)).get("/metrics/").text.splitlines()
+    told = [line for line in lines if line.startswith("rollout_server_device_")]
+    assert told == [
+        'rollout_server_device_memory_bytes{worker="0"} 1.073741824e+09',
+        'rollout_server_device_memory_bytes{worker="1"} 1.073741824e+09',
+        'rollout_server_device_utilization{worker="1"} 0.5',
+    ]
 
 
 def test_malformed_calls_get_a_4xx_with_the_field():

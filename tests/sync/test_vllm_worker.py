@@ -423,6 +423,22 @@ def test_steps_answer_instead_of_raising():
     assert answer["result"] is None and answer["error"] == "engine worker 3: KeyError: 'x'"
 
 
+def test_a_worker_tells_the_load_of_its_device_LOG_6(monkeypatch):
+    """LOG-6: bytes in use, and on CUDA how busy it is where the driver says so; a driver that does not is no error."""
+    load = vllm_worker.WorkerExtension().weight_rpc("device_load", {})
+    assert load["error"] is None and load["result"].keys() == {"memory_bytes"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 80))
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 75)
+    assert vllm_worker.WorkerExtension()._weight_device_load() == {"memory_bytes": 70, "utilization": 0.75}
+
+    def no_driver():
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "utilization", no_driver)
+    assert vllm_worker.WorkerExtension()._weight_device_load() == {"memory_bytes": 70}
+
+
 def test_adapter_tensors_go_past_the_model_and_need_a_slot():
     """SYN-10: an engine without slots refuses them and stays as it was; their memory is the worker's own."""
     model = TinyModel()

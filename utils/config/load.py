@@ -225,10 +225,10 @@ def require_variant(cfg: Config, variant: str, script: str) -> None:
         exit_with(problem(cfg, "custom.trainer_variant", rule))
 
 
-def check_launch(cfg: Config, world_size: int, **machine: bool) -> None:
-    """Check that `world_size` learners can run `cfg`, on the `machine` that `launch_problems` describes. Raises
+def check_launch(cfg: Config, world_size: int, missing: set[str] | frozenset[str] = frozenset()) -> None:
+    """Check that `world_size` learners can run `cfg` on a machine without `missing` (see `launch_problems`). Raises
     `ConfigError` with all problems, those of the DeepSpeed JSON included."""
-    if found := [problem(cfg, path, rule) for path, rule in launch_problems(cfg, world_size, **machine)]:
+    if found := [problem(cfg, path, rule) for path, rule in launch_problems(cfg, world_size, missing)]:
         raise ConfigError(found)
 
 

@@ -386,24 +386,25 @@ def _deepspeed_agrees(cfg: Config) -> Found:
         yield "deepspeed", f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
 
 
-def launch_problems(
-    cfg: Config, world_size: int, has_vllm: bool = True, has_liger: bool = True, has_cuda: bool = True
-) -> Found:
-    """Find why `world_size` learners cannot run the config on such a machine (CFG-10, CFG-17, ROL-5)."""
+def launch_problems(cfg: Config, world_size: int, missing: set[str] | frozenset[str] = frozenset()) -> Found:
+    """Find why `world_size` learners cannot run the config with packages, or "cuda", `missing` (CFG-10, 17, ROL-5)."""
     if world_size > 1 and cfg.servers() and cfg.sync_mode() != "full":
         rule = f"{world_size} learners in server mode need full; set it, or launch one learner"
         yield cfg.rollout_path("vllm.sync.mode"), rule
     backend = cfg.rollout_path("rollout_backend")
     hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
-    if cfg.rm.rollout_backend == "vllm" and not has_vllm:
+    if cfg.rm.rollout_backend == "vllm" and "vllm" in missing:
         yield backend, f"vLLM is not installed here; install it (see README), or set {hf}"
     if cfg.is_colocate and world_size % cfg.rm.vllm.tensor_parallel_size:
         mode = cfg.rollout_path("vllm.mode")
         way_out = f"set it to 1 (with {mode}: colocate) or to another divisor of {world_size}, or set {hf}"
         yield cfg.rollout_path("vllm.tensor_parallel_size"), f"must divide the {world_size} learner(s); {way_out}"
-    if cfg.training.fused_kernels and not (has_liger and has_cuda):
-        missing = "CUDA devices" if has_liger else "the package liger-kernel (requirements-gpu.txt)"
-        yield "training.fused_kernels", f"needs {missing}, which this machine does not have; set it to false"
+    if cfg.training.fused_kernels and missing & {"liger_kernel", "cuda"}:
+        what = "the package liger-kernel (requirements-gpu.txt)" if "liger_kernel" in missing else "CUDA devices"
+        yield "training.fused_kernels", f"needs {what}, which this machine does not have; set it to false"
+    if cfg.model.attn_implementation == "flash_attention_2" and missing & {"flash_attn", "cuda"}:
+        what = "the package flash-attn (pip install --no-build-isolation flash-attn==2.8.3.post2) and CUDA devices"
+        yield "model.attn_implementation", f"needs {what}, which this machine does not have; set it to sdpa"
     yield from deepspeed_problems(cfg, world_size)
 
 

@@ -217,7 +217,7 @@ class Training(Section):
         1800.0, "a rank that stalls the others this long ends the run; set it above one rollout, sync or save"
     )
     gradient_checkpointing: bool = key(True, "recompute activations in the backward pass to save memory")
-    fused_kernels: bool = key(False, "liger-kernel's norms, rotary embedding and MLP; CUDA only")
+    fused_kernels: bool = key(False, "liger-kernel's norms and rotary embedding; CUDA only")
     eval_steps: int = key(0, "optimizer steps between evaluations; 0: only at the end", ge=0)
     eval_at_start: bool = key(False, "also evaluate before the first step")
     eval_limit: PositiveInt | None = key(None, "evaluate on the first n samples; null: all")

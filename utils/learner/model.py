@@ -49,13 +49,13 @@ def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementa
 
 
 def fuse_kernels(model: nn.Module) -> None:
-    """Replace transformers' norms, rotary embedding and MLP by liger's (CUDA only); call it before `apply_tuner`.
+    """Replace transformers' norms and rotary embedding by liger's (CUDA only); call it before `apply_tuner`.
 
     liger's cross-entropy is not used: it has no coordinate terms, and logits already exist at labels only (LRN-4).
     """
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3_vl
 
-    kernels = {"rope": True, "rms_norm": True, "swiglu": True}
+    kernels = {"rope": True, "rms_norm": True}  # for this model liger 0.8.5 takes `swiglu` and ignores it
     apply_liger_kernel_to_qwen3_vl(model=model, **kernels, cross_entropy=False, fused_linear_cross_entropy=False)
 
 

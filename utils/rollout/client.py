@@ -108,12 +108,12 @@ class RolloutClient:
         return sorted(lost)
 
     def metrics(self, index: int) -> dict[str, float]:
-        """Return `/metrics/` (Prometheus text), each name summed over its labels (LOG-6). Raises: CallFailed."""
+        """Return `/metrics/`: the values by `name{labels}`, and by name their sums (LOG-6). Raises: CallFailed."""
         with self.link(index) as link:
             text = read_text(*link.request("GET", "/metrics/", CONNECT_TIMEOUT_S))
         totals: Counter[str] = Counter()
-        for name, value in re.findall(r"^([^#\s{]+).* (\S+)$", text, re.MULTILINE):
-            totals[name] += float(value)
+        for series, name, value in re.findall(r"^(([^#\s{]+).*) (\S+)$", text, re.MULTILINE):
+            totals.update(dict.fromkeys({series, name}, float(value)))
         return dict(totals)
 
     @contextmanager

@@ -49,7 +49,8 @@ def server_scalars(client: RolloutClient, timeout_s: float = 2.0) -> dict[str, f
     """Health and load of each server, as scalars `server/<index>/...`; never raises.
 
     `healthy` (0 or 1), `health_latency_s`, `running` and `waiting` requests, `cache_usage` (used fraction of the KV
-    cache, mean over replicas), `device_memory_gib` (all its devices). A server that does not answer has `healthy` only.
+    cache, mean over replicas), `device_memory_gib` (all its devices); of device I `device_I/memory_gib` and, where the
+    driver tells it, `device_I/utilization` (0 to 1). A server that does not answer has `healthy` only.
     """
     values: dict[str, float] = {}
     for index in range(len(client.servers)):
@@ -73,6 +74,10 @@ def _server_state(health: dict[str, Any], metrics: dict[str, float]) -> dict[str
     if "vllm:kv_cache_usage_perc" in metrics:
         num_replicas = max(metrics.get("vllm:cache_config_info", 1), 1)  # a gauge of 1 per replica; the client adds up
         state["cache_usage"] = metrics["vllm:kv_cache_usage_perc"] / num_replicas
-    if "rollout_server_device_memory_bytes" in metrics:
-        state["device_memory_gib"] = metrics["rollout_server_device_memory_bytes"] / 2**30
+    for series, value in metrics.items():  # of each worker, and summed over all of them
+        name, _, device = series.removesuffix('"}').partition('{worker="')
+        if name == "rollout_server_device_memory_bytes":
+            state[f"device_{device}/memory_gib" if device else "device_memory_gib"] = value / 2**30
+        elif name == "rollout_server_device_utilization" and device:
+            state[f"device_{device}/utilization"] = value
     return state

@@ -67,8 +67,8 @@ def open_session(
     """
     ranks = Ranks(cfg.training.rank_timeout_s)
     try:
-        machine = {"has_vllm": find_spec("vllm") is not None, "has_liger": find_spec("liger_kernel") is not None}
-        check_launch(cfg, ranks.world_size, **machine, has_cuda=ranks.device.type == "cuda")
+        missing = {name for name in ("vllm", "liger_kernel", "flash_attn") if find_spec(name) is None}
+        check_launch(cfg, ranks.world_size, missing | ({"cuda"} - {ranks.device.type}))
         ranks.check_port()
     except (ConfigError, OSError) as error:
         exit_with(error if isinstance(error, ConfigError) else str(error), ranks.is_main)

@@ -35,7 +35,10 @@ RunToken = Annotated[str, Header()]  # `Run-Token`, from the answer of /init_com
 
 RUNNING = prometheus_client.Gauge("rollout_server_running_requests", "requests a replica is running", ["replica"])
 WAITING = prometheus_client.Gauge("rollout_server_waiting_requests", "requests waiting for a weight update")
-MEMORY = prometheus_client.Gauge("rollout_server_device_memory_bytes", "memory in use on a worker's device", ["worker"])
+DEVICE_LOAD = {
+    name: prometheus_client.Gauge(f"rollout_server_device_{name}", f"{name} of a worker's device", ["worker"])
+    for name in ("memory_bytes", "utilization")
+}
 
 
 def make_app(engine: RolloutEngine, updates: WeightUpdates, token: str | None, prefix: str = "") -> FastAPI:
@@ -163,9 +166,9 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
             RUNNING.labels(replica).set(count)
         if not updates.lock.locked():  # workers that receive weights answer nothing else
             with contextlib.suppress(TimeoutError, Unavailable, UpdateFailed):
-                memory = await asyncio.wait_for(engine.on_all_workers("device_memory"), 2.0)
-                for worker, num_bytes in enumerate(memory):
-                    MEMORY.labels(worker).set(num_bytes)
+                for worker, load in enumerate(await asyncio.wait_for(engine.on_all_workers("device_load"), 2.0)):
+                    for name, value in load.items():
+                        DEVICE_LOAD[name].labels(worker).set(value)
         return Response(prometheus_client.generate_latest(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     return router

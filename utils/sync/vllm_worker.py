@@ -237,12 +237,14 @@ class WorkerExtension:
     def _weight_close(self) -> None:
         self.weight_transfer_engine.shutdown()
 
-    def _weight_device_memory(self) -> int:
-        """Bytes in use on this worker's device (CUDA) or in its process (CPU)."""
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            return total - free
-        return psutil.Process().memory_info().rss
+    def _weight_device_load(self) -> dict[str, float]:
+        """`memory_bytes` in use on this worker's device and its `utilization`, 0 to 1; on CPU the process's memory."""
+        if not torch.cuda.is_available():
+            return {"memory_bytes": psutil.Process().memory_info().rss}
+        free, total = torch.cuda.mem_get_info()
+        with contextlib.suppress(Exception):  # the driver does not tell, or its library is not installed
+            return {"memory_bytes": total - free, "utilization": torch.cuda.utilization() / 100}
+        return {"memory_bytes": total - free}
 
 
 def store_answers(store: torch.distributed.Store | None) -> bool:
