@@ -29,6 +29,8 @@ class Ranks:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0
+        local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's, DeepSpeed's
+        self.spans_nodes = self.world_size > int(local_size or self.world_size)
         self.device = torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -40,6 +42,19 @@ class Ranks:
         is_given = "MASTER_PORT" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self.is_main and is_given and not dist.is_initialized():
             check_master_port(int(os.environ["MASTER_PORT"]))
+
+    def check_interface(self) -> None:
+        """Raise OSError if, on several nodes, Gloo would listen where the others cannot reach this one."""
+        host, wanted = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
+        names = {name for _, name in socket.if_nameindex()} - {"lo"}
+        with contextlib.suppress(OSError):  # the name leads nowhere, where Gloo takes loopback, too
+            if not self.spans_nodes or names >= set((wanted or "lo").split(",")):
+                return
+            if not wanted and not socket.gethostbyname(host).startswith("127."):
+                return
+        reason = f"GLOO_SOCKET_IFNAME={wanted} is not here" if wanted else "its own name leads to loopback or nowhere"
+        what_to_do = f"set GLOO_SOCKET_IFNAME to one of {', '.join(sorted(names))} (docs/scaling.md)"
+        raise OSError(f"node {host} cannot be reached by the other nodes: {reason}; {what_to_do}")
 
     def open(self) -> None:
         """Open the process groups (collective), under `deepspeed`, `torchrun` or, for one rank, without either."""
@@ -74,13 +89,15 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._control)
         return values
 
+    def places(self, where: bool) -> str:
+        """List the ranks for which `where` holds, with their hosts (collective); empty if there are none."""
+        hosts = self.gather(socket.gethostname() if where else None)
+        return ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host)
+
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sums over ranks by key; a key that a rank lacks counts as 0."""
-        totals: dict[str, float] = {}
-        for part in self.gather(values):
-            for key, value in part.items():
-                totals[key] = totals.get(key, 0.0) + value
-        return totals
+        parts = self.gather(values)
+        return {key: sum((part.get(key, 0.0) for part in parts), 0.0) for own in parts for key in own}
 
     def fence(self) -> None:
         """Wait until every rank has arrived."""

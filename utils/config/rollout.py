@@ -1,5 +1,6 @@
 """The sections about engines: where servers are, how weights reach them, how they sample, how a server is launched."""
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -27,7 +28,10 @@ class ServerAddress:
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class ServerEntry(Section):

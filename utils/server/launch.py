@@ -1,7 +1,6 @@
 """Launch settings of one rollout server: resolved from config and machine, checked, printed, passed to vLLM."""
 
 import dataclasses
-import ipaddress
 import json
 import os
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from utils.config.load import require_server
+from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
 
 
@@ -111,13 +111,6 @@ def problems_of(launch: Launch, token: str | None) -> list[str]:
             "visible; they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
         )
     return problems + model_problems(Path(launch.model.path), settings.vllm_max_model_len)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def model_problems(path: Path, max_model_len: int) -> list[str]:
