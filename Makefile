@@ -6,7 +6,7 @@ GPUS   ?=
 PORT   ?= 29500
 ARGS   ?=
 # Where learners run: the nodes of a hostfile (docs/scaling.md), these GPUs of this machine, or so many processes.
-HOSTFILE ?=
+HOSTFILE =
 LEARNERS = $(if $(HOSTFILE),--hostfile $(HOSTFILE),$(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)))
 BIN     = .venv/bin
 READY   = .venv/.ready-$(DEVICE)
@@ -68,12 +68,12 @@ lint: $(READY) ## ruff check and format check, and mypy on the flat modules of u
 server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
 	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)
 
-train: $(READY) ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2)
+train: $(READY) ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
 	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
 	  train_stage2.py --config $(CONFIG) $(ARGS)
 
 grpo: CONFIG = configs/grpo/summary_1024.yaml
-grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on CPU: RANKS=2)
+grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
 	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
 	  train_grpo.py --config $(CONFIG) $(ARGS)
 
