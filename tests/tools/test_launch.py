@@ -113,7 +113,8 @@ while [[ $1 == -* ]]; do case $1 in -w) hosts=${{2//,/ }}; shift 2;; -f) shift 2
 command="$*"; number=0; files=
 for host in $hosts; do
   file=$(mktemp -p {folder}); files="$files $file"
-  ( ( env -i HOME={folder} PATH={folder}:/usr/bin:/bin sh -c "${{command//%n/$number}}"; echo $? > $file ) & )
+  login="env -i NODE=$number HOME={folder} PATH={folder}:/usr/bin:/bin sh"
+  ( ( $login -c "${{command//%n/$number}}"; echo $? > $file ) & )
   number=$((number + 1))
 done
 status=0
@@ -125,12 +126,17 @@ exit $status
 """
 PKILL = """#!/bin/bash
 [[ $1 == -TERM ]] || exit 2
-found=$(pgrep "${@:2}") && echo $found >> {folder}/pkill.log && kill -TERM $found
+status=1
+for found in $(pgrep "${@:2}"); do  # on this node
+  tr '\\0' '\\n' < /proc/$found/environ | grep -qx NODE=$NODE && kill -TERM $found && status=0
+done
+echo node $NODE: $status >> {folder}/pkill.log
+exit $status
 """
 RANK = """
 import json, os, pathlib, signal, sys, time
 def stop(number, frame):
-    os._exit(75)  # at once: on one machine the command for each node reaches both ranks
+    sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
 folder = pathlib.Path(sys.argv[0]).parent
 (folder / f"{os.environ['RANK']}.partial").write_text(json.dumps([os.getpid(), dict(os.environ)]))
@@ -184,7 +190,7 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
     shown = (tmp_path / "pdsh.log").read_text() + (tmp_path / "log").read_text()
     assert "export ROLLOUT_SERVER_TOKEN=" in shown and SECRET not in shown and "x$HOME" not in shown
     assert not [*(tmp_path / "run").glob(".launch-*")], "a secret outlives the run"
-    assert (tmp_path / "pkill.log").exists()
+    assert sorted((tmp_path / "pkill.log").read_text().splitlines()) == ["node 0: 0", "node 1: 0"]
 
 
 def test_one_machine_needs_no_files(tmp_path, monkeypatch):
