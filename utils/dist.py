@@ -1,5 +1,6 @@
 """The learner's process groups and the few collectives that the trainer needs."""
 
+import atexit
 import contextlib
 import os
 import socket
@@ -69,6 +70,7 @@ class Ranks:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, timeout=self._timeout, auto_mpi_discovery=False, verbose=False)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        atexit.register(self.close)  # a user's mistake ends the set-up; the threads of open groups may then abort it
         self.fence()
         # DeepSpeed 0.19's CPU operator never removes its 66 MiB of shared memory per rank, which would fill the
         # machine's memory after enough runs. All ranks have opened it by now: without a name it is freed at exit.
