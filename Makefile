@@ -6,6 +6,9 @@ CONFIG ?= configs/stage2/qwen3vl_8b_3v1.yaml
 GPUS   ?=
 PORT   ?= 29500
 ARGS   ?=
+# Where learners run: the nodes of a hostfile (docs/scaling.md), these GPUs of this machine, or so many processes.
+HOSTFILE =
+LEARNERS = $(if $(HOSTFILE),--hostfile $(HOSTFILE),$(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)))
 # vLLM for CPU and for GPUs do not fit into one environment: a machine with GPUs has a second one for what runs on CPU.
 VENV    = $(if $(filter gpu-cpu,$(MACHINE)-$(DEVICE)),.venv-cpu,.venv)
 BIN     = $(VENV)/bin
@@ -83,14 +86,14 @@ lint: $(READY) ## ruff check and format check, and mypy on the flat modules of u
 server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
 	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)
 
-train: $(READY) ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2)
-	exec $(BIN)/python -m tools.launch $(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)) --master_port $(PORT) \
+train: $(READY) ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
+	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
 	  train_stage2.py --config $(CONFIG) $(ARGS)
 
 grpo: CONFIG = configs/grpo/summary_1024.yaml
-grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on CPU: RANKS=2)
-	exec $(BIN)/python -m tools.launch $(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)) \
-	  --master_port $(PORT) train_grpo.py --config $(CONFIG) $(ARGS)
+grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
+	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
+	  train_grpo.py --config $(CONFIG) $(ARGS)
 
 docs: $(READY) ## docs/config.md from the schema
 	$(BIN)/python tools/make_config_docs.py

@@ -1,18 +1,27 @@
 """Run `deepspeed` so that signals reach the ranks and only the ranks; `make train` and `make grpo` use it.
 
     python -m tools.launch --num_gpus 2 train_stage2.py --config FILE
+    python -m tools.launch --hostfile hosts train_stage2.py --config FILE
 
 On SIGTERM the `deepspeed` command itself ends and leaves its ranks running; on Ctrl-C its inner launcher gives them 30
 seconds and then kills them, whether or not they have saved a checkpoint (DeepSpeed 0.19). Therefore it runs in a
 session of its own, SIGTERM, SIGINT and SIGHUP are forwarded to the ranks as SIGTERM, and their exit status is returned.
 If a rank is killed and takes the others with it before they can report, this program reports the state of the run. A
 rendezvous port that is already in use is refused before anything starts.
+
+With a hostfile the ranks of all nodes get the variables of `FORWARDED`; DeepSpeed by itself forwards few of them.
 """
 
 import argparse
+import contextlib
+import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -21,39 +30,139 @@ import psutil
 from utils.dist import check_master_port
 
 MASTER_PORT = 29500  # DeepSpeed's default
+# Beginnings of names. DeepSpeed adds PYTHON*, and NCCL* where it runs on GPUs (launcher/runner.py, EXPORT_ENVS).
+FORWARDED = (
+    "ROLLOUT_SERVER_TOKEN",
+    *("GLOO_", "NCCL_", "UCX_", "OMP_", "DS_ACCELERATOR", "TORCH_", "PYTORCH_", "CUDA_HOME", "VLLM_"),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "PATH", "LD_LIBRARY_PATH"),
+)
+SECRET = re.compile("TOKEN$|KEY|SECRET|PASSWORD")  # in names: such values never stand on a command line
+PLAIN = re.compile(r"[\w@%+=:,./ -]*")  # values that a shell leaves as they are, in double quotes
 
 
 def main() -> None:
+    arguments = sys.argv[1:]
     try:
-        check_port_of(sys.argv[1:])
+        check_port_of(arguments)
     except OSError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    launcher = Path(sys.executable).parent / "deepspeed"
-    process = subprocess.Popen([launcher, *sys.argv[1:]], start_new_session=True)
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for target in ranks_of(process.pid) or process_tree(process.pid):
-            target.send_signal(signal.SIGTERM)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, forward)
-    status = process.wait()
+    with environment_for(arguments) as environment:
+        status = run([str(Path(sys.executable).parent / "deepspeed"), *arguments], environment)
     if 256 - status in set(signal.Signals):  # a signal ended one of the ranks
-        print("\n".join(killed_rank_message(256 - status, sys.argv[1:])), file=sys.stderr, flush=True)
+        print("\n".join(killed_rank_message(256 - status, arguments)), file=sys.stderr, flush=True)
     sys.exit(status if status >= 0 else 128 - status)
 
 
+def run(command: list[str], environment: dict[str, str]) -> int:
+    """Run `deepspeed` to its end and return its exit status; signals to this program ask its ranks to stop."""
+    process = subprocess.Popen(command, start_new_session=True, env=environment)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        ranks = ranks_of(process.pid)
+        if ranks or not stop_other_nodes(process.pid, command):
+            for target in ranks or process_tree(process.pid):
+                target.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, forward)
+    return process.wait()
+
+
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    """The options of DeepSpeed and of the script that matter here, as those two read them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--master_port", type=int, default=MASTER_PORT)
+    parser.add_argument("-H", "--hostfile", default="/job/hostfile")
+    parser.add_argument("--no_ssh", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--config")
+    options = parser.parse_known_args(arguments)[0]
+    options.has_hosts = Path(options.hostfile).is_file()
+    return options
+
+
+@contextlib.contextmanager
+def environment_for(arguments: list[str]) -> Iterator[dict[str, str]]:
+    """The environment of `deepspeed`. With a hostfile, DS_ENV_FILE names a file of the variables to forward, mode 0600.
+
+    DeepSpeed writes `export NAME="VALUE"` on the command line that pdsh and ssh carry to each node, where all users see
+    it, and into its log. Of a secret, that is a `$(cat FILE)`; the file, mode 0600 in `training.output_dir`, which all
+    nodes share, is deleted at the end. What stands in the user's own `.deepspeed_env` comes last and wins.
+    """
+    options, environment = options_of(arguments), dict(os.environ)
+    if options.no_ssh or not options.has_hosts:
+        yield environment
+        return
+    with contextlib.ExitStack() as files:
+
+        def write(text: str, folder: Path | None = None) -> str:
+            file = files.enter_context(tempfile.NamedTemporaryFile("w", dir=folder, prefix=".launch-"))  # mode 0600
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # the other nodes of a network file system see it
+            return file.name
+
+        run_dir, lines = run_dir_of(options.config), []
+        for name, value in sorted(environment.items()):
+            if name.startswith(FORWARDED):
+                if SECRET.search(name) or not PLAIN.fullmatch(value):
+                    value = f"$(cat {shlex.quote(write(value, run_dir))})"
+                lines.append(f"{name}={value}")
+        environment["DS_ENV_FILE"] = write("\n".join(lines + own_lines()) + "\n")
+        yield environment
+
+
+def own_lines() -> list[str]:
+    """Lines of the files that DeepSpeed would read without us."""
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    paths = dict.fromkeys(Path(folder, name) for folder in (Path.home(), "."))
+    lines = [line for path in paths if path.is_file() for line in path.read_text().splitlines()]
+    return [line for line in lines if "=" in line]
+
+
+def run_dir_of(config: str | None) -> Path | None:
+    """The run directory, made if it is missing; exit status 2 with all problems of a config that cannot be used."""
+    from utils.config.load import load_config_or_exit
+
+    if config is None:
+        return None
+    run_dir = Path(load_config_or_exit(config).training.output_dir).absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+def stop_other_nodes(pid: int, command: list[str]) -> bool:
+    """Have the `pdsh` that `deepspeed` started for several nodes send SIGTERM to their ranks; False if there is none.
+
+    Ranks that have not started yet are ended with their launcher.
+    """
+    script = next((number for number, word in enumerate(command) if word.endswith(".py")), len(command) - 1)
+    name, options = command[script], "".join(f" {word}" for word in command[script + 1 :])
+    # The brackets keep the patterns from matching the shell that runs this very command.
+    rank = shlex.quote(f"[{name[0]}]{name[1:]} --local_rank=[0-9]+{options}")
+    launcher = shlex.quote(f"[d]eepspeed.launcher.launch .*{name}{options}")
+    for process in process_tree(pid):
+        with contextlib.suppress(psutil.Error, ValueError):
+            words = process.cmdline()
+            if "pdsh" in (Path(word).name for word in words[:2]):  # the second where it is a script
+                on_all_nodes = words[: words.index("-w") + 2]
+                remote = f"pkill -TERM -f -- {rank} || pkill -TERM -f -- {launcher}"
+                subprocess.Popen([*on_all_nodes, remote], env=process.environ())
+                return True
+    return False
+
+
 def check_port_of(arguments: list[str]) -> None:
-    """Raise OSError if the ranks could not meet at `--master_port`. A dry run needs no port.
+    """Raise OSError if the ranks could not meet at `--master_port`. A dry run needs no port; with a hostfile rank 0 may
+    be on another node, and checks it there.
 
     Args:
         arguments: of this program.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--master_port", type=int, default=MASTER_PORT)
-    if "--dry-run" not in arguments:
-        check_master_port(parser.parse_known_args(arguments)[0].master_port)
+    options = options_of(arguments)
+    if not options.dry_run and not options.has_hosts:
+        check_master_port(options.master_port)
 
 
 def killed_rank_message(number: int, arguments: list[str]) -> list[str]:
@@ -68,7 +177,7 @@ def killed_rank_message(number: int, arguments: list[str]) -> list[str]:
     from utils.run.rollout_log import read_rollout_log
     from utils.run.shutdown import newest_checkpoint
 
-    run_dir = Path(load_config(arguments[arguments.index("--config") + 1]).training.output_dir)
+    run_dir = Path(load_config(options_of(arguments).config).training.output_dir)
     log, newest = run_dir / "rollouts.jsonl", newest_checkpoint(run_dir)
     lines = read_rollout_log(log) if log.exists() else []
     command = f"python -m tools.launch {' '.join(arguments)}" + " --resume auto" * ("--resume" not in arguments)

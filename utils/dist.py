@@ -1,5 +1,6 @@
 """The learner's process groups and the few collectives that the trainer needs."""
 
+import atexit
 import contextlib
 import os
 import socket
@@ -31,6 +32,8 @@ class Ranks:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0
+        local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's, DeepSpeed's
+        self.spans_nodes = self.world_size > int(local_size or self.world_size)
         self.device = torch.device("cpu")
         if get_accelerator().device_name() == "cuda":  # DeepSpeed's choice, whatever else torch may see
             self.device = torch.device("cuda", self.local_rank)
@@ -43,6 +46,19 @@ class Ranks:
         is_given = "MASTER_PORT" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self.is_main and is_given and not dist.is_initialized():
             check_master_port(int(os.environ["MASTER_PORT"]))
+
+    def check_interface(self) -> None:
+        """Raise OSError if, on several nodes, Gloo would listen where the others cannot reach this one."""
+        host, wanted = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
+        names = {name for _, name in socket.if_nameindex()} - {"lo"}
+        with contextlib.suppress(OSError):  # the name leads nowhere, where Gloo takes loopback, too
+            if not self.spans_nodes or names >= set((wanted or "lo").split(",")):
+                return
+            if not wanted and not socket.gethostbyname(host).startswith("127."):
+                return
+        reason = f"GLOO_SOCKET_IFNAME={wanted} is not here" if wanted else "its own name leads to loopback or nowhere"
+        what_to_do = f"set GLOO_SOCKET_IFNAME to one of {', '.join(sorted(names))} (docs/scaling.md)"
+        raise OSError(f"node {host} cannot be reached by the other nodes: {reason}; {what_to_do}")
 
     def open(self) -> None:
         """Open the process groups (collective), under `deepspeed`, `torchrun` or, for one rank, without either."""
@@ -57,6 +73,7 @@ class Ranks:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, timeout=self._timeout, auto_mpi_discovery=False, verbose=False)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        atexit.register(self.close)  # a user's mistake ends the set-up; the threads of open groups may then abort it
         self.fence()
         # DeepSpeed 0.19's CPU operator never removes its 66 MiB of shared memory per rank, which would fill the
         # machine's memory after enough runs. All ranks have opened it by now: without a name it is freed at exit.
@@ -76,6 +93,11 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def places(self, where: bool) -> str:
+        """List the ranks for which `where` holds, with their hosts (collective); empty if there are none."""
+        hosts = self.gather(socket.gethostname() if where else None)
+        return ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sums over ranks by key; a key that a rank lacks counts as 0."""

@@ -380,6 +380,11 @@ def commands_of(*arguments: str) -> str:
             "--config a.yaml",
         ),
         (
+            ["train", "HOSTFILE=hosts", "CONFIG=a.yaml"],
+            "exec .venv/bin/python -m tools.launch --hostfile hosts --master_port 29500 train_stage2.py "
+            "--config a.yaml",
+        ),
+        (
             ["train", "RANKS=2", "CONFIG=a.yaml"],
             "exec .venv/bin/python -m tools.launch --num_gpus 2 --master_port 29500 train_stage2.py --config a.yaml",
         ),

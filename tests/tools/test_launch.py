@@ -1,24 +1,28 @@
-"""The launcher's messages when a rank is killed, and when the port where the ranks meet is in use."""
+"""The launcher's messages when a rank is killed, and when the port where the ranks meet is in use; what it hands to the
+nodes of a hostfile, through DeepSpeed and a stand-in for pdsh."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.run.test_resume import ranks, save  # noqa: F401
-from tools.launch import check_port_of, killed_rank_message
+from tools.launch import check_port_of, environment_for, killed_rank_message
 from utils.dist import Ranks
 
 
-def test_the_launcher_reports_the_run_of_a_killed_rank_LRN_5(tmp_path, ranks):  # noqa: F811
-    """LRN-5: last logged step and version, newest complete checkpoint, command; each if there is one."""
-    config, run = tmp_path / "a.yaml", tmp_path / "run"
+def write_config(folder: Path) -> Path:
+    """A config whose run directory is `folder/run`."""
     content = {
         "model": {"path": "m"},
         "global_max_length": 2048,
@@ -27,9 +31,15 @@ def test_the_launcher_reports_the_run_of_a_killed_rank_LRN_5(tmp_path, ranks):  
             "train_jsonl": "t.jsonl",
             "extra": {"rollout_matching": {"rollout_backend": "hf"}},
         },
-        "training": {"output_dir": str(run)},
+        "training": {"output_dir": str(folder / "run")},
     }
-    config.write_text(yaml.safe_dump(content))
+    (folder / "a.yaml").write_text(yaml.safe_dump(content))
+    return folder / "a.yaml"
+
+
+def test_the_launcher_reports_the_run_of_a_killed_rank_LRN_5(tmp_path, ranks):  # noqa: F811
+    """LRN-5: last logged step and version, newest complete checkpoint, command; each if there is one."""
+    config, run = write_config(tmp_path), tmp_path / "run"
     arguments = ["--num_gpus", "2", "train_stage2.py", "--config", str(config)]
     command = f"python -m tools.launch {' '.join(arguments)} --resume auto"
     assert killed_rank_message(signal.SIGTERM, arguments) == [
@@ -91,3 +101,121 @@ def test_rank_0_refuses_a_rendezvous_port_that_is_taken(monkeypatch):
         Ranks().check_port()
     monkeypatch.setenv("RANK", "0")
     Ranks().check_port()
+
+
+# Several nodes
+
+SECRET = "ps-must-not-show-me"
+# Runs the command once per host, as a stranger to the launcher's process tree and with an almost empty environment.
+PDSH = """#!/bin/bash
+echo "$*" >> {folder}/pdsh.log
+while [[ $1 == -* ]]; do case $1 in -w) hosts=${{2//,/ }}; shift 2;; -f) shift 2;; *) shift;; esac; done
+command="$*"; number=0; files=
+for host in $hosts; do
+  file=$(mktemp -p {folder}); files="$files $file"
+  login="env -i NODE=$number HOME={folder} PATH={folder}:/usr/bin:/bin sh"
+  ( ( $login -c "${{command//%n/$number}}"; echo $? > $file ) & )
+  number=$((number + 1))
+done
+status=0
+for file in $files; do
+  while [[ ! -s $file ]]; do sleep 0.1; done
+  [[ $(cat $file) -gt $status ]] && status=$(cat $file)
+done
+exit $status
+"""
+PKILL = """#!/bin/bash
+[[ $1 == -TERM ]] || exit 2
+status=1
+for found in $(pgrep "${@:2}"); do  # on this node
+  tr '\\0' '\\n' < /proc/$found/environ | grep -qx NODE=$NODE && kill -TERM $found && status=0
+done
+echo node $NODE: $status >> {folder}/pkill.log
+exit $status
+"""
+RANK = """
+import json, os, pathlib, signal, sys, time
+def stop(number, frame):
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+folder = pathlib.Path(sys.argv[0]).parent
+(folder / f"{os.environ['RANK']}.partial").write_text(json.dumps([os.getpid(), dict(os.environ)]))
+(folder / f"{os.environ['RANK']}.partial").rename(folder / f"{os.environ['RANK']}.json")
+time.sleep(100)
+sys.exit(1)
+"""
+
+
+@pytest.mark.skipif(not shutil.which("pgrep"), reason="needs pgrep (procps)")
+def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_secret(tmp_path):
+    """The real DeepSpeed starts two nodes through a stand-in for pdsh. Both get what they need, the token through a
+    file; SIGTERM reaches ranks that are not this process's children, and their exit status comes back."""
+    programs = {"pdsh": PDSH.format(folder=tmp_path), "ssh": "#!/bin/sh\nexit 0\n"}
+    programs["pkill"] = PKILL.replace("{folder}", str(tmp_path))
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "hosts").write_text("node-a slots=1\nnode-b slots=1\n")
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / ".deepspeed_env").write_text("OWN=mine\n\nGLOO_SOCKET_IFNAME=from-the-file\n")
+    given = {"ROLLOUT_SERVER_TOKEN": SECRET, "GLOO_SOCKET_IFNAME": "eth7", "HF_HOME": "/data/a b", "HF_TOKEN": "x$HOME"}
+    given |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3", "TORCH_EXTENSIONS_DIR": "/data/ext", "UNRELATED": "1"}
+    given |= {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "tools.launch", "--hostfile", str(tmp_path / "hosts"), "--master_addr", "10.0.0.1"]
+    command += [str(tmp_path / "rank.py"), "--config", str(write_config(tmp_path))]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env={**os.environ, **given}, stdout=log, stderr=subprocess.STDOUT)
+    seen: list = []
+    try:
+        deadline = time.monotonic() + 200
+        while process.poll() is None and not all((tmp_path / f"{rank}.json").exists() for rank in range(2)):
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+        private = [*(tmp_path / "run").glob(".launch-*")]
+        assert len(private) == 2 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        for pid, _ in seen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for _, environment in seen:
+        expected = given | {"GLOO_SOCKET_IFNAME": "from-the-file", "OWN": "mine"}
+        del expected["UNRELATED"]
+        assert {name: environment.get(name) for name in expected} == expected and "UNRELATED" not in environment
+        assert (environment["MASTER_ADDR"], environment["WORLD_SIZE"]) == ("10.0.0.1", "2")
+    shown = (tmp_path / "pdsh.log").read_text() + (tmp_path / "log").read_text()
+    assert "export ROLLOUT_SERVER_TOKEN=" in shown and SECRET not in shown and "x$HOME" not in shown
+    assert not [*(tmp_path / "run").glob(".launch-*")], "a secret outlives the run"
+    assert sorted((tmp_path / "pkill.log").read_text().splitlines()) == ["node 0: 0", "node 1: 0"]
+
+
+def test_one_machine_needs_no_files(tmp_path, monkeypatch):
+    """Without a hostfile, and where every node starts its own ranks, nothing is forwarded."""
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    (tmp_path / "hosts").write_text("node-a slots=1\n")
+    hosts = ["--hostfile", str(tmp_path / "hosts")]
+    for arguments in (["--num_gpus", "2"], ["--hostfile", str(tmp_path / "none")], [*hosts, "--no_ssh"]):
+        with environment_for([*arguments, "train_stage2.py", "--config", str(write_config(tmp_path))]) as environment:
+            assert environment == dict(os.environ) and not (tmp_path / "run").exists()
+    with environment_for([*hosts, "train_stage2.py", "--config", str(write_config(tmp_path))]) as environment:
+        file = Path(environment["DS_ENV_FILE"])
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600 and f"PATH={os.environ['PATH']}\n" in file.read_text()
+    assert not file.exists()
+
+
+def test_a_config_that_cannot_be_used_is_refused_before_any_node_hears_of_it(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("node-a slots=1\n")
+    arguments = ["--hostfile", str(tmp_path / "hosts"), "train_stage2.py", "--config", str(tmp_path / "none.yaml")]
+    with pytest.raises(SystemExit) as end, environment_for(arguments):
+        pass
+    assert end.value.code == 2 and "no such file" in capsys.readouterr().err
+
+
+def test_with_a_hostfile_the_port_is_rank_0s_business(tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.launch.check_master_port", lambda port: pytest.fail("this may be another node"))
+    (tmp_path / "hosts").write_text("node-a slots=1\n")
+    check_port_of(["--hostfile", str(tmp_path / "hosts"), "train_stage2.py"])

@@ -1,6 +1,5 @@
 """One HTTP connection whose call in flight another thread can cancel."""
 
-import ipaddress
 import socket
 import time
 from contextlib import suppress
@@ -10,6 +9,8 @@ from urllib.parse import urlsplit
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError
+
+from utils.config.rollout import is_loopback as is_loopback_host
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 2.0  # uvicorn closes idle connections after 5 s; a request sent at that very moment would be lost
@@ -116,7 +117,4 @@ def _root_cause(error: BaseException) -> str:
 def is_loopback(url: str) -> bool:
     """Does the url name this machine by a loopback address or name? Proxies never apply to those (CON-2)."""
     host = (urlsplit(url).hostname or "").rstrip(".")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+    return is_loopback_host(host) or host.endswith(".localhost")

@@ -5,6 +5,7 @@ Config, data, tokenizer, run directory, servers, model, engine: in the order in 
 
 import logging
 import math
+import os
 import socket
 import uuid
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import Engine, ServerEngine
 from utils.rollout.client import RolloutClient
+from utils.rollout.link import is_loopback
 from utils.run.monitor import Monitor, evaluation_file, write_run_json
 from utils.run.policy import Policy
 from utils.run.records import Timer
@@ -70,8 +72,9 @@ def open_session(
         missing = {name for name in ("vllm", "liger_kernel", "flash_attn") if find_spec(name) is None}
         check_launch(cfg, ranks.world_size, missing | ({"cuda"} - {ranks.device.type}))
         ranks.check_port()
-    except (ConfigError, OSError) as error:
-        exit_with(error if isinstance(error, ConfigError) else str(error), ranks.is_main)
+        ranks.check_interface()
+    except (ConfigError, OSError) as error:  # on several nodes each of them speaks
+        exit_with(error if isinstance(error, ConfigError) else str(error), ranks.local_rank == 0)
     logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
     datasets, weights, val_samples = load_data(cfg, ranks.is_main)
     if problems := problems_of([*chain(*datasets), *val_samples]):
@@ -120,16 +123,25 @@ def open_session(
 
 
 def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLock | None, Checkpoint | None]:
-    """Lock the run directory (on rank 0) and choose the checkpoint to continue from; exit status 2 where either fails
-    (collective)."""
+    """Lock the run directory (on rank 0), which all nodes must share, and choose the checkpoint to continue from; exit
+    status 2 where one of these fails (collective)."""
     run_dir, lock, problem = Path(cfg.training.output_dir), None, None
+    nonce = run_dir / f".seen-by-all-nodes-{uuid.uuid4().hex}"
     if ranks.is_main:
         try:
             lock = RunLock(run_dir)
+            nonce.touch()
         except (ValueError, OSError) as error:
             problem = str(error)
-    if problem := ranks.gather(problem)[0]:
+    problem, nonce = ranks.gather((problem, nonce))[0]
+    if problem:
         exit_with(problem, ranks.is_main)
+    blind = ranks.places(ranks.spans_nodes and ranks.local_rank == 0 and not os.path.exists(nonce))
+    if ranks.is_main:
+        nonce.unlink()
+    if blind:
+        rule = "does not see what rank 0 writes there; choose a directory that all nodes share"
+        exit_with(f"training.output_dir={run_dir}: {blind} {rule}", ranks.is_main)
     try:
         return lock, choose_checkpoint(run_dir, resume, cfg.model_dump(mode="json", by_alias=True), ranks)
     except ValueError as error:
@@ -219,7 +231,7 @@ def check_lengths(cfg: Config, ranks: Ranks, samples: Sequence[Sample], processo
 
 
 def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
-    """Connect to all configured servers; each is up and has room (CON-1, DIS-2)."""
+    """Connect to all configured servers; each is up and has room (CON-1, DIS-2), all ranks have its token (SRV-3)."""
     server = cfg.rm.vllm.server
     client = RolloutClient(
         cfg.servers(),
@@ -230,6 +242,11 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         infer_timeout_s=server.infer_timeout_s,
         max_failed_fraction=cfg.rm.max_failed_fraction,
     )
+
+    remote = [address.base_url for address in cfg.servers() if not is_loopback(address.base_url)]
+    if lacking := ranks.places(bool(remote) and not client.token):
+        rule = f"{remote[0]} is not loopback and wants one; export it on every node (docs/scaling.md)"
+        exit_with(f"ROLLOUT_SERVER_TOKEN: not set for {lacking}, but {rule}", ranks.is_main)
 
     def reach() -> None:
         client.wait_ready()

@@ -1,0 +1,116 @@
+"""Set-up on several nodes: what one of them lacks is told once, by name, before anything heavy starts."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import config_of
+from tests.run.test_resume import ranks  # noqa: F401
+from utils.config.load import build_config
+from utils.dist import Ranks
+from utils.rollout.client import RolloutClient
+from utils.run.setup import claim_run_dir, open_session, reach_servers
+
+HOST = socket.gethostname()
+
+
+def config(folder: Path, url: str = "http://10.0.0.3:8000"):
+    return build_config(config_of(folder, folder / "model", url, 8001, {}))
+
+
+@pytest.fixture
+def two_nodes(monkeypatch) -> Ranks:
+    """Rank 0 of two, alone on its node; the other one arrives at every gather with the same."""
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(Ranks, "gather", lambda own, value: [value, value])
+    return Ranks()
+
+
+def test_nodes_are_told_apart_by_both_launchers(monkeypatch):
+    """torchrun and DeepSpeed name the ranks of a node differently; one rank without a launcher is one node."""
+    for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not Ranks().spans_nodes
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        for size in (4, 2):
+            monkeypatch.setenv(name, str(size))
+            assert Ranks().spans_nodes is (size == 2)
+        monkeypatch.delenv(name)
+
+
+def test_a_token_that_a_rank_lacks_is_told_before_servers_are_asked_SRV_3(tmp_path, two_nodes, monkeypatch, capsys):
+    """SRV-3: beyond loopback only; an empty one is none."""
+    monkeypatch.setattr(RolloutClient, "wait_ready", lambda client: pytest.fail("asked"))
+    monkeypatch.setattr(RolloutClient, "check_model", lambda client, path, digest: None)
+    monkeypatch.setattr("utils.run.setup.model_digest", lambda path: "")
+    monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "")
+    with pytest.raises(SystemExit) as end:
+        reach_servers(config(tmp_path), two_nodes)
+    message = f"ROLLOUT_SERVER_TOKEN: not set for rank 0 on {HOST}, rank 1 on {HOST}, but http://10.0.0.3:8000 is not "
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
+    monkeypatch.setattr(RolloutClient, "wait_ready", lambda client: None)
+    monkeypatch.setattr(Ranks, "gather", lambda own, value: [value])
+    reach_servers(config(tmp_path, "http://127.0.0.1:8000"), two_nodes)
+    monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "secret")
+    reach_servers(config(tmp_path), two_nodes)
+
+
+def test_a_run_directory_must_be_the_same_on_every_node_LRN_5(tmp_path, two_nodes, monkeypatch, capsys):
+    """LRN-5: a node that does not see what rank 0 has just written there is named."""
+    lock, _ = claim_run_dir(config(tmp_path), None, two_nodes)
+    lock.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    monkeypatch.setattr("utils.run.setup.os.path.exists", lambda path: ".seen" not in str(path))
+    with pytest.raises(SystemExit) as end:
+        claim_run_dir(config(tmp_path), None, two_nodes)
+    message = (
+        f"training.output_dir={tmp_path / 'run'}: rank 0 on {HOST}, rank 1 on {HOST} does not see what rank 0 writes"
+    )
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+
+
+def test_ranks_of_one_node_share_their_run_directory_anyway_LRN_5(tmp_path, ranks, monkeypatch):  # noqa: F811
+    """LRN-5: no file is looked for."""
+    monkeypatch.setattr("utils.run.setup.os.path.exists", lambda path: pytest.fail("looked for a file"))
+    claim_run_dir(config(tmp_path), None, ranks)[0].close()
+
+
+@pytest.mark.parametrize(
+    ("address", "interface", "reason"),
+    [
+        ("127.0.1.1", None, "its own name leads to loopback or nowhere"),
+        (None, "", "its own name leads to loopback or nowhere"),
+        ("10.0.0.1", "ib7", "GLOO_SOCKET_IFNAME=ib7 is not here"),
+        ("10.0.0.1", "net0,lo", "GLOO_SOCKET_IFNAME=net0,lo is not here"),
+        ("10.0.0.1", None, None),
+        ("127.0.1.1", "net1", None),
+        ("127.0.1.1", "net1,net0", None),
+    ],
+)
+def test_a_node_that_others_cannot_reach_is_told_before_the_ranks_meet(
+    tmp_path, two_nodes, monkeypatch, capsys, address, interface, reason
+):
+    """Gloo listens at the host name's address, or on the given interfaces; loopback is of no use between nodes."""
+
+    def look_up(name: str) -> str:
+        if address is None:
+            raise socket.gaierror("Name or service not known")
+        return address
+
+    monkeypatch.setattr("socket.gethostbyname", look_up)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "net0"), (3, "net1")])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    if interface is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    if reason is None:
+        return two_nodes.check_interface()
+    with pytest.raises(SystemExit) as end:
+        open_session(config(tmp_path), metric="f1")
+    message = f"node {HOST} cannot be reached by the other nodes: {reason}; set GLOO_SOCKET_IFNAME to one of net0, net1"
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
