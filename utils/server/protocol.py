@@ -153,7 +153,10 @@ class OwnedCall(WireModel):
 
 
 class InitCommunicator(OwnedCall):
-    """The learner is rank 0 at `master_address:master_port`; engine workers take ranks from `rank_offset` on."""
+    """The learner is rank 0 at `master_address:master_port`; engine workers take ranks from `rank_offset` on.
+
+    `open_timeout_s` bounds the opening, `timeout_s` each step of an update, and the opening where that is not given.
+    """
 
     master_address: str
     master_port: Annotated[int, Field(ge=1, le=65535)]
@@ -161,6 +164,7 @@ class InitCommunicator(OwnedCall):
     rank_offset: Annotated[int, Field(ge=1)] = 1
     bucket_bytes: Annotated[int, Field(ge=1, le=2**50)]
     timeout_s: Annotated[float, Field(gt=0, le=86400)]
+    open_timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = None
 
 
 class FinishWeightUpdate(OwnedCall):

@@ -50,13 +50,13 @@ class WeightUpdates:
         Raises:
             BadCall: `world_size` does not fit this server.
             Conflict: another run's update is in progress, or its learner is alive and `token` is not its token.
-            UpdateFailed: no rendezvous within `timeout_s`.
+            UpdateFailed: no rendezvous within `open_timeout_s`.
         """
         expected = call.rank_offset + self.engine.world_size
         if call.world_size != expected:
             raise BadCall(f"world_size must be rank_offset + the server's devices = {expected}")
         try:
-            async with asyncio.timeout(call.timeout_s):
+            async with asyncio.timeout(call.open_timeout_s or call.timeout_s):
                 await self.lock.acquire()
         except TimeoutError:
             raise Conflict(f"run {self.owner} is in the middle of a weight update") from None
