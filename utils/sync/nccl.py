@@ -2,16 +2,13 @@
 
 NCCL's calls have no time limit, an aborted collective returns as if it had ended well, and a communicator must not be
 touched once its abort has begun. So an abort marks first, and whoever waited for a bucket looks at the mark.
-
-The four functions at the top are all that both ends use of CUDA; tests without a GPU put others in their place. A
-stream has `wait_stream`, `record_event` (whose event has `query`) and `synchronize`.
 """
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,51 +18,32 @@ from utils.dist import capture_error
 ABORT_KEY = "abort"  # rank 0 sets it in the rendezvous store when it gives an update up
 CALL_S = 1.0  # a call of NCCL that has not returned for so long is blocked, and only an abort ends it
 
+# All that both ends use of CUDA; tests without a GPU put others in their place. A stream has `wait_stream`,
+# `synchronize` and `record_event`, the event `query`.
+current_stream, new_stream, release_memory = torch.cuda.current_stream, torch.cuda.Stream, torch.cuda.empty_cache
+
 
 def current_device() -> torch.device:
     return torch.device("cuda", torch.accelerator.current_device_index())
 
 
-def current_stream() -> Any:
-    return torch.cuda.current_stream()
-
-
-def new_stream() -> Any:
-    return torch.cuda.Stream()
-
-
-def release_memory() -> None:
-    """Give what torch's allocator keeps for later back to the device."""
-    torch.cuda.empty_cache()
-
-
+@dataclass(eq=False)
 class Channel:
-    """A communicator of rank 0 and the workers of one server; `abort` may be called from any thread at any time.
+    """A communicator of rank 0 and the workers of one server; `abort` may be called from any thread at any time."""
 
-    Args:
-        communicator: vLLM's `PyNcclCommunicator`, or one with its `broadcast` and `destroy`.
-        meeting: the rendezvous group, whose `store` lives as long as the channel.
-    """
-
-    def __init__(self, communicator: Any, meeting: Any) -> None:
-        self.stream = new_stream()
-        self.failure: Exception | None = None  # the mark
-        self._communicator: Any = communicator
-        self._meeting = meeting
-        self._in_call = threading.Lock()
-        self._aborting = threading.Lock()
-
-    @property
-    def store(self) -> torch.distributed.Store | None:
-        """The rendezvous store; None once the channel is closed."""
-        return self._meeting.store
+    communicator: Any  # vLLM's `PyNcclCommunicator`; None once it is aborted
+    meeting: Any  # the rendezvous group, with its `store`
+    failure: Exception | None = None  # the mark
+    stream: Any = field(default_factory=lambda: new_stream())
+    _in_call: Any = field(default_factory=threading.Lock)
+    _aborting: Any = field(default_factory=threading.Lock)
 
     def broadcast(self, bucket: torch.Tensor) -> "Passage":
         """Send (rank 0) or receive a bucket, after the current stream's work. Raises the channel's failure."""
         with self._in_call:
             self.check()
             self.stream.wait_stream(current_stream())
-            self._communicator.broadcast(bucket, src=0, stream=self.stream)
+            self.communicator.broadcast(bucket, src=0, stream=self.stream)
             return Passage(self, self.stream.record_event())
 
     def check(self) -> None:
@@ -76,23 +54,23 @@ class Channel:
         """Mark, then abort; the first reason counts. Returns when the communicator is gone: at most some seconds."""
         self.failure = self.failure or reason
         with self._aborting:
-            if self._communicator is None:
+            if self.communicator is None:
                 return
             has_returned = self._in_call.acquire(timeout=CALL_S)
-            self._communicator.destroy()
-            self._communicator = None
+            self.communicator.destroy()
+            self.communicator = None
             if has_returned:
                 self._in_call.release()
 
     def close(self) -> None:
         """Abort, and let go of the store; on rank 0 that frees its port."""
         self.abort(RuntimeError("the communicator was closed"))
-        self._meeting.store = None
+        self.meeting.store = None
 
 
 @dataclass
 class Passage:
-    """A bucket on its way, with the methods of torch's `Work` that both transports use."""
+    """A bucket on its way, with the two methods of torch's `Work` that the transports use."""
 
     channel: Channel
     event: Any
@@ -102,11 +80,17 @@ class Passage:
 
     def wait(self) -> None:
         """Wait in Python, where signals are served. Raises the channel's failure, whatever CUDA says of the bucket."""
-        pause_s = 1e-5
-        while not self.is_completed():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1e-3)
+        poll(self.is_completed)
         self.channel.check()
+
+
+def poll(is_over: Callable[[], bool], check: Callable[[], None] = lambda: None) -> None:
+    """Wait until `is_over`; `check` may raise meanwhile."""
+    pause_s = 1e-5
+    while not is_over():
+        check()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1e-3)
 
 
 @contextlib.contextmanager
@@ -117,8 +101,7 @@ def watched(check: Callable[[], None], interval_s: float, on_failure: Callable[[
     def watch() -> None:
         while not is_over.wait(interval_s):
             if (error := capture_error(check)) is not None:
-                on_failure(error)
-                return
+                return on_failure(error)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -2,13 +2,13 @@
 
 import socket
 import threading
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
 import torch
 from vllm.distributed.utils import StatelessProcessGroup
 
+from utils.dist import capture_error
 from utils.sync import nccl
 
 
@@ -34,77 +34,45 @@ class PlainGroup(StatelessProcessGroup):
 def host_store(host: str, port: int, world_size: int, timeout_s: float) -> torch.distributed.TCPStore:
     """Host a store on `host:port` only, where vLLM's listens on every interface; return when all workers have come.
 
-    Raises:
-        TimeoutError: says where, and how many of them came.
+    Raises TimeoutError, with the address and how many workers came.
     """
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    limit, own = timedelta(seconds=timeout_s), {"multi_tenant": True, "master_listen_fd": listener.detach()}
     try:
-        return torch.distributed.TCPStore(
-            host,
-            port,
-            world_size,
-            True,
-            timedelta(seconds=timeout_s),
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
+        return torch.distributed.TCPStore(host, port, world_size, True, limit, **own)
     except torch.distributed.DistStoreError as error:  # "... 1/3 clients joined.", rank 0 included
         came = int(str(error).rpartition("/")[0].split()[-1]) - 1
-        where = f"the engine that joins at {host}:{port}"
-        raise TimeoutError(
-            f"timed out: {came} of {world_size - 1} workers of {where} came in {timeout_s:g} s"
-        ) from None
+        came_where = f"{came} of {world_size - 1} workers came to {host}:{port}"
+        raise TimeoutError(f"timed out: {came_where} in {timeout_s:g} s") from None
 
 
 def open_nccl(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> nccl.Channel:
     """Open an NCCL communicator on the current CUDA device; rank 0 hosts the store at `host:port`.
 
     In a thread of its own: `ncclCommInitRank` waits for its peers without a limit, and vLLM's communicator moves the
-    thread that makes it onto another CUDA stream for good (vLLM 0.32).
-
-    Raises:
-        TimeoutError: not everybody came within `timeout_s`; says who is missing, as far as this side knows.
+    thread that makes it onto another CUDA stream for good (vLLM 0.32). Raises TimeoutError: not all came in time.
     """
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.utils.nccl import unpinned_nccl_env
 
-    device, meeting, opened = nccl.current_device(), PlainGroup(rank, world_size, None), Future()
+    device, meeting, outcome = nccl.current_device(), PlainGroup(rank, world_size, None), []
 
-    def open_here() -> Any:
+    def meet() -> None:
         if rank == 0:
             meeting.store = host_store(host, port, world_size, timeout_s)
         else:
             meeting.store = torch.distributed.TCPStore(host, port, world_size, False, timedelta(seconds=timeout_s))
         with unpinned_nccl_env():
-            communicator = PyNcclCommunicator(meeting, device=device)
-        if communicator.disabled:  # it would send nothing, without a word
-            raise RuntimeError("vLLM found no NCCL library (VLLM_NCCL_SO_PATH) or was told not to use it")
-        return communicator
+            outcome.append(PyNcclCommunicator(meeting, device=device))
+        if outcome[0].disabled:  # it would send nothing, without a word
+            raise RuntimeError("vLLM found no NCCL library (VLLM_NCCL_SO_PATH)")
 
-    def run() -> None:
-        communicator, error = None, None
-        try:
-            communicator = open_here()
-        except Exception as caught:
-            error = caught
-        if not opened.set_running_or_notify_cancel():  # too late
-            meeting.store = None
-            if communicator is not None:
-                communicator.destroy()
-        elif error is not None:
-            opened.set_exception(error)
-        else:
-            opened.set_result(communicator)
-
-    threading.Thread(target=run, daemon=True).start()
-    wait([opened], timeout_s + 1)  # the store counts in whole seconds, and its error says more
-    try:
-        if opened.cancel():
-            missing = (
-                "a worker did not finish connecting" if rank == 0 else "the learner or another worker did not come"
-            )
-            raise TimeoutError(f"timed out: {missing} to {host}:{port} in {timeout_s:g} s")
-        return nccl.Channel(opened.result(), meeting)
-    except Exception:
+    thread = threading.Thread(target=lambda: outcome.append(capture_error(meet)), daemon=True)
+    thread.start()
+    thread.join(timeout_s + 1)  # the store counts in whole seconds, and its error says more
+    who = "a worker" if rank == 0 else "the learner or another worker"
+    late = TimeoutError(f"timed out: {who} did not finish joining at {host}:{port} in {timeout_s:g} s")
+    if (error := late if thread.is_alive() else outcome[-1]) is not None:
         meeting.store = None  # frees the port, although NCCL may still wait
-        raise
+        raise error
+    return nccl.Channel(outcome[0], meeting)

@@ -62,78 +62,48 @@ class Transport:
         sending where other ranks take part in its gathers; the error is raised at its end.
         """
         deadline = time.monotonic() + self.timeout_s
+        budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
+        digests: dict[str, str] = {}
 
         def check() -> None:
             check_servers()
             if time.monotonic() > deadline:
                 raise TimeoutError("a bucket was not taken by all servers before RM.vllm.sync.timeout_s")
 
-        digests: dict[str, str] = {}
-        with self.watching(check):
-            outbox = _Outbox(self, check)
-            self._walk(outbox, weights, entries, digests if digest else None)
+        def pack(buffer: torch.Tensor, entry: WeightEntry, offset: int) -> None:
+            view = buffer[offset : offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
+            weights.write(entry, view)
+            if digest:
+                digests[entry.name] = tensor_digest(view)
+
+        outbox, is_sharded = _Outbox(self, check), weights.is_sharded
+        with nccl.watched(check, WATCH_INTERVAL_S, self.abort):
+            for bucket in bucket_layouts([entry.num_bytes for entry in entries], self.bucket_bytes):
+                outbox.wait(at_most_bytes=budget - bucket.num_bytes)
+                buffer = outbox.attempt(outbox.allocate, bucket.num_bytes)
+                for entry, offset in zip(entries[bucket.first : bucket.last], bucket.offsets, strict=True):
+                    if is_sharded:
+                        outbox.wait(at_most_bytes=budget - bucket.num_bytes - entry.num_bytes)
+                        outbox.spare = None  # its bytes count for the gathered tensor
+                    with weights.gathered(entry):
+                        outbox.attempt(pack, buffer, entry, offset)
+                outbox.attempt(outbox.start, buffer)
+                del buffer  # or it would keep a finished bucket alive while the next one is made
+            outbox.wait(at_most_bytes=0)
         if outbox.failure is not None:
             traceback.clear_frames(outbox.failure.__traceback__)  # who keeps the error must not keep buckets and ports
             raise outbox.failure
         return digests
 
-    def _walk(
-        self,
-        outbox: "_Outbox",
-        weights: MergedWeights,
-        entries: Sequence[WeightEntry],
-        digests: dict[str, str] | None,
-    ) -> None:
-        budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
-        is_sharded = weights.is_sharded
-
-        def pack(buffer: torch.Tensor, entry: WeightEntry, offset: int) -> None:
-            view = buffer[offset : offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
-            weights.write(entry, view)
-            if digests is not None:
-                digests[entry.name] = tensor_digest(view)
-
-        for bucket in bucket_layouts([entry.num_bytes for entry in entries], self.bucket_bytes):
-            outbox.wait(at_most_bytes=budget - bucket.num_bytes)
-            buffer = outbox.attempt(outbox.allocate, bucket.num_bytes)
-            if outbox.failure is not None and not is_sharded:
-                return
-            for entry, offset in zip(entries[bucket.first : bucket.last], bucket.offsets, strict=True):
-                if is_sharded:
-                    outbox.wait(at_most_bytes=budget - bucket.num_bytes - entry.num_bytes)
-                    outbox.spare = None  # its bytes count for the gathered tensor
-                with weights.gathered(entry):
-                    outbox.attempt(pack, buffer, entry, offset)
-            outbox.attempt(outbox.start, buffer)
-            del buffer  # or it would keep a finished bucket alive while the next one is made
-        outbox.wait(at_most_bytes=0)
-
-    def open_group(self, address: tuple[str, int], world_size: int, timeout_s: float) -> Any:
-        """Open rank 0's end of the group of one server."""
-        raise NotImplementedError
-
-    def start(self, group: Any, buffer: torch.Tensor) -> Any:
-        """Put a bucket on its way; return what tells when it has arrived, as torch's `Work` does."""
-        raise NotImplementedError
-
-    def watching(self, check: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Have somebody else call `check` where this thread may not come back to do so."""
-        return contextlib.nullcontext()
-
     def abort(self, reason: Exception) -> None:
-        """End what is on its way, whoever waits for it."""
-
-    def close(self) -> None:
-        """Leave the groups; the receiving side notices and must be opened anew. Frees the ports at once: a store that
-        stayed alive would serve its old keys to the next one on the same port."""
-        raise NotImplementedError
+        """End what is on its way, in whatever call another thread waits for it. Gloo's sender never blocks."""
 
 
 class GlooTransport(Transport):
     """Buckets over Gloo; for CPU."""
 
     def open_group(self, address: tuple[str, int], world_size: int, timeout_s: float) -> torch.distributed.ProcessGroup:
-        """Rank 0's end of vLLM's `stateless_init_torch_distributed_process_group`."""
+        """Open rank 0's end of vLLM's `stateless_init_torch_distributed_process_group`."""
         from vllm.distributed.utils import get_tcp_uri, init_gloo_process_group
 
         from utils.sync.rendezvous import host_store
@@ -147,6 +117,8 @@ class GlooTransport(Transport):
         return group.broadcast([buffer], options)
 
     def close(self) -> None:
+        """Leave the groups; the receiving side notices and must be opened anew. Frees the ports at once: a store that
+        stayed alive would serve its old keys to the next one on the same port."""
         for group in self.groups:
             with contextlib.suppress(RuntimeError):
                 group.shutdown()
@@ -181,16 +153,13 @@ class NcclTransport(Transport):
     def start(self, group: nccl.Channel, buffer: torch.Tensor) -> nccl.Passage:
         return group.broadcast(buffer)
 
-    def watching(self, check: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        return nccl.watched(check, WATCH_INTERVAL_S, self.abort)
-
     def abort(self, reason: Exception) -> None:
         """Mark all communicators, tell their workers, abort them all."""
         for channel in self.groups:
             channel.failure = channel.failure or reason
         for channel in self.groups:
             with contextlib.suppress(RuntimeError):
-                channel.store.set(nccl.ABORT_KEY, "")
+                channel.meeting.store.set(nccl.ABORT_KEY, "")
         for channel in self.groups:
             channel.abort(reason)
 
@@ -243,11 +212,7 @@ class _Outbox:
 
     def _finish_oldest(self) -> None:
         works = self.under_way[0][1]
-        pause_s = 1e-5
-        while not all(work.is_completed() for work in works):
-            self.check()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1e-3)
+        nccl.poll(lambda: all(work.is_completed() for work in works), self.check)
         for work in works:
             work.wait()  # completed: returns at once, or raises the transport's error
         self.spare = self.under_way.pop(0)[0]

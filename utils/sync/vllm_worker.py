@@ -163,7 +163,7 @@ class StreamNcclEngine(BucketStream):
 
     @property
     def learner_store(self) -> torch.distributed.Store | None:
-        return None if self._channel is None else self._channel.store
+        return None if self._channel is None else self._channel.meeting.store
 
     def _open(self, init_info: InitInfo, rank: int, timeout_s: float) -> None:
         address = init_info.master_address, init_info.master_port
@@ -220,7 +220,7 @@ class WorkerExtension:
         self.init_weight_transfer_engine(init_info)
 
     def _weight_learner_is_alive(self) -> bool:
-        return store_answers(self.weight_transfer_engine.learner_store)
+        return ask_store(self.weight_transfer_engine.learner_store, nccl.ABORT_KEY) is not None
 
     def _weight_start(self) -> None:
         self.start_weight_update()
@@ -252,13 +252,8 @@ class WorkerExtension:
         self.weight_transfer_engine.shutdown()
 
 
-def store_answers(store: torch.distributed.Store | None) -> bool:
-    """Return whether the learner that hosts `store` is alive: it answers on the connection made at the rendezvous."""
-    return ask_store(store, "anything") is not None
-
-
 def ask_store(store: torch.distributed.Store | None, key: str) -> bool | None:
-    """Return whether the learner's store has `key`; None if it does not answer."""
+    """Return whether the learner's store has `key`; None if it does not answer on the rendezvous's connection."""
     answers: list[bool] = []
 
     def check() -> None:

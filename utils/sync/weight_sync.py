@@ -91,12 +91,9 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         kind = NcclTransport if self.ranks.device.type == "cuda" else GlooTransport
-        self.transport = kind(self.bucket_bytes, self.timeout_s, self._open_limit_s)
-
-    @property
-    def _open_limit_s(self) -> float:
-        """How long the rendezvous may take, so that the servers' own answers still arrive within `open_timeout_s`."""
-        return max(self.open_timeout_s / 2, self.open_timeout_s - 4 * REFUSAL_WAIT_S)
+        # The servers' own answers still arrive in time.
+        self._join_s = max(self.open_timeout_s / 2, self.open_timeout_s - 4 * REFUSAL_WAIT_S)
+        self.transport = kind(self.bucket_bytes, self.timeout_s, self._join_s)
 
     def open(self) -> None:
         """Open the communicator of every server (rank 0) and tell all ranks the outcome.
@@ -152,7 +149,7 @@ class WeightSync:
             "rank_offset": 1,
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
-            "open_timeout_s": self._open_limit_s,
+            "open_timeout_s": self._join_s,
         }
         answer = self.client.post(index, "/init_communicator/", body, self.open_timeout_s)
         self.client.run_tokens[index] = answer["run_token"]
