@@ -147,7 +147,7 @@ def test_a_peer_that_never_takes_a_bucket_ends_the_send_at_the_time_limit_SYN_3(
 def test_a_server_that_fails_ends_the_send_with_its_own_error_SYN_3():
     """SYN-3: within a moment, with two servers, one of which is healthy: its worker is told and leaves, too."""
     pair, start = Pair(num_servers=2), time.monotonic()
-    healthy = pair.receive(0, new_weights())
+    healthy = pair.receive(0, new_weights() | {"one.more": torch.zeros(64)})  # a bucket that is not sent any more
 
     def check_servers() -> None:
         if time.monotonic() - start > 0.3:
@@ -249,7 +249,11 @@ def test_a_receiver_hears_of_the_end_within_two_seconds_SYN_3(how):
     elif how == "mark":
         pair.transport.abort(RuntimeError("given up"))
     thread.join(10)
-    said = {"gone": "the learner is gone", "mark": "gave this update up", "time": "no end of the update within 1 s"}
+    said = {
+        "gone": "the learner is gone",
+        "mark": "the learner gave this update up",
+        "time": "no end of the update within 1 s",
+    }
     assert f"the weight stream broke off: {said[how]}" in str(outcome[0])
     assert time.monotonic() - start < 2.5
     pair.engines[0].reset_update()
