@@ -141,9 +141,9 @@ class NcclTransport(Transport):
 
         return open_nccl(*address, 0, world_size, timeout_s)
 
-    def send(self, weights: MergedWeights, entries: Sequence[WeightEntry], *args: Any) -> dict[str, str]:
+    def send(self, weights: MergedWeights, entries: Sequence[WeightEntry], *args: Any, **named: Any) -> dict[str, str]:
         nccl.current_stream().synchronize()  # the optimizer's step is done before its weights are merged
-        digests = super().send(weights, entries, *args)
+        digests = super().send(weights, entries, *args, **named)
         for channel in self.groups:
             channel.check()  # the watchdog may have aborted it behind the last bucket
         if len(entries) == len(weights.entries):  # the first sync's largest buckets are larger than all later ones
