@@ -238,7 +238,7 @@ def test_an_aborted_bucket_is_never_loaded_SYN_3():
 
 @pytest.mark.parametrize("how", ["gone", "mark", "time"])
 def test_a_receiver_hears_of_the_end_within_two_seconds_SYN_3(how):
-    """SYN-3, SRV-12: a learner that died, that gave up (even while its store lives), and one that stopped sending."""
+    """SYN-3: a learner that died, that gave up (even while its store lives), and one that stopped sending."""
     pair = Pair(timeout_s=1.0 if how == "time" else 60.0)
     thread, outcome = pair.receive(0, new_weights())
     time.sleep(0.2)
