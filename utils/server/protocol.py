@@ -153,10 +153,7 @@ class OwnedCall(WireModel):
 
 
 class InitCommunicator(OwnedCall):
-    """The learner is rank 0 at `master_address:master_port`; engine workers take ranks from `rank_offset` on.
-
-    `open_timeout_s` bounds the opening, `timeout_s` each step of an update, and the opening where that is not given.
-    """
+    """The learner is rank 0 at `master_address:master_port`; engine workers take ranks from `rank_offset` on."""
 
     master_address: str
     master_port: Annotated[int, Field(ge=1, le=65535)]
@@ -164,7 +161,7 @@ class InitCommunicator(OwnedCall):
     rank_offset: Annotated[int, Field(ge=1)] = 1
     bucket_bytes: Annotated[int, Field(ge=1, le=2**50)]
     timeout_s: Annotated[float, Field(gt=0, le=86400)]
-    open_timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    open_timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = None  # of the opening; by default `timeout_s`
 
 
 class FinishWeightUpdate(OwnedCall):

@@ -1,5 +1,6 @@
 """Rendezvous of learner and engine workers, without vLLM's pickles, used by both sides."""
 
+import re
 import socket
 import threading
 from datetime import timedelta
@@ -19,11 +20,7 @@ class PlainGroup(StatelessProcessGroup):
     """
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """Return `obj` of rank `src`, a ctypes structure; the other ranks pass an empty one of the same type.
-
-        Raises:
-            ValueError: fewer bytes than the structure has.
-        """
+        """Return `obj` of rank `src`, a ctypes structure; others pass an empty one. Bytes missing: ValueError."""
         key = f"unique_id/{src}"
         if self.rank == src:
             self.store.set(key, bytes(obj))
@@ -40,10 +37,11 @@ def host_store(host: str, port: int, world_size: int, timeout_s: float) -> torch
     limit, own = timedelta(seconds=timeout_s), {"multi_tenant": True, "master_listen_fd": listener.detach()}
     try:
         return torch.distributed.TCPStore(host, port, world_size, True, limit, **own)
-    except torch.distributed.DistStoreError as error:  # "... 1/3 clients joined.", rank 0 included
-        came = int(str(error).rpartition("/")[0].split()[-1]) - 1
-        came_where = f"{came} of {world_size - 1} workers came to {host}:{port}"
-        raise TimeoutError(f"timed out: {came_where} in {timeout_s:g} s") from None
+    except torch.distributed.DistStoreError as error:
+        if (joined := re.search(r"(\d+)/\d+ clients joined", str(error))) is None:
+            raise
+        came = f"{int(joined[1]) - 1} of {world_size - 1} workers"  # without rank 0
+        raise TimeoutError(f"timed out: {came} came to {host}:{port} in {timeout_s:g} s") from None
 
 
 def open_nccl(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> nccl.Channel:
