@@ -341,6 +341,26 @@ def test_a_call_that_waits_for_an_update_that_never_ends_is_refused():
     asyncio.run(run())
 
 
+def test_opening_has_one_limit_for_the_wait_and_the_rendezvous_CFG_8(monkeypatch):
+    """CFG-8: what the wait for another update took is not there for the rendezvous; an update's limit plays no part."""
+    call = INIT.model_copy(update={"timeout_s": 60.0, "open_timeout_s": 0.6})
+
+    async def run():
+        _, engine, updates = make()
+        payloads, on_all_workers = [], engine.on_all_workers
+        monkeypatch.setattr(engine, "on_all_workers", lambda *args: (payloads.append(args), on_all_workers(*args))[1])
+        await updates.lock.acquire()
+        asyncio.get_running_loop().call_later(0.3, updates.lock.release)
+        await updates.init(call)
+        step, payload = payloads[-1]
+        assert step == "init" and payload["timeout_s"] == 60.0 and 0.05 < payload["open_timeout_s"] <= 0.3
+        await updates.lock.acquire()
+        with pytest.raises(Conflict, match="in the middle"):
+            await updates.init(call)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_health_is_good_only_while_the_server_can_generate():
     """SRV-6"""
     llm, engine, updates = make()

@@ -192,6 +192,35 @@ def test_a_closed_port_is_explained_CON_1(weights):
     assert "open" not in server.events  # nobody to meet: that would take a whole time-out
 
 
+def test_opening_is_bounded_by_its_own_limit_on_both_sides_CFG_8(weights, monkeypatch):
+    """CFG-8: not by that of a sync; both sides give up early enough for the servers' answers to arrive in time."""
+    server, calls = StandIn(weights), []
+    post = server.post
+    monkeypatch.setattr(server, "post", lambda *args: (calls.append(args), post(*args))[1])
+    sync = WeightSync(
+        weights, OneRank([]), server, [("127.0.0.1", port) for port in PORTS], run_id="run", bucket_bytes=1,
+        timeout_s=300, open_timeout_s=9,
+    )  # fmt: skip
+    assert (sync.transport.timeout_s, sync.transport.open_timeout_s) == (300, 7)
+    sync.transport = server
+    sync.open()
+    for _, path, body, limit_s in calls:
+        assert path == "/init_communicator/" and limit_s == 9
+        assert (body["timeout_s"], body["open_timeout_s"]) == (300, 7)
+
+
+def test_a_rendezvous_that_fails_names_the_servers_CFG_8(weights, monkeypatch):
+    """CFG-8, CON-1: which server's group port, and who did not come to it."""
+    server = StandIn(weights)
+    sync = sync_with(server)
+    sync.transport = GlooTransport(1, 60.0, 0.5)
+    with pytest.raises(RuntimeError) as raised:
+        sync.open()
+    assert f"group port {PORTS[1]} on 127.0.0.1, for http://server1" in str(raised.value)
+    assert f"this side: timed out: 0 of 1 workers came to 127.0.0.1:{PORTS[0]} in" in str(raised.value)
+    sync.transport.close()
+
+
 def test_a_group_port_that_is_taken_is_found_before_any_server_is_called_CON_1(weights):
     """CON-1: a server that was called would wait at that port, for the process that has it, until its time-out."""
     server = StandIn(weights)

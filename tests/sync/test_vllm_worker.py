@@ -50,14 +50,14 @@ def _copy(param, loaded_weight):
     param.data.copy_(loaded_weight)
 
 
-def make_engine(model: nn.Module):
+def make_engine(model: nn.Module, kind: type = vllm_worker.StreamGlooEngine):
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
     config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.float32))
     for param in model.parameters():
         param.weight_loader = _copy
     with torch.device("cpu"):
         record_metadata_for_reloading(model)
-    return vllm_worker.StreamGlooEngine(SimpleNamespace(), config, torch.device("cpu"), model)
+    return kind(SimpleNamespace(), config, torch.device("cpu"), model)
 
 
 def free_port() -> int:
@@ -66,16 +66,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def meet(engine, bucket_bytes: int, timeout_s: float = 20.0):
+def meet(engine, bucket_bytes: int, timeout_s: float = 20.0, open_timeout_s: float | None = None):
     """Open the communicator; returns the learner's end."""
     port, ends = free_port(), []
     learner = threading.Thread(
         target=lambda: ends.append(
-            open_group("127.0.0.1", port, 0, 2, backend="gloo", timeout=timedelta(seconds=timeout_s))
+            open_group("127.0.0.1", port, 0, 2, backend="gloo", timeout=timedelta(seconds=open_timeout_s or timeout_s))
         )
     )
     learner.start()
-    engine.init_transfer_engine(vllm_worker.InitInfo("127.0.0.1", port, 2, 1, bucket_bytes, timeout_s))
+    limits = timeout_s, open_timeout_s
+    engine.init_transfer_engine(vllm_worker.InitInfo("127.0.0.1", port, 2, 1, bucket_bytes, *limits))
     learner.join()
     return ends[0]
 
@@ -337,7 +338,7 @@ def test_a_worker_knows_whether_its_learner_is_alive(monkeypatch):
     engine = make_engine(TinyModel())
 
     def is_alive() -> bool:
-        return vllm_worker.store_answers(engine.learner_store)
+        return vllm_worker.ask_store(engine.learner_store, "anything") is not None
 
     assert not is_alive()
     group = meet(engine, 64)
@@ -473,31 +474,22 @@ def test_gloo_listens_on_loopback_only_for_a_local_learner(monkeypatch):
 
 
 def test_both_engines_are_registered():
-    """SYN-1: NCCL between CUDA devices, Gloo on CPU, through vLLM's own registry."""
+    """SYN-1: NCCL between CUDA devices, Gloo on CPU, through vLLM's own registry and interface."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
     assert {"stream_gloo", "stream_nccl"} <= set(WeightTransferEngineFactory._registry)
-    assert issubclass(vllm_worker.StreamNcclEngine, NCCLWeightTransferEngine)
+    assert issubclass(vllm_worker.StreamNcclEngine, WeightTransferEngine)
 
 
-def test_the_nccl_engine_loads_through_the_same_checks(monkeypatch):
-    """SYN-7: digests on the NCCL path, without NCCL: vLLM's receiving is replaced by a call of what it would call."""
-    model = TinyModel()
-    engine = make_engine(model)
-    store = SimpleNamespace(store=object())
-    group = SimpleNamespace(disabled=False, destroy=lambda: None, group=store)
-    nccl = object.__new__(vllm_worker.StreamNcclEngine)
-    nccl.__dict__.update(engine.__dict__, model_update_group=group)
-    tensors = new_weights()
-
-    def receive(self, info):
-        self.model.load_weights(list(tensors.items()))
-
-    monkeypatch.setattr(vllm_worker.NCCLWeightTransferEngine, "receive_weights", receive)
-    nccl.start_weight_update()
-    nccl.update_weights(info_of(tensors))
-    assert nccl.model is model
-    assert nccl.summary()["digests"] == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    nccl.finish_weight_update()
-    assert torch.equal(model.pair.right, tensors["pair.right"])
+def test_the_opening_and_the_updates_have_limits_of_their_own_CFG_8():
+    """CFG-8, SYN-3: a learner that never comes within `open_timeout_s`, a bucket that never comes `timeout_s`."""
+    engine, start = make_engine(TinyModel()), time.monotonic()
+    with pytest.raises(Exception, match="(?i)time"):
+        engine.init_transfer_engine(vllm_worker.InitInfo("127.0.0.1", free_port(), 2, 1, 64, 60.0, 1.0))
+    group = meet(engine, 64, timeout_s=1.0, open_timeout_s=60.0)
+    engine.start_weight_update()
+    with pytest.raises(RuntimeError, match="broke off"):
+        engine.update_weights(info_of(new_weights()))
+    assert time.monotonic() - start < 15
+    del group

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -50,13 +51,14 @@ class WeightUpdates:
         Raises:
             BadCall: `world_size` does not fit this server.
             Conflict: another run's update is in progress, or its learner is alive and `token` is not its token.
-            UpdateFailed: no rendezvous within `timeout_s`.
+            UpdateFailed: no rendezvous within `open_timeout_s`.
         """
+        deadline = time.monotonic() + (call.open_timeout_s or call.timeout_s)
         expected = call.rank_offset + self.engine.world_size
         if call.world_size != expected:
             raise BadCall(f"world_size must be rank_offset + the server's devices = {expected}")
         try:
-            async with asyncio.timeout(call.timeout_s):
+            async with asyncio.timeout(deadline - time.monotonic()):
                 await self.lock.acquire()
         except TimeoutError:
             raise Conflict(f"run {self.owner} is in the middle of a weight update") from None
@@ -69,7 +71,8 @@ class WeightUpdates:
             self.owner = call.run_id
             self._token = secrets.token_urlsafe(32)
             self.engine.update_s = call.timeout_s  # how long the learner waits for each step
-            await self.engine.on_all_workers("init", call.model_dump(exclude={"run_id"}))
+            left_s = {"open_timeout_s": max(0.1, deadline - time.monotonic())}
+            await self.engine.on_all_workers("init", call.model_dump(exclude={"run_id"}) | left_s)
             return {"boot_id": self.engine.boot_id, "transport": self.transport, "run_token": self._token}
         finally:
             self.lock.release()

@@ -1,8 +1,16 @@
-"""Rendezvous of learner and engine workers over NCCL, used by both sides: vLLM's own, without its pickles."""
+"""Rendezvous of learner and engine workers, without vLLM's pickles, used by both sides."""
 
+import re
+import socket
+import threading
+from datetime import timedelta
 from typing import Any
 
+import torch
 from vllm.distributed.utils import StatelessProcessGroup
+
+from utils.dist import capture_error
+from utils.sync import nccl
 
 
 class PlainGroup(StatelessProcessGroup):
@@ -12,11 +20,7 @@ class PlainGroup(StatelessProcessGroup):
     """
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """Return `obj` of rank `src`, a ctypes structure; the other ranks pass an empty one of the same type.
-
-        Raises:
-            ValueError: fewer bytes than the structure has.
-        """
+        """Return `obj` of rank `src`, a ctypes structure; others pass an empty one. Bytes missing: ValueError."""
         key = f"unique_id/{src}"
         if self.rank == src:
             self.store.set(key, bytes(obj))
@@ -24,13 +28,49 @@ class PlainGroup(StatelessProcessGroup):
         return type(obj).from_buffer_copy(self.store.get(key))
 
 
-def open_nccl(address: str, port: int, rank: int, world_size: int) -> Any:
-    """Open a vLLM NCCL communicator on the current CUDA device; rank 0 hosts the store at `address:port`."""
-    import torch
+def host_store(host: str, port: int, world_size: int, timeout_s: float) -> torch.distributed.TCPStore:
+    """Host a store on `host:port` only, where vLLM's listens on every interface; return when all workers have come.
+
+    Raises TimeoutError, with the address and how many workers came.
+    """
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    limit, own = timedelta(seconds=timeout_s), {"multi_tenant": True, "master_listen_fd": listener.detach()}
+    try:
+        return torch.distributed.TCPStore(host, port, world_size, True, limit, **own)
+    except torch.distributed.DistStoreError as error:
+        if (joined := re.search(r"(\d+)/\d+ clients joined", str(error))) is None:
+            raise
+        came = f"{int(joined[1]) - 1} of {world_size - 1} workers"  # without rank 0
+        raise TimeoutError(f"timed out: {came} came to {host}:{port} in {timeout_s:g} s") from None
+
+
+def open_nccl(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> nccl.Channel:
+    """Open an NCCL communicator on the current CUDA device; rank 0 hosts the store at `host:port`.
+
+    In a thread of its own: `ncclCommInitRank` waits for its peers without a limit, and vLLM's communicator moves the
+    thread that makes it onto another CUDA stream for good (vLLM 0.32). Raises TimeoutError: not all came in time.
+    """
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.utils.nccl import unpinned_nccl_env
 
-    met = StatelessProcessGroup.create(address, port, rank, world_size)
-    with unpinned_nccl_env():
-        group = PlainGroup(rank, world_size, met.store)
-        return PyNcclCommunicator(group, device=torch.accelerator.current_device_index())
+    device, meeting, outcome = nccl.current_device(), PlainGroup(rank, world_size, None), []
+
+    def meet() -> None:
+        if rank == 0:
+            meeting.store = host_store(host, port, world_size, timeout_s)
+        else:
+            meeting.store = torch.distributed.TCPStore(host, port, world_size, False, timedelta(seconds=timeout_s))
+        with unpinned_nccl_env():
+            outcome.append(PyNcclCommunicator(meeting, device=device))
+        if outcome[0].disabled:  # it would send nothing, without a word
+            raise RuntimeError("vLLM found no NCCL library (VLLM_NCCL_SO_PATH)")
+
+    thread = threading.Thread(target=lambda: outcome.append(capture_error(meet)), daemon=True)
+    thread.start()
+    thread.join(timeout_s + 1)  # the store counts in whole seconds, and its error says more
+    who = "a worker" if rank == 0 else "the learner or another worker"
+    late = TimeoutError(f"timed out: {who} did not finish joining at {host}:{port} in {timeout_s:g} s")
+    if (error := late if thread.is_alive() else outcome[-1]) is not None:
+        meeting.store = None  # frees the port, although NCCL may still wait
+        raise error
+    return nccl.Channel(outcome[0], meeting)

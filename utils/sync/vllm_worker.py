@@ -3,20 +3,20 @@
 Stands on vLLM 0.32's weight-transfer interface, which changes with vLLM releases. Naming `WorkerExtension` as vLLM's
 `worker_extension_cls` imports the module in every worker, which registers two engines:
 
-- `stream_gloo`: buckets over Gloo, laid out by `utils.sync.wire`. For CPU engines.
-- `stream_nccl`: vLLM's own NCCL engine; only loading is wrapped, for digests and checks. For CUDA engines.
+- `stream_gloo`: buckets over Gloo, for CPU engines.
+- `stream_nccl`: buckets over NCCL, for CUDA engines, with a watchdog (`utils.sync.nccl`).
 
-Both load through `utils.sync.vllm_reload`.
+Both take buckets as `utils.sync.wire` lays them out, and load them through `utils.sync.vllm_reload`.
 """
 
 import contextlib
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,12 +28,13 @@ from vllm.distributed.utils import (
 )
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
+from utils.sync import nccl
 from utils.sync.rendezvous import open_nccl
 from utils.sync.vllm_reload import NamedTensor, StreamBroken, StreamedUpdates
 from utils.sync.wire import ADAPTER_ID, BucketLayout, bucket_layouts, loopback_if_local
@@ -42,11 +43,12 @@ logger = logging.getLogger(__name__)
 
 UPDATES_PER_TRIM = 10  # how often a CPU engine returns what malloc keeps in pieces to the system
 LEARNER_TIMEOUT_S = 5.0  # a learner whose store has not answered for so long counts as dead
+WATCH_INTERVAL_S = 1.0  # between two questions to the learner's store during an update over NCCL
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The learner (rank 0) hosts the store; `timeout_s` bounds the rendezvous (Gloo) and every wait for the learner."""
+    """The learner (rank 0) hosts the store; `timeout_s` bounds an update, `open_timeout_s` the opening."""
 
     master_address: str
     master_port: int
@@ -54,6 +56,7 @@ class InitInfo(WeightTransferInitInfo):
     rank_offset: int
     bucket_bytes: int
     timeout_s: float
+    open_timeout_s: float | None = None
 
 
 @dataclass
@@ -61,30 +64,21 @@ class UpdateInfo(NCCLWeightTransferUpdateInfo):
     digest: bool = False
 
 
-class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Buckets over Gloo: one uint8 broadcast from rank 0 per bucket; the next one travels while the last is loaded."""
+class BucketStream(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One uint8 broadcast from rank 0 per bucket; the next one travels while the last is loaded."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    learner_store: torch.distributed.Store | None = None
-    _group: torch.distributed.ProcessGroup | None = None
     _bucket_bytes = 0
-    _num_updates = 0
+    _timeout_s = 300.0
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()  # left over from a learner that died
         self._bucket_bytes = init_info.bucket_bytes
-        with loopback_if_local(init_info.master_address):
-            self._group, self.learner_store = stateless_init_torch_distributed_process_group(
-                init_info.master_address,
-                init_info.master_port,
-                rank=_global_worker_rank(self.parallel_config) + init_info.rank_offset,
-                world_size=init_info.world_size,
-                backend="gloo",
-                timeout=timedelta(seconds=init_info.timeout_s),
-                return_store=True,
-            )
+        self._timeout_s = init_info.timeout_s
+        rank = _global_worker_rank(self.parallel_config) + init_info.rank_offset
+        self._open(init_info, rank, init_info.open_timeout_s or init_info.timeout_s)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises StreamBroken when the sender is gone or `timeout_s` passes; the group is unusable afterwards."""
@@ -119,10 +113,31 @@ class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInf
             self.shutdown()
             raise StreamBroken(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error
 
+
+class StreamGlooEngine(BucketStream):
+    """Buckets over Gloo."""
+
+    learner_store: torch.distributed.Store | None = None
+    _group: torch.distributed.ProcessGroup | None = None
+    _num_updates = 0
+
+    def _open(self, init_info: InitInfo, rank: int, timeout_s: float) -> None:
+        with loopback_if_local(init_info.master_address):
+            self._group, self.learner_store = stateless_init_torch_distributed_process_group(
+                init_info.master_address,
+                init_info.master_port,
+                rank=rank,
+                world_size=init_info.world_size,
+                backend="gloo",
+                timeout=timedelta(seconds=timeout_s),
+                return_store=True,
+            )
+
     def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, torch.distributed.Work]:
         bucket = torch.empty(layout.num_bytes, dtype=torch.uint8)  # vLLM keeps views until their module is complete
         options = torch.distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=self._timeout_s)
         return bucket, self._group.broadcast([bucket], options)
 
     def finish_weight_update(self) -> None:
@@ -142,47 +157,47 @@ class StreamGlooEngine(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInf
             self.learner_store = None
 
 
-class StreamNcclEngine(StreamedUpdates, NCCLWeightTransferEngine):
-    """vLLM's packed NCCL broadcast, with our rendezvous, loading checks and digests, and a time limit.
+class StreamNcclEngine(BucketStream):
+    """Buckets over NCCL. A watchdog ends an update whose learner is gone, gave it up, or takes longer than allowed."""
 
-    `ncclBroadcast` cannot time out: after `timeout_s` without the end of an update the communicator is aborted.
-    """
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-    _timeout_s = 300.0
+    _channel: nccl.Channel | None = None
 
     @property
     def learner_store(self) -> torch.distributed.Store | None:
-        return None if self.model_update_group is None else self.model_update_group.group.store
+        return None if self._channel is None else self._channel.meeting.store
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.shutdown()  # left over from a learner that died
-        self._timeout_s = init_info.timeout_s
-        self.packed = True
-        self.packed_buffer_size_bytes = init_info.bucket_bytes
-        self.packed_num_buffers = 2  # as utils.sync.transports sends
-        self.model_update_group = open_nccl(
-            init_info.master_address,
-            init_info.master_port,
-            _global_worker_rank(self.parallel_config) + init_info.rank_offset,
-            init_info.world_size,
-        )
+    def _open(self, init_info: InitInfo, rank: int, timeout_s: float) -> None:
+        address = init_info.master_address, init_info.master_port
+        self._channel = open_nccl(*address, rank, init_info.world_size, timeout_s)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        model, group = self.model, self.model_update_group
-        watchdog = threading.Timer(self._timeout_s, group.destroy)
-        watchdog.daemon = True
-        watchdog.start()
-        self.model = SimpleNamespace(load_weights=self.update.load)  # all that the base class uses of it here
-        try:
+        store, deadline = self.learner_store, time.monotonic() + self._timeout_s
+
+        def check() -> None:
+            was_given_up = ask_store(store, nccl.ABORT_KEY)
+            if was_given_up is None:
+                raise RuntimeError("the learner is gone")
+            if was_given_up:
+                raise RuntimeError("the learner gave this update up")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no end of the update within {self._timeout_s:g} s")
+
+        with nccl.watched(check, WATCH_INTERVAL_S, self._channel.abort):
             super().receive_weights(update_info)
-        finally:
-            self.model = model
-            watchdog.cancel()
-        if group.disabled:
-            self.model_update_group = None
-            raise RuntimeError(f"weight broadcast not finished after {self._timeout_s:g} s; communicator aborted")
+
+    def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, nccl.Passage]:
+        bucket = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
+        return bucket, self._channel.broadcast(bucket)
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        if not self.missing:  # everything came: buckets were larger than they will be again
+            nccl.release_memory()
+
+    def shutdown(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 class WorkerExtension:
@@ -206,7 +221,7 @@ class WorkerExtension:
         self.init_weight_transfer_engine(init_info)
 
     def _weight_learner_is_alive(self) -> bool:
-        return store_answers(self.weight_transfer_engine.learner_store)
+        return ask_store(self.weight_transfer_engine.learner_store, nccl.ABORT_KEY) is not None
 
     def _weight_start(self) -> None:
         self.start_weight_update()
@@ -246,21 +261,19 @@ class WorkerExtension:
             return {"memory_bytes": total - free, "utilization": torch.cuda.utilization() / 100}
         return {"memory_bytes": total - free}
 
-
-def store_answers(store: torch.distributed.Store | None) -> bool:
-    """Return whether the learner that hosts `store` is alive: it answers on the connection made at the rendezvous."""
+def ask_store(store: torch.distributed.Store | None, key: str) -> bool | None:
+    """Return whether the learner's store has `key`; None if it does not answer on the rendezvous's connection."""
     answers: list[bool] = []
 
     def check() -> None:
         with contextlib.suppress(RuntimeError):  # the connection is gone
-            store.check(["anything"])
-            answers.append(True)
+            answers.append(bool(store.check([key])))
 
     if store is not None:
         thread = threading.Thread(target=check, daemon=True)  # a machine that vanished never answers
         thread.start()
         thread.join(LEARNER_TIMEOUT_S)
-    return bool(answers)
+    return answers[0] if answers else None
 
 
 def _fill_slot(lora_manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor]) -> None:

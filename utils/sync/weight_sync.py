@@ -90,8 +90,10 @@ class WeightSync:
     _parameters: list[dict[str, list[str]]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        on_cuda, size = self.ranks.device.type == "cuda", self.bucket_bytes
-        self.transport = NcclTransport(size) if on_cuda else GlooTransport(size, self.timeout_s)
+        kind = NcclTransport if self.ranks.device.type == "cuda" else GlooTransport
+        # The servers' own answers still arrive in time.
+        self._join_s = max(self.open_timeout_s / 2, self.open_timeout_s - 4 * REFUSAL_WAIT_S)
+        self.transport = kind(self.bucket_bytes, self.timeout_s, self._join_s)
 
     def open(self) -> None:
         """Open the communicator of every server (rank 0) and tell all ranks the outcome.
@@ -118,7 +120,9 @@ class WeightSync:
                 problems = [error for answer in answers if (error := capture_error(answer.result))]
         if problems or ours:
             self.transport.close()
-            lines = [f"group port {port} on {host}" for host, port in self.addresses]
+            lines = [
+                f"group port {p} on {host}, for {self.client.url(i)}" for i, (host, p) in enumerate(self.addresses)
+            ]
             lines += [f"  server said: {problem}" for problem in problems]
             lines += [f"  this side: {ours}"] if ours else []
             text = "the weight communicator could not be opened: " + "\n".join(lines)
@@ -145,6 +149,7 @@ class WeightSync:
             "rank_offset": 1,
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
+            "open_timeout_s": self._join_s,
         }
         answer = self.client.post(index, "/init_communicator/", body, self.open_timeout_s)
         self.client.run_tokens[index] = answer["run_token"]
