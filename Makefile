@@ -96,7 +96,7 @@ grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on C
 	  train_grpo.py --config $(CONFIG) $(ARGS)
 
 docs: $(READY) ## docs/config.md from the schema
-	$(BIN)/python tools/make_config_docs.py
+	$(BIN)/python -m tools.make_config_docs
 
 clean: ## remove runs and caches (not the environment)
 	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

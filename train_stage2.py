@@ -4,10 +4,11 @@
     deepspeed --include localhost:3 train_stage2.py --config configs/stage2/qwen3vl_8b_3v1.yaml
 
 Start the rollout server first (`make server CONFIG=...`), unless the learners generate themselves (`vllm.mode:
-colocate`, or `rollout_backend: hf`). In every optimizer step the current weights go to the engine that generates. The
-model responds to the step's images. Each response is parsed token by token, its objects are matched with the ground
-truth, and one training sequence is written from the model's own prefix and every object it missed. The sequences are
-packed into rows: one forward and backward per row, one optimizer step.
+colocate`, or `rollout_backend: hf`) or nothing is generated (stage 1: `teacher_forced_ratio: 1`). In every
+optimizer step the current weights go to the engine that generates. The model responds to the step's images. Each
+response is parsed token by token, its objects are matched with the ground truth, and one training sequence is written
+from the model's own prefix and every object it missed. The sequences are packed into rows: one forward and backward per
+row, one optimizer step.
 """
 
 import logging
@@ -40,6 +41,8 @@ from utils.scores import count_sample, prediction_record, scores
 from utils.targets import Segment, TargetOptions, build_target
 
 logger = logging.getLogger("train_stage2")
+
+SHOWN_SCORES = ("f1", "f1_no_label", "precision", "recall", "parse_rate")  # of a step's rollouts
 
 
 def main() -> None:
@@ -294,11 +297,11 @@ def log_step(
     metrics = {
         **{f"loss/{name}": value for name, value in result.losses.items()},
         **{f"rollout/{name}": value for name, value in counts.items()},
-        **{f"rollout/{name}": quality[name] for name in ("f1", "f1_no_label", "precision", "recall", "parse_rate")},
+        **{f"rollout/{name}": quality[name] for name in SHOWN_SCORES if counts["num_images"]},
         **step_metrics(result, ranks),
         "train/buffer_length": len(run.buffer),
     }
-    shown = {"loss": result.losses["total"], "f1": quality["f1"]}
+    shown = {"loss": result.losses["total"], **({"f1": quality["f1"]} if counts["num_images"] else {})}
     session.log_step(step, metrics, quality if counts["num_images"] else None, **shown)
     run.dump.write(step, [example for own in rollouts for example in own.examples], session.monitor)
     training, filled = session.cfg.training, result.fill_ratio

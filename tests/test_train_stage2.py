@@ -14,8 +14,9 @@ import train_stage2
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.data.encoding import encode_prompt
-from utils.rollout.backend import RolloutResult
+from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
+from utils.run.session import Session
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +180,19 @@ def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(folder, start_mode
     again = train_stage2.teacher_forced(run.cfg, 3, 1, 0, 8)
     assert (again == train_stage2.teacher_forced(run.cfg, 3, 1, 0, 8)).all()
     assert not train_stage2.teacher_forced(run_of(folder, start_model).cfg, 0, 0, 0, 100).any()
+
+
+def test_supervised_training_opens_no_engine_and_prepares_rows_in_a_thread_LRN_10(folder, start_model):
+    """LRN-10, LRN-8: unless the transformers backend evaluates, on all ranks together."""
+    data = folder / "data" / "train.jsonl"
+    cfg = config_of(folder, start_model, data, teacher_forced_ratio=1)
+    engine = setup.open_engine(cfg, None, "run", None, None, None, None, None)  # none of which it looks at
+    assert type(engine) is NoEngine and engine.generate([], None, None) == [] and engine.ledger == {}
+    evaluated = cfg.model_copy(update={"training": cfg.training.model_copy(update={"eval_steps": 1})})
+    for own, in_a_thread in ((cfg, True), (evaluated, False)):
+        session = SimpleNamespace(cfg=own, policy=SimpleNamespace(client=None))
+        Session.prefetch(session, None)
+        assert session.prefetcher._background == in_a_thread
 
 
 def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):

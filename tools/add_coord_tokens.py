@@ -7,8 +7,8 @@ checkpoint; embeddings and head grow only as far as needed. Only the files that 
 a time, which takes about as much memory as the larger file. The other weights are hard-linked if the file system allows
 it, otherwise copied. All rows of existing tokens stay the same, bit for bit.
 
-New rows are only a start: without supervised training (`python -m tools.warmup_sft` for small models) the model does
-not know when to write them.
+New rows are only a start: without supervised training (stage 1, `configs/stage1/`) the model does not know when to
+write them.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def main() -> None:
         add_coord_tokens(args.model, args.output, args.seed)
     except (ValueError, OSError) as error:
         exit_with(str(error))
-    print(f"{args.output}: added {NUM_BINS} coordinate tokens; train it on the answer format before stage 2")
+    print(f"{args.output}: added {NUM_BINS} coordinate tokens; train it on the answer format (configs/stage1/)")
 
 
 if __name__ == "__main__":

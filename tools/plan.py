@@ -3,8 +3,9 @@
     python -m tools.plan --config FILE --nodes 2 --devices-per-node 8
 
 The config's batch geometry and tuner stay as they are; only the number of learners and rollout devices varies. Memory
-is the estimate that `--dry-run` prints. Seconds come from a small model whose constants `make bench` measures
-(docs/performance.md), or a finished run (`--run`). No device is used.
+is the estimate that `--dry-run` prints; `python -m tools.plan --update-headers` writes it into the headers of the
+shipped presets. Seconds come from a small model whose constants `make bench` measures (docs/performance.md), or a
+finished run (`--run`). No device is used.
 
     rollout = answers of a step * new tokens * 2 * parameters / (rollout devices * rollout_flops_per_s)
     train   = tokens of a step * FLOPs per token / (learners * train_flops_per_s)
@@ -20,6 +21,7 @@ prefill and the cost of more devices (all-reduce, tensor parallelism): a guide t
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,18 +31,28 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from utils.config.load import ConfigError, build_config, check_launch, engine_json, load_config_or_exit
+from utils.config.load import ConfigError, build_config, check_launch, engine_json, load_config, load_config_or_exit
 from utils.config.memory import DEVICE_GIB, GIB, ModelSize, learner_memory, model_size
-from utils.config.plan import max_tokens_per_step
+from utils.config.plan import make_plan, max_tokens_per_step
 from utils.config.schema import Config
 
 CONSTANTS = Path(__file__).parents[1] / "benchmarks" / "constants.json"
+PRESETS = sorted(
+    path
+    for folder in ("stage1", "stage2", "grpo")
+    for path in (Path(__file__).parents[1] / "configs" / folder).glob("*.yaml")
+    if path.stem != "base"
+)
 SETTLING_STEPS = 3  # skipped at the start of a run: the first is cold and carries the first, full sync
 NUM_SHOWN = 8
 
 
 def main() -> None:
     args = parse_args()
+    if args.update_headers:
+        for path in PRESETS:
+            path.write_text(re.sub(r"^# Memory: .*$", memory_line(path), path.read_text(), flags=re.MULTILINE))
+        return
     cfg = load_config_or_exit(args.config)
     kind = "cpu" if cfg.rs is not None and cfg.server_settings().device == "cpu" else "cuda"
     try:
@@ -59,7 +71,11 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config")
+    what.add_argument(
+        "--update-headers", action="store_true", help="write the memory into the shipped presets' headers"
+    )
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--devices-per-node", type=int, default=8)
     parser.add_argument("--new-tokens", type=float, help="mean length of a response (default: the maximum)")
@@ -67,6 +83,28 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--run", type=Path, help="take constants from this finished run, not from benchmarks/")
     parser.add_argument("--device-gib", type=float, default=DEVICE_GIB, help="memory of one device")
     return parser.parse_args()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the headers of presets
+
+
+def gpus_of(path: Path, target: str) -> list[int]:
+    """GPUs that the header of a preset gives to `make TARGET` (a regex); empty without such a command."""
+    found = re.search(rf"^# .*make (?:{target}) GPUS=([\d,]+) ", path.read_text(), re.MULTILINE)
+    return [int(gpu) for gpu in found[1].split(",")] if found else []
+
+
+def memory_line(path: Path) -> str:
+    """The line `# Memory:` of a preset, from the plan for as many learners as its header starts."""
+    cfg = load_config(path)
+    plan = make_plan(cfg, len(gpus_of(path, "train|grpo")))
+    text = f"{sum(plan.learner_memory.values()) / GIB:.1f} GiB per learner"
+    if cfg.generates:
+        share = cfg.server_settings().vllm_gpu_memory_utilization * DEVICE_GIB
+        needed = sum(plan.rollout_memory.values()) / GIB
+        text += f"; {needed:.1f} GiB per rollout device, of the {share:.0f} GiB that vLLM takes"
+    return f"# Memory:   {text} (estimates of --dry-run)"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,6 +288,8 @@ def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.N
     Raises:
         ValueError: a constant or the model's size is unknown.
     """
+    if not cfg.generates:
+        raise ValueError("nothing generates in this run, so every device is a learner")
     tensor_parallel_size = cfg.server_settings().vllm_tensor_parallel_size if cfg.rs is not None else 1
     size = model_size(Path(cfg.model.path), cfg.tuner)
     if size is None:

@@ -4,7 +4,8 @@
 
 Stage 2 learns from its own rollouts, so it needs a model whose responses mostly parse. This is the short way there,
 with the JSONL format, targets, rows and losses of stage 2 (the target is the ground truth after an empty prefix). It
-trains the whole model in float32 on the CPU: meant for small models and a first try, not for the 8B model.
+trains the whole model in float32 on the CPU with Muon: meant for the demos' small models. Large ones take stage 1
+(`configs/stage1/`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.test_load import GRPO_RUNS, edited, minimal, only_problem
+from tests.config.test_load import GRPO_RUNS, ROOT, edited, minimal, only_problem
 from utils.config.load import (
     ConfigError,
     build_config,
@@ -279,7 +279,7 @@ def test_GRP_3_presets_are_what_the_contract_says(path: Path) -> None:
 
 def test_GRP_3_presets_share_a_base_and_differ_in_rewards() -> None:
     """GRP-3."""
-    first, second = (load_config(path) for path in GRPO_RUNS)
+    first, second = (load_config(path) for path in GRPO_RUNS if not path.stem.endswith("_dora"))
     assert first.rlhf.reward_funcs != second.rlhf.reward_funcs
     assert second.rlhf.reward_weights[second.rlhf.reward_funcs.index("summary_attr_key_recall")] == 2.0
     same = {"reward_funcs": [], "reward_weights": None}
@@ -287,3 +287,16 @@ def test_GRP_3_presets_share_a_base_and_differ_in_rewards() -> None:
     assert first.model_copy(update={"rlhf": None, "training": None}).model_dump(warnings=False) == second.model_copy(
         update={"rlhf": None, "training": None}
     ).model_dump(warnings=False)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/grpo/*_dora.yaml")), ids=lambda path: path.stem)
+def test_GRP_3_dora_siblings_differ_in_what_they_train(path: Path) -> None:
+    """GRP-3: all three parts, with DoRA; everything else is the preset's own."""
+    dora, plain = load_config(path), load_config(path.with_stem(path.stem.removesuffix("_dora")))
+    assert dora.tuner.use_dora and not (dora.tuner.freeze_llm or dora.tuner.freeze_vit or dora.tuner.freeze_aligner)
+    rates = {"output_dir": "", "vit_lr": None, "aligner_lr": None}
+    ours, theirs = (
+        cfg.model_copy(update={"tuner": None, "training": cfg.training.model_copy(update=rates)})
+        for cfg in (dora, plain)
+    )
+    assert ours.model_dump(warnings=False) == theirs.model_dump(warnings=False)

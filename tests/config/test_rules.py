@@ -450,3 +450,30 @@ def test_all_problems_of_a_launch_are_reported_together(tmp_path: Path) -> None:
 def test_CFG_17_missing_deepspeed_file_names_the_known_ones(name: str, message: str) -> None:
     """CFG-17."""
     assert message in only_problem(edited(deepspeed=name))
+
+
+SUPERVISED = {"RM__teacher_forced_ratio": 1, "RM__max_new_tokens": 9999}
+
+
+@pytest.mark.parametrize("vllm", [{}, {"mode": "server"}, minimal()["custom"]["extra"]["rollout_matching"]["vllm"]])
+def test_LRN_10_supervised_training_needs_no_engine(vllm: dict[str, Any]) -> None:
+    """LRN-10: no servers, even those the file names, no vLLM, any number of learners; rows are prepared ahead."""
+    ahead = {"enabled": True, "version_window": 1}
+    cfg = build_config(edited(**SUPERVISED, RM__vllm=vllm, RM__async=ahead))
+    assert not cfg.generates and not cfg.servers() and not cfg.is_colocate
+    check_launch(cfg, 3, missing={"vllm"})
+    text = format_plan(make_plan(cfg, 3))
+    assert re.search(r"rollouts: +none: every sample trains on its ground truth", text)
+    assert re.search(r"sync mode: +none", text) and "generates" not in text and "sync buckets" not in text
+
+
+@pytest.mark.parametrize("key", ["eval_steps", "eval_at_start"])
+def test_LRN_10_evaluation_needs_the_engine_that_the_file_names(key: str) -> None:
+    """LRN-10, LRN-7: servers, or transformers, which need no vLLM."""
+    evaluated = {"RM__teacher_forced_ratio": 1, "custom__val_jsonl": "val.jsonl"}
+    evaluated[f"training__{key}"] = True if key == "eval_at_start" else 1
+    assert "is required by mode: server" in only_problem(edited(**evaluated, RM__vllm={"mode": "server"}))
+    assert build_config(edited(**evaluated)).servers()
+    hf = build_config(edited(**evaluated, RM__rollout_backend="hf"))
+    check_launch(hf, 3, missing={"vllm"})
+    assert hf.generates and not hf.servers()

@@ -1,5 +1,7 @@
 """`tools.plan`: seconds worked out by hand, and the message when nothing was measured (CFG-16)."""
 
+import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_load import edited
+from tools import plan
 from tools.plan import (
     Constants,
     StepTime,
@@ -113,3 +116,22 @@ def test_a_run_that_cannot_tell_says_why(tmp_path):
         measure(tmp_path)
     with pytest.raises(ValueError, match="with prefetch a step's seconds are not its own"):
         measure(finished_run(tmp_path, RM__async={"enabled": True}))
+
+
+def test_supervised_training_has_nothing_to_split_LRN_10():
+    """LRN-10."""
+    cfg = load_config(ROOT / "configs/stage1/qwen3vl_8b_4gpu.yaml")
+    with pytest.raises(ValueError, match="every device is a learner"):
+        splits(cfg, CONSTANTS, 8, Namespace(new_tokens=None, segment_tokens=None, device_gib=80.0))
+
+
+def test_headers_get_the_plans_memory_CFG_16(tmp_path, monkeypatch):
+    """CFG-16: only that line changes."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    spoilt = tmp_path / "configs/stage2/qwen3vl_8b_6v2.yaml"
+    shipped = spoilt.read_text()
+    spoilt.write_text(re.sub("# Memory: .*", "# Memory:   9.9 GiB", shipped))
+    monkeypatch.setattr(plan, "PRESETS", [spoilt])
+    monkeypatch.setattr("sys.argv", ["plan", "--update-headers"])
+    plan.main()
+    assert spoilt.read_text() == shipped

@@ -141,7 +141,7 @@ def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_s
         "activations": _activations(cfg, bytes_each),
         "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
         "DoRA norms": size.dora_values * bytes_each,
-        "sync buckets (rank 0)": 2 * cfg.rm.vllm.sync.bucket_mib << 20,
+        "sync buckets (rank 0)": (2 * cfg.rm.vllm.sync.bucket_mib << 20) * cfg.generates,
     }
     for part, knob in (("weights", "offload_param"), ("optimizer", "offload_optimizer")):
         if zero.get(knob, {}).get("device", "none") != "none":
@@ -206,8 +206,8 @@ def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
     vllm = cfg.rm.vllm
     if cfg.is_colocate:
         return cfg.global_max_length or 0, vllm.tensor_parallel_size, vllm.gpu_memory_utilization
-    if cfg.rm.rollout_backend == "hf":
-        return cfg.global_max_length or 0, None, 0.0
+    if cfg.rm.rollout_backend == "hf" or not cfg.generates:
+        return (cfg.global_max_length or 0) * cfg.generates, None, 0.0
     if cfg.rs is None:
         return None
     own = cfg.server_settings()

@@ -79,7 +79,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         zero_stage=engine.get("zero_optimization", {}).get("stage", 0),
         servers=servers,
         own_rollouts=_own_rollouts(cfg, world_size),
-        sync_mode=f"full, as adapter sync fails: {why}" if (why := cfg.adapter_obstacle()) else cfg.sync_mode(),
+        sync_mode=_sync_mode(cfg),
         chunk=chunk,
         rounds=chunk and -(-training.per_device_train_batch_size * cfg.answers_per_sample // chunk),
         samples_per_step=engine["train_batch_size"],
@@ -114,10 +114,19 @@ def print_dry_run(cfg: Config, world_size: int) -> None:
 
 def _own_rollouts(cfg: Config, world_size: int) -> str | None:
     vllm = cfg.rm.vllm
+    if not cfg.generates:
+        return "none: every sample trains on its ground truth, and nothing is evaluated"
     if cfg.is_colocate:
         engines = f"{world_size // vllm.tensor_parallel_size} vLLM engine(s) of {vllm.tensor_parallel_size} device(s)"
         return f"{engines} on the learners' own, {vllm.gpu_memory_utilization:g} of the memory of each"
     return "transformers' generate on the training model" if cfg.rm.rollout_backend == "hf" else None
+
+
+def _sync_mode(cfg: Config) -> str:
+    if not cfg.generates:
+        return "none"
+    why = cfg.adapter_obstacle()
+    return f"full, as adapter sync fails: {why}" if why else cfg.sync_mode()
 
 
 def _servers(cfg: Config) -> list[ServerPlan]:
@@ -126,6 +135,8 @@ def _servers(cfg: Config) -> list[ServerPlan]:
 
 
 def _chunk(cfg: Config, servers: list[ServerPlan], world_size: int) -> int | None:
+    if not cfg.generates:
+        return 0
     if _own_rollouts(cfg, world_size):
         return cfg.rm.decode_batch_size  # an engine over t devices holds t times as many, and t learners share it
     if not servers or any(server.world_size is None for server in servers):
@@ -236,7 +247,7 @@ def _learner_process(cfg: Config, rank: int, has_servers: bool) -> str:
     tasks = ["trains"]
     if cfg.is_colocate:
         tasks.append(f"generates (engine {rank // cfg.rm.vllm.tensor_parallel_size})")
-    elif not has_servers:
+    elif not has_servers and cfg.generates:
         tasks.append("generates")
     if rank == 0:
         tasks += ["sends weights", "writes logs"] if has_servers else ["writes logs"]

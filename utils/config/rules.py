@@ -54,7 +54,7 @@ def _lengths_fit(cfg: Config) -> Found:
     elif row is None and (cfg.training.packing or cfg.is_colocate):
         why = "training.packing" if cfg.training.packing else "rlhf.vllm_mode: colocate"
         yield "global_max_length", f"is required with {why}; set it to the number of tokens one row may hold"
-    elif row is not None and new_tokens >= row:
+    elif row is not None and new_tokens >= row and cfg.generates:
         yield key, f"prompt and response must fit in global_max_length={row}; lower it or raise global_max_length"
     for path, settings in _server_settings(cfg):
         length = settings.vllm_max_model_len
@@ -82,7 +82,7 @@ def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
 
 @_rule(f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.server", "custom.trainer_variant")
 def _server_mode_has_servers(cfg: Config) -> Found:
-    uses_server = not cfg.is_grpo and cfg.rm.rollout_backend == "vllm" and cfg.rm.vllm.mode == "server"
+    uses_server = not cfg.is_grpo and cfg.uses_vllm and cfg.rm.vllm.mode == "server"
     if uses_server and cfg.rm.vllm.server is None:
         yield f"{RM}.vllm.server", "is required by mode: server; list the servers with base_url and group_port"
 
@@ -221,7 +221,7 @@ def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
         if prefetch.version_window:
             yield f"{RM}.async.version_window", f"needs {RM}.async.enabled: true; set it, or version_window: 0"
         return
-    if not cfg.connection:
+    if not cfg.connection and cfg.generates:
         yield f"{RM}.async.enabled", f"prefetch needs rollout servers; use {RM}.vllm.mode: server, or set it to false"
     if prefetch.on_sync == "keep" and cfg.sync_mode() == "adapter":
         yield f"{RM}.async.on_sync", "an adapter sync cannot keep requests; use wait, abort or full sync"
@@ -393,7 +393,7 @@ def launch_problems(cfg: Config, world_size: int, missing: set[str] | frozenset[
         yield cfg.rollout_path("vllm.sync.mode"), rule
     backend = cfg.rollout_path("rollout_backend")
     hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
-    if cfg.rm.rollout_backend == "vllm" and "vllm" in missing:
+    if cfg.uses_vllm and "vllm" in missing:
         yield backend, f"vLLM is not installed here; install it (see README), or set {hf}"
     if cfg.is_colocate and world_size % cfg.rm.vllm.tensor_parallel_size:
         mode = cfg.rollout_path("vllm.mode")

@@ -140,7 +140,9 @@ class RolloutMatching(Section):
     decoding: Decoding = Field(default_factory=Decoding)
     max_new_tokens: PositiveInt = key(1024, "longest response in tokens")
     max_failed_fraction: Ratio = key(0.05, "fraction of unreadable samples tolerated among the last 200")
-    teacher_forced_ratio: Ratio = key(0.0, "fraction of samples trained on the plain ground truth")
+    teacher_forced_ratio: Ratio = key(
+        0.0, "fraction of samples trained on the plain ground truth; 1: supervised training, no engine but to evaluate"
+    )
     answer_format: Literal["coord_tokens", "qwen3vl"] = key(
         "coord_tokens", "one token per coordinate, or Qwen3-VL's own format (0..1000, label, boxes; no added tokens)"
     )
@@ -282,8 +284,17 @@ class Config(Section):
         return self.custom.trainer_variant == "grpo"
 
     @property
+    def generates(self) -> bool:
+        """False where no sample asks for a rollout and nothing is evaluated: no engine is needed (LRN-10)."""
+        return self.rm.teacher_forced_ratio < 1 or bool(self.training.eval_steps) or self.training.eval_at_start
+
+    @property
+    def uses_vllm(self) -> bool:
+        return self.generates and self.rm.rollout_backend == "vllm"
+
+    @property
     def is_colocate(self) -> bool:
-        return self.rm.rollout_backend == "vllm" and self.rm.vllm.mode == "colocate"
+        return self.uses_vllm and self.rm.vllm.mode == "colocate"
 
     @property
     def rm(self) -> RolloutMatching:
@@ -306,8 +317,7 @@ class Config(Section):
     @property
     def connection(self) -> Server | None:
         """Connection settings in the form of CFG-7, for either trainer; None without servers."""
-        uses_server = self.rm.rollout_backend == "vllm" and self.rm.vllm.mode == "server"
-        return self.rm.vllm.server if uses_server else None
+        return self.rm.vllm.server if self.uses_vllm and self.rm.vllm.mode == "server" else None
 
     def servers(self) -> list[ServerAddress]:
         """Return the rollout servers in order; empty when no server generates."""

@@ -97,7 +97,7 @@ class RolloutResult:
 
 
 class Engine(Protocol):
-    """Generator with the policy's weights: `ServerEngine`, `HfEngine` or `ColocateEngine` (CFG-5).
+    """Generator with the policy's weights: `ServerEngine`, `HfEngine`, `ColocateEngine` (CFG-5) or `NoEngine`.
 
     Attributes:
         mode: the weight-sync mode in force, `full` or `adapter`; None where no weights are sent.
@@ -126,6 +126,31 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Leave the engine. Servers stay up (GRP-4)."""
+
+
+class NoEngine:
+    """The `Engine` where nothing generates (LRN-10), and what engines without weights of their own do alike."""
+
+    mode: str | None = None  # no weights are sent
+    fallback: str | None = None
+    ledger: dict[str, str] = {}
+
+    def open(self) -> None:
+        """Nothing to open."""
+
+    def sync(self, version: str) -> SyncResult:
+        """Nothing to send."""
+        return SyncResult(version=version, num_tensors=0, num_bytes=0, seconds=0.0, verified=False)
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: RolloutSampling, context: RolloutContext
+    ) -> list[RolloutResult]:
+        """As `Engine.generate`, for no requests."""
+        assert not requests, "this run has no engine"
+        return []
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class ServerEngine:

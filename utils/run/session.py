@@ -105,15 +105,15 @@ class Session:
     # Before the first step
 
     def prefetch(self, stages: Stages) -> None:
-        """Prepare micro-steps by `stages`: within their step, or with `async` before it (LRN-8). Only servers can work
-        in the background: other engines generate on all ranks together, with the weights that train."""
+        """Prepare micro-steps by `stages`: within their step, or with `async` before it (LRN-8). Only servers, or no
+        engine at all, leave that to a thread: others generate on all ranks together, with the weights that train."""
         options = self.cfg.rm.async_
         self.prefetcher = Prefetcher(
             stages,
             self.cfg.training.gradient_accumulation_steps,
             window=options.version_window if options.enabled else 0,
             queue_limit=options.queue_limit,
-            background=self.policy.client is not None,
+            background=self.policy.client is not None or not self.cfg.generates,
         )
         self.policy.drain = self.prefetcher.drain
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import torch
 
 from utils import targets
@@ -29,10 +28,10 @@ from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
 from utils.learner.learner import Learner
 from utils.learner.model import dummy_segment, position_ids_for
-from utils.packing import Batch, collate_packed, collate_padded
+from utils.packing import NO_IDS, Batch, collate_packed, collate_padded
 from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
-from utils.rollout.backend import Engine, ServerEngine
+from utils.rollout.backend import Engine, NoEngine, ServerEngine
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import is_loopback
 from utils.run.monitor import Monitor, evaluation_file, write_run_json
@@ -261,8 +260,8 @@ def make_collate(cfg: Config, learner: Learner, table: TokenTable | None) -> Cal
     return partial(
         collate_packed if cfg.training.packing else collate_padded,
         position_ids_fn=position_ids_for(learner.model),
-        coord_ids=table.coord_ids if table else np.zeros(0, dtype=np.int64),
-        digit_ids=table.digit_ids if table else None,
+        coord_ids=table.coord_ids if table else NO_IDS,
+        digit_ids=table.digit_ids if table else NO_IDS,
         dummy=dummy_segment(learner.model),
     )
 
@@ -277,7 +276,7 @@ def open_engine(
     probe: Probe,
     resumed: dict[str, Any] | None,
 ) -> Engine:
-    """Open the engine of the config: rollout servers, vLLM in this process, or the training model itself (CFG-5).
+    """Open the engine of the config: rollout servers, vLLM in this process, the training model itself (CFG-5), or none.
 
     A resumed run that had fallen back to full sync stays there (SYN-10).
     """
@@ -288,6 +287,8 @@ def open_engine(
         sync.open()
         client.owner = run_id
         return ServerEngine(client, sync)
+    if not cfg.generates:
+        return NoEngine()
     if cfg.rm.rollout_backend == "hf":
         from utils.rollout.hf import HfEngine
 

@@ -261,6 +261,7 @@ class WorkerExtension:
             return {"memory_bytes": total - free, "utilization": torch.cuda.utilization() / 100}
         return {"memory_bytes": total - free}
 
+
 def ask_store(store: torch.distributed.Store | None, key: str) -> bool | None:
     """Return whether the learner's store has `key`; None if it does not answer on the rendezvous's connection."""
     answers: list[bool] = []
