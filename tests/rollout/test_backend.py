@@ -38,7 +38,8 @@ class FakeClient:
     def __init__(self, outputs):
         self.outputs, self.calls = outputs, []
 
-    def infer(self, bodies, config, seed, note):
+    def infer(self, bodies, config, seed, note, in_small_rounds):
+        assert not in_small_rounds  # only evaluations
         self.calls.append((bodies, config, seed, note))
         return self.outputs
 

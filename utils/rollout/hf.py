@@ -17,23 +17,19 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from utils.capacity import call_seed, rounds
 from utils.dist import Ranks
 from utils.learner.model import base_model, dummy_segment
-from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
+from utils.rollout.backend import Engine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 from utils.sync.weight_sync import SyncResult
 
 Row = tuple[Sequence[int], Tensor | None, Tensor | None]  # prompt token ids, pixel_values, image_grid_thw
 
 
-class HfEngine:
+class HfEngine(Engine):
     """The training model as an `Engine` (ROL-6).
 
     Args:
         learner: a `utils.learner.learner.Learner`: its DeepSpeed engine and its model.
         decode_batch_size: most sequences in one call of `generate`.
     """
-
-    mode = None  # no engine holds weights of its own
-    fallback = None
-    ledger: dict[str, str] = {}
 
     def __init__(self, learner: Any, ranks: Ranks, tokenizer: Any, decode_batch_size: int) -> None:
         model = base_model(learner.model)
@@ -43,9 +39,6 @@ class HfEngine:
         self.engine_forward = EngineForward(learner.engine, model)
         self.is_sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         self.stop_ids = stop_token_ids(model, tokenizer)
-
-    def open(self) -> None:
-        """Nothing to open."""
 
     def sync(self, version: str) -> SyncResult:
         """Nothing to send: the weights in training are those that generate."""
@@ -68,9 +61,6 @@ class HfEngine:
                 new_ids = self._generate_batch(model, part, seeds, sampling)
                 results += map(partial(self._result, version=context.policy_version), part, new_ids)
         return results
-
-    def close(self) -> None:
-        """Nothing to close: the model is the learner's."""
 
     def _generate_batch(
         self, model: nn.Module, requests: Sequence[RolloutRequest], seeds: Sequence[int], sampling: RolloutSampling
