@@ -4,6 +4,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from tests.rollout.test_client import setting
 from utils.capacity import call_seed, request_seed
+from utils.config.schema import Async
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling, ServerEngine
 from utils.run.prefetch import Prefetcher
+from utils.run.session import Session
 
 MICRO_STEPS = 2
 
@@ -398,3 +401,19 @@ def test_a_step_takes_less_than_half_the_time_side_by_side_DIS_3():
                 prefetcher.get(step)
             seconds[num_threads] = time.monotonic() - start
     assert seconds[1] > 2 * seconds[4], seconds
+
+
+@pytest.mark.parametrize(("options", "num_at_once"), [({}, 4), ({"enabled": True, "queue_limit": 3}, 7)])
+def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DIS_3(engine, options, num_at_once):
+    """DIS-3, LRN-8: those of the step, and with `async` those of later steps that may wait in the queue."""
+    training = SimpleNamespace(gradient_accumulation_steps=4)
+    cfg = SimpleNamespace(rm=SimpleNamespace(async_=Async(**options)), training=training)
+    session = SimpleNamespace(cfg=cfg, policy=SimpleNamespace(client=object()))
+    Session.prefetch(session, engine)
+    engine.gate.clear()
+    taker = threading.Thread(target=session.prefetcher.get, args=(0,))
+    taker.start()
+    assert until(lambda: engine.num_begun == num_at_once) and stays(lambda: engine.num_begun == num_at_once)
+    engine.gate.set()
+    taker.join(5)
+    session.policy.drain()
