@@ -310,8 +310,8 @@ def test_side_by_side_every_sample_is_used_once_and_in_order_LRN_1_DIS_3(
         time.sleep(0.002 * ((7 * samples[0]) % 3))
         return generate(samples, step, micro_step_idx)
 
-    engine.generate, made = at_once, {}
-    engine.lag = lambda item, step: lag + window if made.setdefault(item[0][0], 0) == 0 and item[0][0] % 4 == 1 else 0
+    engine.generate = at_once
+    engine.lag = lambda item, step: window + 1 if item[0][0] % lag == 1 else 0
     options = {"window": window, "queue_limit": queue_limit, "num_threads": num_threads}
     prefetcher, used = Prefetcher(engine, micro_steps, **options), []
     for step in range(5):
@@ -325,7 +325,7 @@ def test_side_by_side_every_sample_is_used_once_and_in_order_LRN_1_DIS_3(
             try:
                 used += [item[0][0] for item in prefetcher.get(step)]
                 break
-            except RuntimeError:
+            except (RuntimeError, IndexError):  # the latter of two threads that share the last of the failures
                 continue
     prefetcher.drain(5)
     assert used == list(range(5 * micro_steps))
@@ -403,7 +403,9 @@ def test_a_step_takes_less_than_half_the_time_side_by_side_DIS_3():
     assert seconds[1] > 2 * seconds[4], seconds
 
 
-@pytest.mark.parametrize(("options", "num_at_once"), [({}, 4), ({"enabled": True, "queue_limit": 3}, 7)])
+@pytest.mark.parametrize(
+    ("options", "num_at_once"), [({}, 4), ({"enabled": True, "version_window": 1, "queue_limit": 3}, 7)]
+)
 def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DIS_3(engine, options, num_at_once):
     """DIS-3, LRN-8: those of the step, and with `async` those of later steps that may wait in the queue."""
     training = SimpleNamespace(gradient_accumulation_steps=4)
