@@ -2,13 +2,13 @@
 
 Threads of one rank, for a `Prefetcher` that works in the background (rollout servers):
 
-    main              get(step) --> draw ------ waits ----------------> micro-steps of `step`: pack, learn, log
-                                     |  |                                ^
-    encode                           |  +-> encode                       |
-                                     |         |                         |
-    prefetch-<key>, side by side     +-> ... --+-> generate (HTTP)       |
-                                                   |  |                  |
-    finish                            draw next <--+  +-> judge ---------+
+    main                 get(step) --> draw ---- waits --------------> micro-steps of `step`: pack, learn, log
+                                        |  |                             ^
+    encode                              |  +-> encode                    |
+                                        |         |                      |
+    prefetch-<key>, side by side        +-> ... --+-> generate (HTTP) ---|--> draw the next
+                                                        |                |
+    finish                                              +-> judge -------+
 
 All micro-steps that may be prepared are drawn in dataloader order and have a `prefetch` thread each; how many of their
 requests are in flight is up to the engine (DIS-3). Other engines generate on all ranks together: there `generate` runs
