@@ -11,11 +11,11 @@ more likely, one that scored worse less likely. How to run it: docs/runbook_grpo
 
 import logging
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ def train(run: "Grpo") -> None:
             # Weights current; then, in threads, the methods of `Grpo` in order: draw, generate, judge.
             get = partial(session.prefetcher.get, step)
             micro_steps = session.policy.with_current_weights(step, get, f"preparing step {step}")
-            run.data_position = micro_steps[-1].data_position
+            run.data_position = max((made.data_position for made in micro_steps), key=lambda at: at["position"])
             weighted = run.weight(micro_steps)
             with session.timed("train"):
                 batches = run.pack(weighted)
@@ -131,11 +131,11 @@ class Responses:
 
 @dataclass
 class MicroStep:
-    """Scored answers of one micro-step."""
+    """Scored answers of one micro-step; the rest as in `Responses`."""
 
     groups: list[Group]
-    num_drawn: int  # prompts
-    data_position: dict[str, Any]  # after they were drawn
+    num_drawn: int
+    data_position: dict[str, Any]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types and tensors."""
@@ -157,7 +157,8 @@ class Grpo:
         data_position: after the last trained step; a resumed run draws again from there.
     """
 
-    encode = None  # `generate` may draw replacements, so no later micro-step may be drawn and encoded before it
+    encode = None  # `generate` may draw replacements
+    _scoring = threading.Lock()  # one reward function at a time
 
     def __init__(self, session: Session, rewards: dict[str, RewardFunction]) -> None:
         weights = session.cfg.rlhf.reward_weights
@@ -166,16 +167,16 @@ class Grpo:
         self.reward_weights = np.ones(len(rewards)) if weights is None else np.array(weights)
         self.data_position = session.data.stream.state_dict()
         self._redraw: deque[int] = deque()  # numbers of prompts that a checkpoint's prepared micro-steps had drawn
-        session.prefetch(self)
+        session.prefetch(self, draws_more=session.cfg.rlhf.dynamic_sample)
 
     # A micro-step
 
     def draw(self) -> Prompts:
         """Draw the next micro-step's prompts; for one restored from a checkpoint, all that it had drawn."""
-        stream = self.session.data.stream
-        if not self._redraw:
-            return Prompts(stream.next(self.session.cfg.training.per_device_train_batch_size))
-        return Prompts(stream.next(self._redraw.popleft()), stream.state_dict())
+        stream, cfg = self.session.data.stream, self.session.cfg
+        may_draw_more = cfg.rlhf.dynamic_sample and not self._redraw
+        num_drawn = self._redraw.popleft() if self._redraw else cfg.training.per_device_train_batch_size
+        return Prompts(stream.next(num_drawn), None if may_draw_more else stream.state_dict())
 
     def generate(self, prompts: Prompts, step: int, micro_step_idx: int) -> Responses:
         """Get responses for `step`. With `dynamic_sample`, prompts without a signal are replaced by the next ones, for
@@ -191,22 +192,21 @@ class Grpo:
             if not any(is_needed):
                 break
             if prompts.data_position is None:
-                num_missing = num_used + len(no_signal) - len(prompts.samples)
-                prompts.samples += self.session.data.stream.next(num_missing)
+                with self.session.prefetcher.drawing(step, micro_step_idx):
+                    num_missing = num_used + len(no_signal) - len(prompts.samples)
+                    prompts.samples += self.session.data.stream.next(num_missing)
             replacements = prompts.samples[num_used : num_used + len(no_signal)]
             num_used += len(replacements)
             # Micro-steps count on past those of the step, so that each round has seeds of its own (DIS-6).
             own_idx = micro_step_idx + turn * training.gradient_accumulation_steps
-            replaced = self.generate_groups(replacements, step, own_idx)
-            for index, group in zip(no_signal, replaced, strict=False):
+            for index, group in zip(no_signal, self.generate_groups(replacements, step, own_idx), strict=False):
                 groups[index] = group
         prompts.data_position = prompts.data_position or self.session.data.stream.state_dict()
         return Responses(groups, len(prompts.samples), prompts.data_position)
 
     def judge(self, responses: Responses, step: int) -> MicroStep:
         """Score responses; a slow reward function holds up no request in this thread."""
-        groups = [self.score_group(group) for group in responses.groups]
-        return MicroStep(groups, responses.num_drawn, responses.data_position)
+        return MicroStep(list(map(self.score_group, responses.groups)), responses.num_drawn, responses.data_position)
 
     def lag(self, micro_step: MicroStep, step: int) -> int:
         """Age in optimizer steps of the oldest weights in a micro-step that `step` would train."""
@@ -231,7 +231,7 @@ class Grpo:
     def score_group(self, group: ResponseGroup) -> Group:
         """Score the responses to one prompt, once however often this is called."""
         if group.answers is None:
-            with self.session.timed("prepare"):
+            with self._scoring, self.session.timed("prepare"):
                 group.answers = [self.make_answer(group.sample, group.prompt, result) for result in group.results]
         return group.answers
 
@@ -347,7 +347,7 @@ class Grpo:
 
 def policy_versions(micro_steps: Sequence[MicroStep]) -> list[str | None]:
     """Weight version of each successful answer."""
-    answers = chain.from_iterable(chain.from_iterable(micro_step.groups for micro_step in micro_steps))
+    answers = [answer for micro_step in micro_steps for group in micro_step.groups for answer in group]
     return [answer.segment.policy_version for answer in answers if not answer.is_failed]
 
 

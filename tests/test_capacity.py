@@ -14,6 +14,7 @@ from utils.capacity import (
     request_seed,
     requests_per_server,
     rounds,
+    small_round,
 )
 
 SERVERS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -145,3 +146,22 @@ def test_dis_6_a_request_has_one_seed_wherever_its_call_begins(base, first, offs
 def test_dis_6_wraps():
     """DIS-6: (2^31 - 1) + 1 is seed 0."""
     assert call_seed(2**31 - 1, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("d", "sizes", "num_learners", "size", "num_running"),
+    [
+        (16, [1, 1, 1], 1, 3, 48),
+        (16, [6], 2, 3, 48),
+        (1, [5, 5, 6], 1, 3, 15),  # 1 + 1 + 1, five times
+        (8, [1, 6], 1, 7, 56),  # 2 + 5 or 1 + 2 would leave server 1 idle
+        (1, [2], 1, 1, 2),
+        (4, [1, 2], 2, 3, 6),  # 4 and 2 slots; 2 + 1, twice
+    ],
+)
+def test_small_rounds_keep_most_slots_busy_DIS_3(d, sizes, num_learners, size, num_running):
+    """DIS-3: of a list longer than all slots."""
+    assert small_round(0, num_learners, d, sizes) == size
+    shares = requests_per_server(size, 0, num_learners, d, sizes)
+    slots = capacity_slots(0, num_learners, d, sizes)
+    assert size * min(own // share for own, share in zip(slots, shares, strict=True) if share) == num_running

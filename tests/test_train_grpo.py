@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from utils.dist import Ranks
 from utils.grpo import Answer
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutResult
+from utils.run.prefetch import Prefetcher
 from utils.run.session import Session
 
 REWARDS = """
@@ -258,7 +260,9 @@ def resampling_run() -> train_grpo.Grpo:
     training = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2)
     cfg = SimpleNamespace(training=training, rlhf=SimpleNamespace(dynamic_sample=True, max_resample_times=2))
     data = SimpleNamespace(stream=SampleStream([list(range(40))], seed=3))
-    return grpo_of(SimpleNamespace(cfg=cfg, data=data, policy=SimpleNamespace(client=object())), {})
+    run = grpo_of(SimpleNamespace(cfg=cfg, data=data, policy=SimpleNamespace(client=object())), {})
+    run.session.prefetcher = Prefetcher(run, 2, num_threads=2, draws_more=True)
+    return run
 
 
 def test_a_server_lost_between_rounds_loses_no_prompt_LRN_1_CON_4(monkeypatch):
@@ -273,6 +277,31 @@ def test_a_server_lost_between_rounds_loses_no_prompt_LRN_1_CON_4(monkeypatch):
     assert engine.calls == [(0, order[:2]), (2, order[2:3]), (0, order[:2]), (2, order[2:3]), (4, order[3:4])]
     assert [group[0].text for group in made.groups] == [str(order[3]), str(order[1])]
     assert made.num_drawn == 4 and run.draw().samples == order[4:6]
+
+
+def test_replacements_are_drawn_in_the_same_order_however_long_responses_take_GRP_6_DIS_3(monkeypatch):
+    """GRP-6, DIS-3, LRN-1: both micro-steps generate at once; replacements are drawn after all prompts of the step,
+    those of the first micro-step before those of the second; the next step goes on behind the last of them."""
+    order = SampleStream([list(range(40))], seed=3).next(14)
+    for slow in (0, 1):
+        run, begun = resampling_run(), threading.Barrier(2, timeout=10)
+        engine = Engine(monkeypatch, good=set())
+        answer = engine.answer
+
+        def wait(run, samples, step, micro_step_idx, answer=answer, begun=begun, slow=slow):
+            if micro_step_idx < 2 and step == 0:
+                begun.wait()
+                time.sleep(0.1 * (micro_step_idx == slow))
+            return answer(samples, step, micro_step_idx)
+
+        monkeypatch.setattr(train_grpo.Grpo, "generate_groups", wait)
+        made = run.session.prefetcher.get(0)
+        asked = {micro: samples for micro, samples in engine.calls}
+        assert asked == {0: order[:2], 1: order[2:4], 2: order[4:6], 4: order[6:8], 3: order[8:10], 5: order[10:12]}
+        assert max(micro.data_position["position"] for micro in made) == 12
+        del engine.calls[:]
+        run.session.prefetcher.get(1)
+        assert (0, order[12:14]) in engine.calls
 
 
 def test_what_a_checkpoint_holds_ahead_is_drawn_again_as_it_was_LRN_5(monkeypatch):

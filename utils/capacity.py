@@ -80,6 +80,16 @@ def requests_per_server(
     return counts
 
 
+def small_round(rank: int, num_learners: int, decode_batch_size: int, server_sizes: Sequence[int]) -> int:
+    """Requests per round where the rounds of one long list run side by side and fill slots as they free up: chunk / 16
+    to chunk / 8, or at most two per server; of these sizes the one with which most requests run at once."""
+    ours = rank, num_learners, decode_batch_size, server_sizes
+    chunk, slots = chunk_size(decode_batch_size, sum(server_sizes), num_learners), capacity_slots(*ours)
+    sizes = range(max(1, chunk // 16), min(chunk, max(2 * len(slots), chunk // 8)) + 1)
+    shares = {size: requests_per_server(size, *ours) for size in sizes}
+    return max(sizes, key=lambda size: size * min(own // n for own, n in zip(slots, shares[size], strict=True) if n))
+
+
 def rounds(num_requests: int, chunk: int) -> list[range]:
     """The request numbers of each round, in order (DIS-3); no rounds for no requests (DIS-5).
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.capacity import request_seed
+from utils.capacity import EVAL_MICRO_STEP, request_seed
 from utils.rollout.backend import (
     PromptMismatch,
     RolloutContext,
@@ -38,7 +38,8 @@ class FakeClient:
     def __init__(self, outputs):
         self.outputs, self.calls = outputs, []
 
-    def infer(self, bodies, config, seed, note):
+    def infer(self, bodies, config, seed, note, in_small_rounds):
+        self.in_small_rounds = in_small_rounds
         self.calls.append((bodies, config, seed, note))
         return self.outputs
 
@@ -48,6 +49,15 @@ def generate(outputs, requests=REQUESTS, expect_version="run:3"):
     context = RolloutContext(**PLACE, policy_version=expect_version)
     results = ServerEngine(client, None).generate(requests, RolloutSampling(), context)
     return results, client
+
+
+def test_dis_3_only_evaluations_go_in_small_rounds():
+    """DIS-3, LRN-7, ROL-4: a training micro-step makes one call per server and round."""
+    for micro_step_idx in (1, EVAL_MICRO_STEP):
+        client = FakeClient([output([10]), output([11]), output([12])])
+        context = RolloutContext(**PLACE | {"micro_step_idx": micro_step_idx}, policy_version="run:3")
+        ServerEngine(client, None).generate(REQUESTS, RolloutSampling(), context)
+        assert client.in_small_rounds == (micro_step_idx == EVAL_MICRO_STEP)
 
 
 def test_rol_1_results_hold_tokens_prompt_text_reason_and_version():

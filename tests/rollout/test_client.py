@@ -7,14 +7,18 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from utils.capacity import capacity_slots, chunk_size, requests_per_server
 from utils.rollout import link as rollout_link
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import CallFailed, CallTimeout, RolloutError
-from utils.rollout.round import ServerGone
+from utils.rollout.round import ServerGone, SlotGate
 
 METRICS = b"""# HELP rollout_running by replica
 rollout_running{replica="0"} 3.0
@@ -195,6 +199,139 @@ def test_dis_3_one_round_of_a_rank_at_a_time():
         for thread in threads:
             thread.join()
         assert server.sizes() == [2] * 6 and server.most_running == 2
+
+
+def test_dis_4_two_rounds_that_do_not_fit_one_server_wait_DIS_3():
+    """DIS-3, DIS-4: 5 + 5 + 6 slots, two rounds of 3 + 3 + 2: together 6 on server 0, so the second waits."""
+    with setting(5, 5, 6, decode_batch_size=1, timeout_s=30.0) as (client, servers):
+        for server in servers:
+            server.on_infer = lambda body, server=server: (time.sleep(0.1), server.answer(body))[1]
+        threads = [threading.Thread(target=infer, args=(client, 8)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [server.most_running for server in servers] == [3, 3, 2]
+        assert [server.sizes() for server in servers] == [[3] * 4, [3] * 4, [2] * 4]
+
+
+def test_dis_3_rounds_that_fit_run_side_by_side_and_in_order():
+    """DIS-3: three of 2 fit in 6 slots, the fourth follows when the first one ends; nobody overtakes."""
+    with setting(1, decode_batch_size=6, timeout_s=30.0) as (client, (server,)):
+        going, order = {seed: threading.Event() for seed in (100, 200, 300, 400, 500)}, []
+
+        def wait(body):
+            seed = body["request_config"]["seed"]
+            order.append(seed)
+            assert going[seed].wait(10)
+            return server.answer(body)
+
+        server.on_infer = wait
+        threads = []
+        for seed, num in ((100, 2), (200, 2), (300, 2), (400, 4), (500, 1)):
+            threads.append(threading.Thread(target=infer, args=(client, num, seed)))
+            threads[-1].start()
+            time.sleep(0.1)
+        assert order == [100, 200, 300]
+        going[100].set()
+        time.sleep(0.2)
+        assert order == [100, 200, 300]  # 4 do not fit in the 2 slots, and 500 is behind them
+        for event in going.values():
+            event.set()
+        for thread in threads:
+            thread.join()
+        assert sorted(order[3:]) == [400, 500] and server.most_running <= 6
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 5), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4), st.randoms())
+def test_dis_3_4_no_rank_and_no_server_is_ever_above_its_capacity(decode_batch_size, sizes, num_learners, random):
+    """DIS-3, DIS-4: all ranks at once, rounds of random sizes; some round always runs."""
+    assume(decode_batch_size * sum(sizes) >= num_learners)
+    chunk = chunk_size(decode_batch_size, sum(sizes), num_learners)
+    lock, running, faults = threading.Lock(), [[0] * len(sizes) for _ in range(num_learners)], []
+
+    def send(rank, gate, num):
+        ours = rank, num_learners, decode_batch_size, sizes
+        counts, slots = requests_per_server(num, *ours), capacity_slots(*ours)
+        with gate.let_in(counts):
+            with lock:
+                running[rank] = [a + b for a, b in zip(running[rank], counts, strict=True)]
+                totals = [sum(own) for own in zip(*running, strict=True)]
+                is_over = sum(running[rank]) > chunk or any(a > b for a, b in zip(running[rank], slots, strict=True))
+                if is_over or any(a > decode_batch_size * size for a, size in zip(totals, sizes, strict=True)):
+                    faults.append((rank, running, totals))
+            time.sleep(0.001)
+            with lock:
+                running[rank] = [a - b for a, b in zip(running[rank], counts, strict=True)]
+
+    threads = []
+    for rank in range(num_learners):
+        gate = SlotGate(chunk, capacity_slots(rank, num_learners, decode_batch_size, sizes))
+        threads += [threading.Thread(target=send, args=(rank, gate, random.randint(1, chunk))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not faults and not any(thread.is_alive() for thread in threads)
+
+
+def test_con_4_after_a_loss_no_waiting_round_begins_until_all_servers_are_ready():
+    """CON-4, DIS-3: a server that came back has no weights yet."""
+    with setting(1, decode_batch_size=2, timeout_s=30.0) as (client, (server,)):
+        server.on_infer, errors = (lambda body: server.hang()), []
+
+        def send():
+            try:
+                infer(client, 2)
+            except ServerGone as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=send) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while not server.calls:
+            time.sleep(0.01)
+        server.boot_id = "again"
+        server.release.set()
+        for thread in threads:
+            thread.join()
+        assert len(errors) == 3 and len(server.calls) == 1
+        server.on_infer = server.answer
+        with pytest.raises(ServerGone):
+            infer(client, 1)
+        assert client.wait_ready() == [0] and tokens(infer(client, 1)) == [[[100]]]
+
+
+def test_dis_3_an_evaluation_fills_slots_as_they_free_up_with_the_same_seeds_LRN_7():
+    """DIS-3, DIS-6, LRN-7: 3 x 4 slots; of 48 requests one per round of 3 is slow: the others do not wait for it."""
+    with setting(1, 1, 1, decode_batch_size=4, timeout_s=30.0) as (client, servers):
+        ended = []
+
+        def answer(server, body):
+            seed = body["request_config"]["seed"]
+            time.sleep(0.6 if seed == 100 else 0.02)
+            ended.append(seed)
+            return server.answer(body)
+
+        for server in servers:
+            server.on_infer = partial(answer, server)
+        outputs = client.infer(bodies(48), {"max_tokens": 4}, 100, in_small_rounds=True)
+        assert tokens(outputs) == [[[100 + i]] for i in range(48)] and ended[-1] == 100
+        assert all(server.most_running <= 4 for server in servers) and len(ended) == 48
+        calls = client.pop_calls()
+        assert sorted((call["seed"], call["first_request"]) for call in calls) == [(100 + i, i) for i in range(48)]
+        assert tokens(client.infer(bodies(12), {}, 7, in_small_rounds=True)) == [[[7 + i]] for i in range(12)]
+        assert [server.sizes()[-1] for server in servers] == [4, 4, 4]  # all fit: one call per server
+
+
+def test_dis_3_an_evaluation_ends_with_the_first_failure():
+    """CON-3, DIS-3: no further round begins."""
+    with setting(1, decode_batch_size=2) as (client, (server,)):
+        server.on_infer = lambda body: (401, {"detail": "no"})
+        with pytest.raises(CallFailed, match="HTTP 401"):
+            client.infer(bodies(60), {}, 0, in_small_rounds=True)
+        assert len(server.calls) < 60
 
 
 def test_dis_1_world_sizes_are_asked_once():

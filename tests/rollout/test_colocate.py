@@ -16,7 +16,10 @@ import torch
 colocate = pytest.importorskip("utils.rollout.colocate")
 
 from tools.make_demo import make_dataset  # noqa: E402
-from utils.rollout.backend import RolloutContext, RolloutSampling  # noqa: E402
+from utils.dist import DistributedError, Ranks  # noqa: E402
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling  # noqa: E402
+from utils.run.policy import Policy  # noqa: E402
+from utils.run.records import Timer  # noqa: E402
 
 PLACE = {"global_step": 3, "micro_step_idx": 1, "run_seed": 5}
 
@@ -204,19 +207,47 @@ def test_an_engine_over_t_devices_decodes_t_times_as_many_CFG_11(monkeypatch):
     assert built["enable_sleep_mode"] is True and built["distributed_executor_backend"] == "external_launcher"
 
 
-def test_the_engine_sleeps_outside_of_its_work_ROL_7():
-    """ROL-7: asleep again even after a failure."""
+def test_the_engine_sleeps_and_wakes_once_per_step_ROL_7(monkeypatch):
+    """ROL-7: awake from the sync, its probe included, to the last micro-step; asleep again after a failure, too."""
     calls = []
-    backend = object.__new__(colocate.ColocateEngine)
-    backend.sleeps = True
-    backend.llm = SimpleNamespace(wake_up=lambda: calls.append("wake"), sleep=lambda level: calls.append("sleep"))
-    with pytest.raises(KeyError), backend._awake():
-        raise KeyError
-    assert calls == ["wake", "sleep"]
-    backend.sleeps = False
-    with backend._awake():
-        pass
-    assert calls == ["wake", "sleep"]
+    llm = SimpleNamespace(
+        wake_up=lambda: calls.append("wake"),
+        sleep=lambda level: calls.append("sleep"),
+        collective_rpc=lambda *args, **kwargs: [{"error": None, "result": None}],
+        reset_mm_cache=lambda: None,
+        reset_prefix_cache=lambda: True,
+        llm_engine=SimpleNamespace(reset_encoder_cache=lambda: None),
+        generate=lambda prompts, params, use_tqdm: calls.append("generate") or prompts,
+    )
+    monkeypatch.setattr(colocate, "start_engine", lambda *args, **options: llm)
+    monkeypatch.setattr(colocate, "vllm_prompt", lambda *args: {})
+    monkeypatch.setattr(colocate, "read_output", lambda output, version: RolloutResult([], [], "", "stop", version))
+    ranks = Ranks()
+    weights = SimpleNamespace(entries=[], tensors=lambda: iter(()))
+    engine = colocate.ColocateEngine(
+        colocate.Model(path="m"), colocate.Vllm(tensor_parallel_size=1), weights, ranks, None
+    )
+    engine.sleeps, engine.is_awake = True, False
+    policy = Policy(engine, None, ranks, "run", 0, str, None, Timer())
+    request = RolloutRequest("s", [], [], [])
+
+    def generate(micro_steps: int, fails: bool = False) -> None:
+        for micro_step in range(micro_steps):
+            context = RolloutContext(0, 0, micro_step, policy.version)
+            engine.generate([request], RolloutSampling(), context)
+        if fails:
+            raise KeyError
+
+    policy.with_current_weights(0, lambda: generate(3), "preparing step 0")
+    assert calls == ["wake", *["generate"] * 3, "sleep"]
+    policy.with_current_weights(0, lambda: generate(1), "evaluation at step 0")  # no sync is due
+    assert calls[5:] == ["wake", "generate", "sleep"]
+    with pytest.raises(DistributedError):
+        policy.with_current_weights(1, lambda: generate(2, fails=True), "preparing step 1")
+    assert calls[8:] == ["wake", "generate", "generate", "sleep"]
+    engine.sleeps = False
+    policy.with_current_weights(2, lambda: generate(1), "preparing step 2")
+    assert calls[12:] == ["generate"]
 
 
 if __name__ == "__main__":

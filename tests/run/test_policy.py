@@ -3,6 +3,7 @@ many functions lie between the loop and the socket."""
 
 import sys
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -35,6 +36,9 @@ class Engine:
         self.happened.append(f"sync {version}")
         return SimpleNamespace(num_bytes=1, gb_per_s=1.0, seconds=1.0)
 
+    def rest(self) -> None:
+        pass
+
 
 class Client:
     """Of servers that are gone for as many looks as `gone` says, and come back or not."""
@@ -66,6 +70,24 @@ def run(errors: list, client: Client | None) -> tuple[str, list[str]]:
     policy = Policy(Engine(happened), client, Ranks(), "run", 0, str, None, Timer())
     policy.drain = lambda: happened.append("drain")
     return policy.with_current_weights(3, work, "preparing"), happened
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rol_7_the_engine_rests_once_when_all_work_of_a_step_is_done(fails):
+    """ROL-7: not between sync and micro-steps, and also after a failure, before any rank goes on."""
+    happened = []
+    engine = Engine(happened)
+    engine.rest = lambda: happened.append("rest")
+
+    def work() -> None:
+        happened.append("work")
+        if fails:
+            raise ValueError("no")
+
+    policy = Policy(engine, None, Ranks(), "run", 0, str, None, Timer())
+    with pytest.raises(DistributedError) if fails else nullcontext():
+        policy.with_current_weights(3, work, "preparing")
+    assert happened == ["sync run:3", "work", "rest"]
 
 
 AGAIN = ["drain", "reopen", "sync run:3", "work"]

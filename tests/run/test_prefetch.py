@@ -3,12 +3,20 @@
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rollout.test_client import setting
+from utils.capacity import call_seed, request_seed
+from utils.config.schema import Async
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling, ServerEngine
 from utils.run.prefetch import Prefetcher
+from utils.run.session import Session
 
 MICRO_STEPS = 2
 
@@ -238,3 +246,176 @@ def test_samples_that_could_not_be_encoded_are_tried_again_and_not_drawn_again(e
     with pytest.raises(OSError, match="image"):
         prefetcher.get(0)
     assert [samples for samples, *_ in prefetcher.get(0)] == [[0], [1]] and engine.num_drawn == 2
+
+
+def test_micro_steps_generate_side_by_side_and_draw_in_order_DIS_3_LRN_8(engine, prefetch):
+    """DIS-3, LRN-8: all of a step at once; of later steps as many as window and queue allow; drawn in order."""
+    engine.gate.clear()
+    prefetcher = prefetch(num_threads=9, window=1, queue_limit=1)
+    taker = threading.Thread(target=prefetcher.get, args=(0,))
+    taker.start()
+    assert until(lambda: engine.num_begun == 3) and stays(lambda: engine.num_begun == 3 == engine.num_drawn)
+    engine.gate.set()
+    taker.join(5)
+    assert [item[0] for item in prefetcher.get(0) + prefetcher.get(1)] == [[0], [1], [2], [3]]
+
+
+def test_a_failure_lets_the_others_finish_and_keeps_them_DIS_3_CON_4(engine, prefetch):
+    """CON-4, DIS-3: `get` raises once nothing runs any more; what was finished is not asked for again."""
+    slow, asked = threading.Event(), []
+
+    def generate(samples, step, micro_step_idx):
+        asked.append(micro_step_idx)
+        if micro_step_idx == 0 and asked.count(0) == 1:
+            raise RuntimeError("server gone")
+        assert slow.wait(10)
+        return samples, 0
+
+    engine.generate, errors = generate, []
+    prefetcher = prefetch(num_threads=2)
+
+    def take():
+        try:
+            prefetcher.get(0)
+        except RuntimeError as error:
+            errors.append(error)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    assert until(lambda: sorted(asked) == [0, 1]) and stays(lambda: taker.is_alive() and not errors)
+    slow.set()
+    taker.join(5)
+    assert len(errors) == 1 and [item[0] for item in prefetcher.get(0)] == [[0], [1]]
+    assert sorted(asked) == [0, 0, 1] and engine.num_drawn == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.lists(st.booleans(), max_size=12),
+    st.integers(1, 3),
+)
+def test_side_by_side_every_sample_is_used_once_and_in_order_LRN_1_DIS_3(
+    window, queue_limit, micro_steps, num_threads, failures, lag
+):
+    """LRN-1, DIS-3: whatever fails, finishes first, or gets too old; a checkpoint in the middle loses nothing."""
+    engine = Engine(errors=[RuntimeError("no") if fails else None for fails in failures])
+    engine.gate.set()
+    generate = engine.generate
+
+    def at_once(samples, step, micro_step_idx):
+        time.sleep(0.002 * ((7 * samples[0]) % 3))
+        return generate(samples, step, micro_step_idx)
+
+    engine.generate = at_once
+    engine.lag = lambda item, step: window + 1 if item[0][0] % lag == 1 else 0
+    options = {"window": window, "queue_limit": queue_limit, "num_threads": num_threads}
+    prefetcher, used = Prefetcher(engine, micro_steps, **options), []
+    for step in range(5):
+        if step == 3:
+            prefetcher.drain(5)
+            items, num_drawn = prefetcher.prepared_from(step)
+            engine.num_drawn -= num_drawn
+            prefetcher = Prefetcher(engine, micro_steps, **options)
+            prefetcher.restore(step, items)
+        while True:
+            try:
+                used += [item[0][0] for item in prefetcher.get(step)]
+                break
+            except (RuntimeError, IndexError):  # the latter of two threads that share the last of the failures
+                continue
+    prefetcher.drain(5)
+    assert used == list(range(5 * micro_steps))
+    assert all(step <= 4 + window for step, _ in engine.asked)
+
+
+class Rollouts:
+    """Stages whose `generate` is a real client's; `sizes` requests per micro-step, drawn in order."""
+
+    encode = None
+
+    def __init__(self, client, size: int):
+        self.engine, self.size, self.num_drawn = ServerEngine(client, None), size, 0
+
+    def draw(self) -> list[RolloutRequest]:
+        first, self.num_drawn = self.num_drawn, self.num_drawn + self.size
+        return [RolloutRequest(f"r{first + i}", [], [], [1]) for i in range(self.size)]
+
+    def generate(self, requests, step, micro_step_idx):
+        context = RolloutContext(5, step, micro_step_idx, None)
+        return [
+            (request, context, result) for request, result in zip(requests, self.ask(requests, context), strict=True)
+        ]
+
+    def ask(self, requests, context):
+        return self.engine.generate(requests, RolloutSampling(temperature=1.0), context)
+
+    def judge(self, responses, step):
+        return responses
+
+    def lag(self, item, step):
+        return 0
+
+
+def test_the_3_plus_1_preset_has_32_of_32_requests_in_flight_DIS_3_DIS_6():
+    """DIS-3, DIS-6: d=16 on three servers, one learner, 4 micro-steps of 8; every request has its usual seed."""
+    with setting(1, 1, 1, decode_batch_size=16, timeout_s=30.0) as (client, servers):
+        at_once = threading.Event()
+
+        def hold(server, body):
+            if sum(other.running for other in servers) == 32:
+                at_once.set()
+            at_once.wait(10)
+            return server.answer(body)
+
+        for server in servers:
+            server.on_infer = partial(hold, server)
+        prefetcher = Prefetcher(Rollouts(client, 8), 4, num_threads=4)
+        micro_steps = prefetcher.get(0)
+        assert at_once.is_set() and [server.most_running for server in servers] == [12, 12, 8]
+        for micro, responses in enumerate(micro_steps):
+            seed = request_seed(5, 0, micro, 0)
+            assert [result.response_token_ids for _, _, result in responses] == [[call_seed(seed, i)] for i in range(8)]
+
+
+def test_a_step_takes_less_than_half_the_time_side_by_side_DIS_3():
+    """DIS-3: answers of log-normal length, 350 tokens in the mean, 6.5 ms per decode step for any batch, 1/15 of that
+    here; against one micro-step at a time."""
+    lengths = np.random.default_rng(0).lognormal(np.log(350) - 0.32, 0.8, 3 * 32)
+    seconds = {}
+    for num_threads in (1, 4):
+        with setting(1, 1, 1, decode_batch_size=16, timeout_s=30.0) as (client, servers):
+
+            def decode(server, body):
+                time.sleep(max(lengths[int(request["uuid"][1:])] for request in body["infer_requests"]) * 0.0065 / 15)
+                return server.answer(body)
+
+            for server in servers:
+                server.on_infer = partial(decode, server)
+            prefetcher = Prefetcher(Rollouts(client, 8), 4, num_threads=num_threads)
+            start = time.monotonic()
+            for step in range(3):
+                prefetcher.get(step)
+            seconds[num_threads] = time.monotonic() - start
+    assert seconds[1] > 2 * seconds[4], seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "num_at_once"), [({}, 4), ({"enabled": True, "version_window": 1, "queue_limit": 3}, 7)]
+)
+def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DIS_3(engine, options, num_at_once):
+    """DIS-3, LRN-8: those of the step, and with `async` those of later steps that may wait in the queue."""
+    training = SimpleNamespace(gradient_accumulation_steps=4)
+    cfg = SimpleNamespace(rm=SimpleNamespace(async_=Async(**options)), training=training)
+    session = SimpleNamespace(cfg=cfg, policy=SimpleNamespace(client=object()))
+    Session.prefetch(session, engine)
+    engine.gate.clear()
+    taker = threading.Thread(target=session.prefetcher.get, args=(0,))
+    taker.start()
+    assert until(lambda: engine.num_begun == num_at_once) and stays(lambda: engine.num_begun == num_at_once)
+    engine.gate.set()
+    taker.join(5)
+    session.policy.drain()

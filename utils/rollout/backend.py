@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from utils.capacity import request_seed
+from utils.capacity import EVAL_MICRO_STEP, request_seed
 from utils.config.schema import Decoding
 from utils.rollout.client import RolloutClient
 from utils.sync.adapter_sync import FallbackSync
@@ -105,12 +105,12 @@ class Engine(Protocol):
         ledger: digest of each tensor the engine holds, by name, where `verify: always` keeps them.
     """
 
-    mode: str | None
-    fallback: str | None
-    ledger: dict[str, str]
+    mode: str | None = None
+    fallback: str | None = None
+    ledger: dict[str, str] = {}
 
     def open(self) -> None:
-        """Open the communicators; again after a server was lost (collective)."""
+        """Open the communicators, where there are any; again after a server was lost (collective)."""
 
     def sync(self, version: str) -> SyncResult:
         """Bring the current merged weights into force under the name `version` (SYN-2; collective)."""
@@ -124,19 +124,15 @@ class Engine(Protocol):
             StaleRollout: a response of another version than `context` accepts.
         """
 
+    def rest(self) -> None:
+        """Give device memory to the learner until the next `sync` or `generate`, where both share a device."""
+
     def close(self) -> None:
         """Leave the engine. Servers stay up (GRP-4)."""
 
 
-class NoEngine:
-    """The `Engine` where nothing generates (LRN-10), and what engines without weights of their own do alike."""
-
-    mode: str | None = None  # no weights are sent
-    fallback: str | None = None
-    ledger: dict[str, str] = {}
-
-    def open(self) -> None:
-        """Nothing to open."""
+class NoEngine(Engine):
+    """The `Engine` where nothing generates (LRN-10), or the weights in training do."""
 
     def sync(self, version: str) -> SyncResult:
         """Nothing to send."""
@@ -149,11 +145,8 @@ class NoEngine:
         assert not requests, "this run has no engine"
         return []
 
-    def close(self) -> None:
-        """Nothing to close."""
 
-
-class ServerEngine:
+class ServerEngine(Engine):
     """The configured rollout servers as one engine.
 
     Args:
@@ -200,7 +193,8 @@ class ServerEngine:
             "weight_version": context.policy_version,
         }
         bodies = [infer_request(request) for request in requests]
-        outputs = self.client.infer(bodies, request_config(sampling), context.seed(self.client.rank), note)
+        seed, is_evaluation = context.seed(self.client.rank), context.micro_step_idx == EVAL_MICRO_STEP
+        outputs = self.client.infer(bodies, request_config(sampling), seed, note, in_small_rounds=is_evaluation)
         results = [read_output(output) for output in outputs]
         check_versions(requests, results, context)
         return results

@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from utils.capacity import check_capacity, chunk_size, rounds
+from utils.capacity import capacity_slots, check_capacity, chunk_size, rounds, small_round
 from utils.config.schema import ServerAddress
 from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError
 from utils.rollout.responses import read_health, read_json, read_text
-from utils.rollout.round import InferJob, Round
+from utils.rollout.round import InferJob, Round, SlotGate
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ class RolloutClient:
         self._healths: list[dict[str, Any]] = []  # of `wait_ready`
         self._failed: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._lock = threading.Lock()  # guards the counters and the idle links
-        self._round_lock = threading.Lock()  # one round per rank in flight (DIS-3)
         self._idle: defaultdict[int, list[Link]] = defaultdict(list)  # by server
 
     def url(self, index: int) -> str:
@@ -77,7 +76,7 @@ class RolloutClient:
 
     @property
     def chunk(self) -> int:
-        """Most requests that this learner sends per round (DIS-3)."""
+        """Most requests that this learner has in flight (DIS-3)."""
         return chunk_size(self.decode_batch_size, sum(self.world_sizes), self.world_size)
 
     def get(self, index: int, path: str, timeout_s: float | None = CONNECT_TIMEOUT_S) -> Any:
@@ -167,6 +166,8 @@ class RolloutClient:
         old = self.boot_ids or [None] * len(found)
         self.boot_ids = [health["boot_id"] for health in found]
         self.world_sizes = world_sizes
+        self.sizes = self.rank, self.world_size, self.decode_batch_size, world_sizes  # for `utils.capacity`
+        self.gate = SlotGate(self.chunk, capacity_slots(*self.sizes))
         self._healths = found
         return [index for index, boot_id in enumerate(self.boot_ids) if boot_id != old[index]]
 
@@ -231,12 +232,14 @@ class RolloutClient:
         request_config: dict[str, Any],
         seed: int,
         labels: dict[str, Any] | None = None,
+        in_small_rounds: bool = False,
     ) -> list[dict[str, Any]]:
         """Return the responses to one micro-step's requests, in order; sent in rounds, split over servers (DIS-3 to 6).
 
         Requests, `request_config` (without a seed) and responses are forms of `utils.server.protocol`. Request `i`
         samples with `seed + i`. One that failed alone has `error` in its `rollout_infos` and no tokens (CON-3).
-        `pop_calls` returns a record of each call, with `labels` in it.
+        `pop_calls` returns a record of each call, with `labels` in it. Threads may call side by side. With
+        `in_small_rounds` those of a list longer than `chunk` do: no slot waits for the longest of `chunk` responses.
 
         Raises:
             ServerGone: no good response on `/health/` for `timeout_s`, or another process responds.
@@ -244,9 +247,14 @@ class RolloutClient:
         """
         assert self.world_sizes, "wait_ready first"
         job = InferJob(infer_requests, request_config, seed, labels or {}, [None] * len(infer_requests))
-        for numbers in rounds(len(infer_requests), self.chunk) if infer_requests else []:
-            with self._round_lock:
-                Round(self, job, numbers).run()
+        size = small_round(*self.sizes) if in_small_rounds and len(infer_requests) > self.chunk else self.chunk
+        parts = [Round(self, job, numbers) for numbers in rounds(len(infer_requests), size)]
+        if size == self.chunk:
+            for part in parts:
+                part.run()
+        else:
+            with ThreadPoolExecutor(self.chunk // size) as pool:
+                list(pool.map(Round.run, parts))  # after a failure no further one begins
         return job.outputs
 
     def count(self, **changes: int) -> None:

@@ -8,7 +8,6 @@ the same requests in the same order. Importing this module imports vLLM. utils/s
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from utils.config.schema import Model, Vllm
 from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
 from utils.dist import Ranks, capture_error
-from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling, check_versions
+from utils.rollout.backend import Engine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling, check_versions
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.vllm_worker import WorkerExtension
 from utils.sync.weight_sync import Probe, SyncResult
@@ -40,7 +39,7 @@ class ColocateWorker(WorkerExtension):
         self.weight_transfer_engine.update.load(weights)
 
 
-class ColocateEngine:
+class ColocateEngine(Engine):
     """A vLLM engine in this process as an `Engine` (ROL-7).
 
     Args:
@@ -50,10 +49,6 @@ class ColocateEngine:
         processor: the model's processor; its chat template writes the prompts.
         options: `max_model_len`, `decode_batch_size` and `seed` of `start_engine`.
     """
-
-    mode = None  # weights are handed over in memory, always all of them
-    fallback = None
-    ledger: dict[str, str] = {}
 
     def __init__(
         self,
@@ -83,11 +78,8 @@ class ColocateEngine:
             sleeps=self.sleeps,
             **options,
         )
-        if self.sleeps:
-            self.llm.sleep(level=1)
-
-    def open(self) -> None:
-        """Nothing to open: weights are in this process already."""
+        self.is_awake = True
+        self.rest()
 
     def sync(self, version: str) -> SyncResult:
         """As `Engine.sync` (SYN-4). No request runs meanwhile: generation is synchronous.
@@ -97,11 +89,11 @@ class ColocateEngine:
         """
         self.ranks.fence()
         start = time.monotonic()
-        with self._awake():
-            error = capture_error(self._weight_rpc, "start")
-            for bucket in self._buckets():  # to the end even after an error: other ranks are in the same gathers
-                error = error or capture_error(self._weight_rpc, "load", {"weights": bucket})
-            error = error or capture_error(self._finish)
+        self._wake()
+        error = capture_error(self._weight_rpc, "start")
+        for bucket in self._buckets():  # to the end even after an error: other ranks are in the same gathers
+            error = error or capture_error(self._weight_rpc, "load", {"weights": bucket})
+        error = error or capture_error(self._finish)
         if error is not None:
             capture_error(self._weight_rpc, "abort")
         self.ranks.raise_on_all_ranks(error, f"weight sync {version}")
@@ -131,11 +123,17 @@ class ColocateEngine:
             return []
         prompts = [vllm_prompt(self.processor, messages, images) for messages, images, _ in submitted]
         params = [sampling_params(sampling, seed) for _, _, seed in submitted]
-        with self._awake():
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        self._wake()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         results = [read_output(output, self.version) for output in outputs[own]]
         check_versions(requests, results, context)
         return results
+
+    def rest(self) -> None:
+        """Give the engine's memory to the learner, where the engine can sleep (ROL-7)."""
+        if self.sleeps and self.is_awake:
+            self.llm.sleep(level=1)
+        self.is_awake = False
 
     def close(self) -> None:
         """End the engine; the process groups stay."""
@@ -185,23 +183,16 @@ class ColocateEngine:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
         )
-        with self._awake():
-            output = self.llm.generate([prompt], params, use_tqdm=False)[0]
+        output = self.llm.generate([prompt], params, use_tqdm=False)[0]
         steps = output.prompt_logprobs[-len(token_ids) :]
         theirs = [step[token].logprob for token, step in zip(token_ids, steps, strict=True)]
         self.probe.check(ours, theirs, self.weights.dtype, f"the engine of rank {self.ranks.rank}")
 
-    @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """Give the engine its memory inside the context and the learner outside, where the engine can sleep (ROL-7)."""
-        if not self.sleeps:
-            yield
-            return
-        self.llm.wake_up()
-        try:
-            yield
-        finally:
-            self.llm.sleep(level=1)
+    def _wake(self) -> None:
+        """Give the engine its memory until `rest`: over all micro-steps of a step."""
+        if self.sleeps and not self.is_awake:
+            self.llm.wake_up()
+        self.is_awake = True
 
 
 def start_engine(

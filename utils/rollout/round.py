@@ -9,8 +9,8 @@ The threads of a round:
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,28 @@ Client = Any  # a `RolloutClient`, whose module imports this one
 
 class ServerGone(RolloutError):
     """A server gave no good response for `timeout_s`, was restarted, or needs full weights first (CON-4)."""
+
+
+class SlotGate:
+    """Lets rounds in, first come, first served, while there is room in a rank's `slots` on each server, and for not
+    more than `chunk` requests in all (DIS-3, DIS-4)."""
+
+    def __init__(self, chunk: int, slots: Sequence[int]) -> None:
+        self._line = threading.Semaphore()
+        self._room = [threading.Semaphore(size) for size in (chunk, *slots)]
+        self.error: BaseException | None = None  # a lost server: it could be back without weights (CON-4)
+
+    @contextmanager
+    def let_in(self, counts: Sequence[int]) -> Iterator[None]:
+        """Wait for room for `counts` requests per server, and hold it inside the context."""
+        with ExitStack() as held:
+            with self._line:
+                for room, count in zip(self._room, (sum(counts), *counts), strict=True):
+                    for _ in range(count):
+                        held.enter_context(room)
+            if self.error is not None:
+                raise self.error
+            yield
 
 
 @dataclass(frozen=True)
@@ -48,15 +70,16 @@ class Round:
         self._links: list[Link] = []  # of the batches while they run
         self._lock = threading.Lock()  # guards `error` and the links: a late cancel must not reach a link's next user
         self._batches: list[ServerBatch] = []
-        sizes = client.rank, client.world_size, client.decode_batch_size, client.world_sizes
-        for index, count in enumerate(requests_per_server(len(numbers), *sizes)):
+        self._gate: SlotGate = client.gate
+        self._counts = requests_per_server(len(numbers), *client.sizes)
+        for index, count in enumerate(self._counts):
             if count:
                 self._batches.append(ServerBatch(client, self, job, index, numbers[:count]))
             numbers = numbers[count:]
 
     def run(self) -> None:
-        """Fill in the job's outputs. Returns when all threads have ended. Raises: the first failure."""
-        with ExitStack() as stack:
+        """Fill in the job's outputs once there are slots. Returns when all threads ended. Raises: the first failure."""
+        with self._gate.let_in(self._counts), ExitStack() as stack:
             self._links = [stack.enter_context(batch.client.link(batch.index)) for batch in self._batches]
             threads = [
                 threading.Thread(target=batch.run, args=(link,), name=f"infer-{batch.index}", daemon=True)
@@ -80,6 +103,8 @@ class Round:
 
     def cancel(self, error: BaseException) -> None:
         """End all calls of the round; from any thread. The first error counts."""
+        if isinstance(error, ServerGone):
+            self._gate.error = error
         with self._lock:
             self.error = self.error or error
             self.cancelled.set()

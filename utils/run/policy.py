@@ -65,7 +65,8 @@ class Policy:
                     result = work()
                 except Exception as caught:  # noqa: BLE001  (raised on all ranks by the next line)
                     error = caught
-                self.ranks.raise_on_all_ranks(error, where)
+                rested = capture_error(self.engine.rest)
+                self.ranks.raise_on_all_ranks(error or rested, where)
                 if recovery:
                     logger.warning("%s: done after recovery; nothing was lost", where)
                 return result

@@ -1,23 +1,25 @@
-"""Micro-steps prepared while earlier ones train (LRN-8).
+"""Micro-steps prepared side by side and while earlier ones train (LRN-8).
 
 Threads of one rank, for a `Prefetcher` that works in the background (rollout servers):
 
-    main       get(step) ------ waits ------------------------------> micro-steps of `step`: pack, learn, log
-                 | wakes                                                ^
-    prefetch     +-> draw --> ... --> generate (HTTP) --> next draw     |
-                       |       ^         |                              |
-    encode             +-> encode        |  of the next micro-step      |
-    finish                               +-> judge ---------------------+
+    main                 get(step) --> draw ---- waits --------------> micro-steps of `step`: pack, learn, log
+                                        |  |                             ^
+    encode                              |  +-> encode                    |
+                                        |         |                      |
+    prefetch-<key>, side by side        +-> ... --+-> generate (HTTP) ---|--> draw the next
+                                                        |                |
+    finish                                              +-> judge -------+
 
-The `prefetch` thread generates for one micro-step after the other in dataloader order, so the engines get their next
-requests as soon as the last responses are there. Other engines generate on all ranks together: there everything
-happens inside `get`, in the main thread. This module knows nothing of weights, ranks or targets.
+All micro-steps that may be prepared are drawn in dataloader order and have a `prefetch` thread each; how many of their
+requests are in flight is up to the engine (DIS-3). Other engines generate on all ranks together: there `generate` runs
+inside `get`, one micro-step after the other. This module knows nothing of weights, ranks or targets.
 """
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 Item = TypeVar("Item")
@@ -45,14 +47,15 @@ class Stages(Protocol[Item]):
 class Prefetcher(Generic[Item]):
     """Finished micro-steps in order. Every sample is drawn once and kept until its step was handed out.
 
-    With `stages.encode`, the next micro-step is drawn and encoded while the current one generates.
-
     Args:
         num_micro_steps: per optimizer step.
         window: optimizer steps that may be prepared before their turn; with 0 only micro-steps of the current step. It
             also bounds the lag of an item: an older one is made again, from the same samples.
-        queue_limit: finished micro-steps of later steps that may wait.
+        queue_limit: micro-steps of later steps that may be finished or generating.
         background: False where `generate` is collective (all ranks take part): then all happens inside `get`.
+        num_threads: micro-steps that may generate at once; one more is drawn and encoded.
+        draws_more: `generate` draws, too (`drawing`). Then micro-steps of later steps go one at a time: each has drawn
+            without a gap, so that `restore` can draw the same again.
 
     Attributes:
         num_remade: micro-steps that were too old and made again.
@@ -66,21 +69,25 @@ class Prefetcher(Generic[Item]):
         window: int = 0,
         queue_limit: int = 1,
         background: bool = True,
+        num_threads: int = 1,
+        draws_more: bool = False,
     ) -> None:
         self._stages = stages
         self._num_micro_steps = num_micro_steps
         self._window = window
         self._queue_limit = queue_limit
         self._background = background
+        self._num_threads = num_threads
+        self._draws_more = draws_more
         self.num_remade = 0
         self._changed = threading.Condition()  # guards everything below
         self._samples: dict[Key, Sequence[Any]] = {}
         self._encoded: dict[Key, Future] = {}
+        self._running: set[Key] = set()  # generating
         self._items: dict[Key, Future[Item]] = {}
         self._current_step = 0
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # the first one; nothing begins after it
         self._stopping = False
-        self._thread: threading.Thread | None = None
         self._encoder = ThreadPoolExecutor(1, "encode")
         self._finisher = ThreadPoolExecutor(1, "finish")
 
@@ -88,7 +95,7 @@ class Prefetcher(Generic[Item]):
         """Return all micro-steps of `step`, the same ones if called again. Later steps may be prepared from here on.
 
         Raises:
-            Exception: whatever a stage raised. The next call tries again from there.
+            Exception: whatever a stage raised first, once the others have ended. The next call tries again from there.
         """
         keys = [(step, micro) for micro in range(self._num_micro_steps)]
         with self._changed:
@@ -97,16 +104,13 @@ class Prefetcher(Generic[Item]):
                 del self._samples[done]
                 self._items.pop(done, None)
                 self._encoded.pop(done, None)
-            self._changed.notify_all()
-        if self._background:
-            self._start()
-            self._wait_for(keys)
-        for key in keys:
-            if key not in self._items:
-                self._prepare(key)
-            elif self._stages.lag(self._items[key].result(), step) > self._window:
-                self.num_remade += 1
-                self._prepare(key)
+        self._make(keys)
+        too_old = [key for key in keys if self._stages.lag(self._items[key].result(), step) > self._window]
+        with self._changed:
+            self.num_remade += len(too_old)
+            for key in too_old:
+                del self._items[key]
+        self._make(too_old)
         return [self._items[key].result() for key in keys]
 
     def prepared_from(self, step: int) -> tuple[list[Item], int]:
@@ -127,84 +131,81 @@ class Prefetcher(Generic[Item]):
             self._items[key] = Future()
             self._items[key].set_result(item)
 
+    @contextmanager
+    def drawing(self, step: int, micro_step_idx: int) -> Iterator[None]:
+        """For a `generate` that draws, so that the order is always the same: after all earlier micro-steps, alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(key < (step, micro_step_idx) for key in self._running))
+            yield
+
     def drain(self, timeout_s: float | None = None) -> None:
         """Stop issuing requests and wait for those in flight. Finished micro-steps are kept."""
         with self._changed:
             self._stopping = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            self._thread = None
+            self._changed.wait_for(lambda: not self._running, timeout_s)
 
-    def _start(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            return
-        self._error, self._stopping = None, False
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
-
-    def _wait_for(self, keys: list[Key]) -> None:
-        def is_over() -> bool:
-            return self._error is not None or all(key in self._items for key in keys)
-
+    def _make(self, keys: list[Key]) -> None:
+        """Return when all of them are generated. Raises: what a stage raised first, once the others have ended."""
         with self._changed:
-            self._changed.wait_for(is_over)
-            if not all(key in self._items for key in keys):
-                raise self._error
+            if self._error is not None:
+                self._changed.wait_for(lambda: not self._running)
+            for _ in range(1 + bool(self._running)):  # what fails may have begun before this call
+                self._error, self._stopping = None, False
+                self._issue()
+                self._changed.wait_for(lambda: not self._running or all(key in self._items for key in keys))
+                if all(key in self._items for key in keys):
+                    return
+            raise self._error
 
-    def _run(self) -> None:
-        """Body of the `prefetch` thread."""
+    def _issue(self) -> None:
+        """Begin all micro-steps that may be prepared now. The caller holds the lock."""
         try:
-            while (key := self._next_key()) is not None:
-                self._prepare(key)
+            while not self._stopping and self._error is None and self._may_prepare(key := self._first_missing()):
+                self._draw_and_encode(key)
+                if len(self._running) == self._num_threads:
+                    break  # drawn and encoded until a thread is free
+                self._running.add(key)
+                if self._background:
+                    threading.Thread(target=self._prepare, args=(key,), name=f"prefetch-{key}", daemon=True).start()
+                else:
+                    self._prepare(key)
         except Exception as error:  # noqa: BLE001  (raised by the next `get`, on the rank's main thread)
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    def _next_key(self) -> Key | None:
-        """Wait until another micro-step may be prepared; None once draining."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._may_prepare(self._first_missing()))
-            return None if self._stopping else self._first_missing()
+            self._error = error
 
     def _may_prepare(self, key: Key) -> bool:
-        num_waiting = sum(other[0] > self._current_step for other in self._items)
-        ahead = key[0] - self._current_step
-        return ahead <= 0 or (ahead <= self._window and num_waiting < self._queue_limit)
+        if key[0] <= self._current_step:
+            return True
+        if not self._background or (self._draws_more and self._running):
+            return False
+        num_ahead = sum(other[0] > self._current_step for other in {*self._items, *self._running})
+        return key[0] <= self._current_step + self._window and num_ahead < self._queue_limit
 
     def _first_missing(self) -> Key:
-        key = (self._current_step, 0)
-        while key in self._items:
-            key = self._after(key)
-        return key
-
-    def _after(self, key: Key) -> Key:
-        step, micro = key
-        return (step, micro + 1) if micro + 1 < self._num_micro_steps else (step + 1, 0)
+        steps, micro_steps = itertools.count(self._current_step), range(self._num_micro_steps)
+        keys = ((step, micro) for step in steps for micro in micro_steps)
+        return next(key for key in keys if key not in self._items and key not in self._running)
 
     def _prepare(self, key: Key) -> None:
-        with self._changed:
-            work = self._draw_and_encode(key)
-            if self._stages.encode and self._background and self._may_prepare(self._after(key)):
-                self._draw_and_encode(self._after(key))
+        """Body of a `prefetch` thread."""
+        item = error = None
         try:
-            encoded = work.result() if isinstance(work, Future) else work
-        except Exception:
-            self._encoded.pop(key)  # so that the next attempt encodes again
-            raise
-        responses = self._stages.generate(encoded, *key)
+            encoded = self._encoded[key].result() if self._stages.encode else self._samples[key]
+            responses = self._stages.generate(encoded, *key)
+            item = self._finisher.submit(self._stages.judge, responses, key[0])
+        except Exception as caught:  # noqa: BLE001  (raised by the next `get`, on the rank's main thread)
+            error = caught
         with self._changed:
-            self._encoded.pop(key, None)
-            self._items[key] = self._finisher.submit(self._stages.judge, responses, key[0])
+            self._error = self._error or error
+            self._encoded.pop(key, None)  # also after a failure, so that the next attempt encodes again
+            self._running.remove(key)
+            if item is not None:
+                self._items[key] = item
+            if self._background:
+                self._issue()
             self._changed.notify_all()
 
-    def _draw_and_encode(self, key: Key) -> Any:
-        """Return the argument of `generate` for `key`, or a future of it; draw it if it was not."""
+    def _draw_and_encode(self, key: Key) -> None:
         if key not in self._samples:
             self._samples[key] = self._stages.draw()
-        if self._stages.encode is None:
-            return self._samples[key]
-        if key not in self._encoded:
+        if self._stages.encode and key not in self._encoded and key not in self._items and key not in self._running:
             self._encoded[key] = self._encoder.submit(self._stages.encode, self._samples[key])
-        return self._encoded[key]

@@ -18,26 +18,37 @@ LOGGED_PARTS = ("rollout", "sync", "prepare", "train", "step")
 
 
 class Timer:
-    """Seconds by part since the run began; safe to use from any thread."""
+    """Seconds by part since the run began, for any thread; threads in one part at the same time count once."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self._popped: Counter[str] = Counter()
+        self._num_inside: Counter[str] = Counter()  # threads in a part
+        self._counted: dict[str, float] = {}  # until when a part's time is in `seconds`
         self._lock = threading.Lock()
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Count the time inside the context as seconds of `part`."""
-        start = time.monotonic()
-        yield
-        with self._lock:
-            self.seconds[part] += time.monotonic() - start
+        self._count(part, 1)
+        try:
+            yield
+        finally:
+            self._count(part, -1)
 
     def pop(self) -> dict[str, float]:
         """Seconds by part since the last call. With prefetch they include rollouts of coming steps."""
         passed = {name: value - self._popped[name] for name, value in self.seconds.items()}
         self._popped.update(passed)
         return passed
+
+    def _count(self, part: str, change: int) -> None:
+        """Count a part's time until now, and the threads in it from now on."""
+        with self._lock:
+            now = time.monotonic()
+            self.seconds[part] += (now - self._counted.get(part, now)) * (self._num_inside[part] > 0)
+            self._counted[part] = now
+            self._num_inside[part] += change
 
 
 def step_metrics(result: StepResult, ranks: Mapping[str, Sequence[Any]]) -> dict[str, float]:

@@ -104,16 +104,18 @@ class Session:
 
     # Before the first step
 
-    def prefetch(self, stages: Stages) -> None:
+    def prefetch(self, stages: Stages, draws_more: bool = False) -> None:
         """Prepare micro-steps by `stages`: within their step, or with `async` before it (LRN-8). Only servers, or no
-        engine at all, leave that to a thread: others generate on all ranks together, with the weights that train."""
-        options = self.cfg.rm.async_
+        engine at all, leave that to threads: others generate on all ranks together, with the weights that train."""
+        options, num_micro_steps = self.cfg.rm.async_, self.cfg.training.gradient_accumulation_steps
         self.prefetcher = Prefetcher(
             stages,
-            self.cfg.training.gradient_accumulation_steps,
+            num_micro_steps,
             window=options.version_window if options.enabled else 0,
             queue_limit=options.queue_limit,
             background=self.policy.client is not None or not self.cfg.generates,
+            num_threads=num_micro_steps + options.queue_limit * options.enabled,  # requests are what is bounded (DIS-3)
+            draws_more=draws_more,
         )
         self.policy.drain = self.prefetcher.drain
 
