@@ -13,8 +13,8 @@ finished run (`--run`). No device is used.
     sync    = sync_fixed_s + bytes that can have changed / sync_bytes_per_s
     step    = rollout + train + prepare + sync, with prefetch max(rollout, train + prepare + sync)
 
-FLOPs per token: 2 per parameter forward, 2 for the gradient of activations, 2 per trained parameter, and 2 more if
-checkpointing recomputes the forward pass. The model ignores attention over the length, the vision tower's own tokens,
+FLOPs per token: 2 per parameter forward, 2 for the gradient of activations, 2 per trained parameter, and 2 more for the
+layers that checkpointing recomputes. The model ignores attention over the length, the vision tower's own tokens,
 prefill and the cost of more devices (all-reduce, tensor parallelism): a guide to splits, not a promise.
 """
 
@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from utils.config.load import ConfigError, build_config, check_launch, engine_json, load_config, load_config_or_exit
-from utils.config.memory import DEVICE_GIB, GIB, ModelSize, learner_memory, model_size
+from utils.config.memory import DEVICE_GIB, GIB, ModelSize, checkpointed_layers, learner_memory, model_size
 from utils.config.plan import make_plan, max_tokens_per_step
 from utils.config.schema import Config
 
@@ -54,9 +54,9 @@ def main() -> None:
             path.write_text(re.sub(r"^# Memory: .*$", memory_line(path), path.read_text(), flags=re.MULTILINE))
         return
     cfg = load_config_or_exit(args.config)
-    kind = "cpu" if cfg.rs is not None and cfg.server_settings().device == "cpu" else "cuda"
+    kind = kind_of(cfg)
     try:
-        constants = measure(args.run) if args.run else load_constants(kind)
+        constants = measure(args.run, int(args.device_gib * GIB)) if args.run else load_constants(kind)
         found = splits(cfg, constants, args.nodes * args.devices_per_node, args)
     except ValueError as error:
         how_to_measure = "run `make bench`" if kind == "cpu" else "measure them with a finished run: --run RUN_DIR"
@@ -136,12 +136,11 @@ class StepWork:
     parameters: int
     trainable: int
     sync_bytes: float
-    recompute: bool = False
+    recompute: float = 0.0  # fraction of the forward pass that backward repeats
 
     @property
     def train_flops(self) -> float:
-        passes = 3 if self.recompute else 2
-        return self.num_tokens * 2 * (passes * self.parameters + self.trainable)
+        return self.num_tokens * 2 * ((2 + self.recompute) * self.parameters + self.trainable)
 
     @property
     def rollout_flops(self) -> float:
@@ -191,8 +190,11 @@ def calibrate(work: StepWork, measured: StepTime, learners: int = 1, rollout_dev
     }
 
 
-def measure(run_dir: Path) -> Constants:
+def measure(run_dir: Path, device_bytes: int = DEVICE_GIB * GIB) -> Constants:
     """Constants of the devices of a finished stage-2 run with servers; its sync counts as bandwidth alone.
+
+    Args:
+        device_bytes: memory of a learner's GPU, which decided what `gradient_checkpointing: auto` was.
 
     Raises:
         ValueError: no such run, no servers, too few steps, or prefetch (a step then trains on earlier rollouts).
@@ -211,7 +213,7 @@ def measure(run_dir: Path) -> Constants:
     if not steps:
         raise ValueError(f"{run_dir}: needs more than {SETTLING_STEPS} steps")
     step = median_step(steps)
-    work = work_of_step(step, size, cfg.training.gradient_checkpointing)
+    work = work_of_step(step, size, recomputed(cfg, size, record["world_size"], device_bytes)[1])
     constants = calibrate(work, time_of_step(step), record["world_size"], sum(record["server_world_sizes"]))
     bandwidth = step["sync_bytes"] / step["sync"]
     return Constants(**constants | {"sync_fixed_s": 0.0, "sync_bytes_per_s": bandwidth})
@@ -236,7 +238,7 @@ def median_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
 
 
-def work_of_step(step: Mapping[str, float], size: ModelSize, recompute: bool = False) -> StepWork:
+def work_of_step(step: Mapping[str, float], size: ModelSize, recompute: float = 0.0) -> StepWork:
     """Work of a measured step; its sync is all in the fixed part."""
     return StepWork(
         num_answers=round(step["answers"]),
@@ -303,17 +305,35 @@ def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.N
             check_launch(cfg, learners)
         except ConfigError:  # such as a DeepSpeed JSON with a batch size that this number of learners contradicts
             continue
-        work = planned_work(cfg, size, learners, args.new_tokens, args.segment_tokens)
+        num_checkpointed, recompute = recomputed(cfg, size, learners, int(args.device_gib * GIB))
+        work = planned_work(cfg, size, learners, args.new_tokens, args.segment_tokens, recompute)
         time = predict(work, constants, learners, rollout_devices, cfg.rm.async_.enabled)
-        memory = sum(learner_memory(cfg, engine_json(cfg, learners), size, learners).values())
+        memory = sum(learner_memory(cfg, engine_json(cfg, learners), size, learners, num_checkpointed).values())
         samples_per_s = work.num_answers / cfg.answers_per_sample / time.step
         fits = memory <= args.device_gib * GIB
         found.append(Split(learners, rollout_devices, time, samples_per_s, memory, fits))
     return sorted(found, key=lambda split: (not split.fits, -split.samples_per_s))
 
 
+def kind_of(cfg: Config) -> str:
+    """The kind of device that learners and engines run on: `cpu` or `cuda`."""
+    return "cpu" if cfg.rs is not None and cfg.server_settings().device == "cpu" else "cuda"
+
+
+def recomputed(cfg: Config, size: ModelSize, learners: int, device_bytes: int) -> tuple[int | None, float]:
+    """Layers that backward recomputes (None: all), and what fraction of the forward pass they are."""
+    on_cpu = kind_of(cfg) == "cpu"
+    num = checkpointed_layers(cfg, engine_json(cfg, learners), size, learners, 0 if on_cpu else device_bytes)
+    return num, 1.0 if num is None else min(1.0, num / max(size.num_layers, 1))
+
+
 def planned_work(
-    cfg: Config, size: ModelSize, learners: int, new_tokens: float | None, segment_tokens: float | None
+    cfg: Config,
+    size: ModelSize,
+    learners: int,
+    new_tokens: float | None,
+    segment_tokens: float | None,
+    recompute: float = 0.0,
 ) -> StepWork:
     """Work of a step of `cfg`: the longest responses and full rows, unless their mean lengths are given."""
     training = cfg.training
@@ -327,7 +347,7 @@ def planned_work(
         parameters=size.total,
         trainable=size.trainable,
         sync_bytes=size.can_change * bytes_each,
-        recompute=training.gradient_checkpointing,
+        recompute=recompute,
     )
 
 

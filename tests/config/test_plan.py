@@ -5,17 +5,33 @@ import os
 import re
 import struct
 import subprocess
+import unittest.mock
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 
 from tests.config.test_load import edited
 from utils.config.load import ConfigError, build_config, engine_json, load_config
-from utils.config.memory import ModelSize, known_config, known_model, learner_memory, model_size, parameter_shapes
+from utils.config.memory import (
+    ModelSize,
+    _activations,
+    checkpointed_layers,
+    known_config,
+    known_model,
+    learner_memory,
+    model_size,
+    parameter_shapes,
+)
 from utils.config.plan import format_plan, make_plan, plan_layout, print_dry_run
 from utils.config.schema import Config, Tuner
+from utils.learner.attention import register
 
 
 def settings(**keys: Any) -> dict[str, Any]:
@@ -148,12 +164,12 @@ def test_CFG_16_adapters_lie_beside_the_weights() -> None:
 
 
 def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
-    """CFG-16: bf16. Activations checkpointed: 4096 tokens x 4 units x 2 bytes x (2 layers + 17). Cache per token:
-    keys and
-    values x 2 layers x 1 head x 2 x 2 bytes = 16 bytes, for 3 answers of 2048 tokens."""
+    """CFG-16: bf16. Activations checkpointed: 4096 tokens x 2 bytes x (the first layer's 4 units + all of one layer:
+    8 x 4 units, 6 x 4 of queries, 5 x 2 of keys). Cache per token: keys and values x 2 layers x 1 head x 2 x 2 bytes =
+    16 bytes, for 3 answers of 2048 tokens."""
     folder = str(checkpoint(tmp_path))
     plan = make_plan(config(model={"path": folder}, RS=settings(), RM__decode_batch_size=3), world_size=1)
-    assert plan.learner_memory["activations"] == 4096 * 4 * 2 * 19
+    assert plan.learner_memory["activations"] == 4096 * 2 * (4 + 8 * 4 + 6 * 4 + 5 * 2)
     assert plan.rollout_memory == {"weights": 90 * 2, "keys and values": 16 * 2048 * 3}
     assert "parameters:" in format_plan(plan) and "GiB" in format_plan(plan)
 
@@ -224,14 +240,17 @@ def test_CFG_16_memory_of_8b_with_dora_by_hand() -> None:
     learn = layers * sum(rank * (num_out + num_in) + num_out for num_out, num_in in shapes)
     for name, world_size in (("3v1", 1), ("6v2", 2)):
         plan = make_plan(stage2(name), world_size)
+        num, whole = plan.num_checkpointed, 6 * hidden + 5 * hidden + 4 * kv + 4 * mlp
         assert plan.model_size.trainable == learn
         assert plan.learner_memory == {
             "weights": 2 * (8_767_123_696 + learn),
             "gradients": 2 * learn // world_size,
             "optimizer": 12 * learn // world_size,
             "reduce buckets": 2 * 200_000_000 * 2,
-            # 36 layers' inputs, and one layer with 17 values per unit and twice its linear outputs
-            "activations": 12000 * 2 * (36 * hidden + 17 * hidden + 2 * sum(num_out for num_out, _ in shapes)),
+            # inputs of the checkpointed layers, all that the others keep, and twice the linear outputs of those
+            "activations": 12000
+            * 2
+            * (num * hidden + (36 - num) * (whole + 2 * sum(num_out for num_out, _ in shapes))),
             "logits": 256 * 151936 * 2 * (2 + 4),
             "DoRA norms": 2 * (mlp * mlp + 3 * mlp * hidden),
             "sync buckets (rank 0)": 2 * 256 * 2**20,
@@ -240,6 +259,109 @@ def test_CFG_16_memory_of_8b_with_dora_by_hand() -> None:
         assert plan.rollout_memory["keys and values"] == 2 * 36 * 8 * 128 * 2 * 8192 * 16
         assert plan.cache.num_bytes == int(0.85 * 80 * 2**30) - 2 * 8_767_123_696
         assert plan.cache.num_tokens == plan.cache.num_bytes // (2 * 36 * 8 * 128 * 2)
+
+
+# ---- gradient checkpointing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tuner", [{}, {"type": "lora"}, {"type": "lora", "use_dora": True}])
+def test_CFG_16_a_layers_activations_are_those_that_its_backward_keeps(tuner: dict[str, Any]) -> None:
+    """CFG-16: bytes of all tensors that transformers' layer saves in bfloat16, weights and shared positions aside."""
+    text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"head_dim": 32, "intermediate_size": 224, "vocab_size": 128}
+    torch.manual_seed(0)
+    layer = Qwen3VLTextDecoderLayer(Qwen3VLTextConfig(**text, attn_implementation=register()), 0).bfloat16()
+    if tuner:
+        options = {"r": 2, "target_modules": "all-linear", "use_dora": tuner.get("use_dora", False)}
+        get_peft_model(nn.ModuleList([layer]), LoraConfig(**options), autocast_adapter_dtype=False)
+    num_tokens = 512
+    hidden = torch.randn(1, num_tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.randn(2, 1, num_tokens, 32, dtype=torch.bfloat16)
+    own = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), positions)}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = layer(
+            hidden,
+            position_embeddings=tuple(positions),
+            position_ids=torch.arange(256).repeat(2)[None],
+            segment_lengths=[256, 256],
+        )
+    out.sum().backward()
+    counted = sum(storage.nbytes() for storage in saved.values()) / num_tokens / 2
+    cfg = config(tuner=tuner)
+    with unittest.mock.patch("utils.config.memory._text_config", return_value=text):
+        estimated = _activations(cfg, num_checkpointed=0)
+    print(f"{tuner}: {counted:.0f} values per token, estimated {estimated}")
+    assert counted == pytest.approx(estimated, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["stage2/qwen3vl_8b_3v1", "stage2/qwen3vl_8b_6v2", "grpo/summary_1024"])
+def test_CFG_16_auto_recomputes_as_few_layers_as_leave_a_fifth_of_the_gpu(name: str) -> None:
+    """CFG-16, CFG-17: the estimate falls with every layer until one is left, and the choice is the first that fits."""
+    cfg, world_size = load_config(f"configs/{name}.yaml"), 2 if name != "stage2/qwen3vl_8b_3v1" else 1
+    engine, size = engine_json(cfg, world_size), model_size(Path(cfg.model.path), cfg.tuner)
+    needs = [sum(learner_memory(cfg, engine, size, world_size, num).values()) for num in range(37)]
+    assert needs == sorted(needs, reverse=True) and len(set(needs)) == 36 and needs[35] == needs[36]
+    num = checkpointed_layers(cfg, engine, size, world_size, 80 << 30)
+    assert needs[num] <= 0.8 * 80 * 2**30 < needs[num - 1]
+    assert 0 < num < 30
+    plan = make_plan(cfg, world_size)
+    assert plan.num_checkpointed == num and sum(plan.learner_memory.values()) == needs[num]
+    useful = (2 * size.total + size.trainable) / ((2 + num / 36) * size.total + size.trainable)
+    assert f"checkpointed layers: {num} of 36; {useful:.0%} of" in re.sub(" +", " ", format_plan(plan))
+
+
+@pytest.mark.parametrize(
+    ("changes", "device_gib", "expected"),
+    [
+        ({"gradient_checkpointing": True}, 80, None),
+        ({"gradient_checkpointing": False}, 80, 0),
+        ({"gradient_checkpointing": 7}, 0, 7),
+        ({}, 0, None),  # CPU
+        ({}, 24, None),  # not even all of them fit
+        ({}, 1000, 0),
+        ({"packing": False, "packing_drop_last": False}, 80, None),  # eight padded segments of 12,000 tokens
+    ],
+)
+def test_CFG_17_layers_that_backward_recomputes(changes: dict[str, Any], device_gib: int, expected: int | None) -> None:
+    """CFG-17."""
+    base = yaml_of("3v1")
+    base["training"] |= changes
+    cfg = build_config(base)
+    size = model_size(Path(cfg.model.path), cfg.tuner)
+    assert checkpointed_layers(cfg, engine_json(cfg, 1), size, 1, device_gib << 30) == expected
+
+
+def test_CFG_17_auto_recomputes_all_layers_where_the_estimate_does_not_hold() -> None:
+    """CFG-17: an unknown model; eager attention, whose scores are not counted. Colocated engines keep their share."""
+    cfg, device = stage2("3v1"), 250 << 30
+    engine, size = engine_json(cfg, 1), model_size(Path(cfg.model.path), cfg.tuner)
+    assert checkpointed_layers(cfg, engine, size, 1, device) == 0
+    assert checkpointed_layers(cfg, engine, None, 1, device) is None
+    base = yaml_of("3v1")
+    base["model"]["attn_implementation"] = "eager"
+    assert checkpointed_layers(build_config(base), engine, size, 1, device) is None
+    colocate = {"mode": "colocate", "tensor_parallel_size": 1}
+    shared = config(model={"path": cfg.model.path}, global_max_length=12000, RM__vllm=colocate)
+    alone = config(model={"path": cfg.model.path}, global_max_length=12000)
+    size = model_size(Path(cfg.model.path), shared.tuner)
+    numbers = [checkpointed_layers(one, engine_json(one, 4), size, 4, device) for one in (alone, shared)]
+    assert numbers[0] < numbers[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(-1, "greater than or equal to 0"), ("most", "'auto'"), (2.5, "integer")]
+)
+def test_CFG_17_checkpointing_is_auto_yes_no_or_a_number(value: Any, message: str) -> None:
+    """CFG-17, CFG-3."""
+    with pytest.raises(ConfigError, match=f"training.gradient_checkpointing.*{message}"):
+        config(training={"output_dir": "o", "gradient_checkpointing": value})
 
 
 def test_CFG_16_tensor_parallel_engines_share_weights_and_cache() -> None:

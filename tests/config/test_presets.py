@@ -116,7 +116,7 @@ def test_the_learner_sets_up_and_trains_what_the_plan_counts_LRN_2(name):
     parts |= {"embeddings"} if cfg.tuner.type == "full" or cfg.tuner.modules_to_save else set()
     assert set(rates) == parts and rates["llm"] == cfg.training.learning_rate
     assert rates.get("vit") == (cfg.training.vit_lr if "vit" in parts else None)
-    assert base_model(learner.model).is_gradient_checkpointing == cfg.training.gradient_checkpointing
+    assert base_model(learner.model).is_gradient_checkpointing == bool(cfg.training.gradient_checkpointing)
     assert given["config"]["train_batch_size"] == learners(name) * cfg.training.samples_per_rank
     batch = make_collate(cfg, learner, None)([dummy_segment(learner.model)])
     assert batch.position_ids.shape[0] == 4  # the real model's multimodal positions

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,9 @@ def test_decay_by_hand_CFG_17():
 # one optimizer step of GRPO, DeepSpeed included
 
 
-def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: str = "zero2") -> Learner:
+def learner_of(
+    folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: str = "zero2", **training: Any
+) -> Learner:
     """A learner with an epsilon large enough that rounding errors do not become whole steps."""
     config = {
         "model": {"path": str(model), "dtype": "float32"},
@@ -61,10 +64,35 @@ def learner_of(folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: 
             "gradient_checkpointing": False,
             "adam_epsilon": 1e-2,
             "max_grad_norm": 0.0,
+            **training,
         },
         "deepspeed": deepspeed,
     }
     return Learner(build_config(config), ranks, num_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpu_bytes", "expected"),
+    [
+        (True, 0, "1111 11"),
+        (False, 0, "0000 00"),
+        (3, 0, "1110 11"),
+        (0, 0, "0000 00"),
+        ("auto", 0, "1111 11"),  # on CPU
+        ("auto", 80 << 30, "0000 11"),  # the estimate leaves out the vision tower
+        ("auto", 1 << 20, "1111 11"),
+    ],
+)
+def test_layers_that_backward_recomputes_by_setting_CFG_17(
+    tmp_path, start_model, ranks, monkeypatch, setting, gpu_bytes, expected
+):
+    """CFG-17: language-model layers, then those of the vision tower. A GPU is pretended; the model stays on the CPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gpu_bytes))
+    monkeypatch.setattr(ranks, "device", torch.device("cuda" if gpu_bytes else "cpu"))
+    learner = learner_of(tmp_path, start_model, ranks, {"type": "full"}, gradient_checkpointing=setting)
+    inner = base_model(learner.model).model
+    parts = (inner.language_model.layers, inner.visual.blocks)
+    assert " ".join("".join(str(int(layer.gradient_checkpointing)) for layer in part) for part in parts) == expected
 
 
 def answers_of(model: nn.Module, num: int = 5) -> list[Segment]:

@@ -219,7 +219,7 @@ def test_row_without_image_runs_every_module_at_no_weight_pck_8(model):
     assert all(grad.abs().max() == 0 for name, grad in ours.items() if part_of(name) in ("vit", "aligner"))
     batch = collate(model, [segment])
     batch.input_ids, batch.position_ids = batch.input_ids[:, : len(segment)], batch.position_ids[..., : len(segment)]
-    batch.pixel_values = batch.image_grid_thw = None
+    batch.pixel_values, batch.image_grid_thw, batch.cu_seqlens = None, None, batch.cu_seqlens[:2]
     alone = gradients(model, [batch])
     assert relative_difference({name: ours[name] for name in alone}, alone) < 1e-6
 
@@ -244,6 +244,46 @@ def test_gradient_checkpointing_changes_nothing_lrn_2(model, tuner):
     plain = gradients(model, batches)
     enable_gradient_checkpointing(model)
     assert relative_difference(gradients(model, batches), plain) < 1e-6
+
+
+@pytest.mark.parametrize("tuner", [{"freeze_vit": False}, {"type": "lora", "use_dora": True, "dropout": 0.1}])
+@pytest.mark.parametrize("num_layers", [0, 1, 3, 4, 9])
+def test_the_first_n_layers_are_recomputed_and_gradients_are_the_same_lrn_2(model, num_layers, tuner):
+    """LRN-2: of 4 language-model layers `num_layers` run twice, the others once; a trained vision tower's twice."""
+    model = apply_tuner(model, Tuner(**tuner)).train()
+    batches, calls = [collate(model, images_of_three_sizes(model))], []
+    torch.manual_seed(0)
+    plain = gradients(model, batches)
+    inner = base_model(model).model
+    for name, layers in (("llm", inner.language_model.layers), ("vit", inner.visual.blocks)):
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, key=f"{name}{index}": calls.append(key))
+    enable_gradient_checkpointing(model, num_layers)
+    torch.manual_seed(0)  # dropout
+    assert relative_difference(gradients(model, batches), plain) < 1e-6
+    assert [calls.count(f"llm{index}") for index in range(4)] == [1 + (index < num_layers) for index in range(4)]
+    if "freeze_vit" in tuner:
+        assert [calls.count(f"vit{index}") for index in range(2)] == [2, 2]
+
+
+def test_borders_of_segments_are_read_once_per_forward_pck_4(model, monkeypatch):
+    """PCK-4: on CUDA the host waits for each such reading. One for the whole pass, not one per layer; repeating layers
+    in backward reads nothing."""
+    model = model.train()
+    enable_gradient_checkpointing(model)
+    batch = collate(model, images_of_three_sizes(model))
+    read = []
+    for name in ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__index__"):
+        own = getattr(torch.Tensor, name)
+
+        def counted(tensor, *args, own=own, name=name, **kwargs):
+            if sys._getframe(1).f_globals["__name__"].startswith("utils."):
+                read.append(name)
+            return own(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    RowModel(model).hidden_states(batch).sum().backward()
+    assert read == ["tolist"]
 
 
 def test_logits_are_made_at_labels_only_lrn_4(model):

@@ -1,14 +1,22 @@
 """The merged-weight source against PEFT's own merge, and the sender's handling of failure (section SYN)."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from transformers import AutoModelForImageTextToText
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from utils.config.load import load_config
+from utils.config.memory import known_config
+from utils.learner.model import apply_tuner
 from utils.sync.merged_weights import _MERGE_BLOCK_BYTES, Adapter, MergedWeights, _merge_into
+from utils.sync.wire import bucket_layouts
 
 
 @pytest.fixture(scope="module")
@@ -16,12 +24,12 @@ def base_model(start_model):
     return AutoModelForImageTextToText.from_pretrained(start_model, dtype=torch.float32)
 
 
-def tuned(base_model, *, use_dora: bool, modules_to_save=None, dtype=torch.float32):
+def tuned(base_model, *, use_dora: bool, modules_to_save=None, dtype=torch.float32, alpha=16):
     """A PEFT model whose adapters are far from their start, so that a wrong merge shows."""
     torch.manual_seed(1)
     config = LoraConfig(
         r=4,
-        lora_alpha=16,
+        lora_alpha=alpha,
         use_dora=use_dora,
         target_modules="all-linear",
         modules_to_save=modules_to_save,
@@ -40,10 +48,10 @@ def merged_by_peft(model):
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-@pytest.mark.parametrize("modules_to_save", [None, ["embed_tokens"]])
-def test_stream_equals_pefts_merge_bit_for_bit_in_float32_SYN_4(base_model, use_dora, modules_to_save):
-    """SYN-4."""
-    model = tuned(base_model, use_dora=use_dora, modules_to_save=modules_to_save)
+@pytest.mark.parametrize(("modules_to_save", "alpha"), [(None, 16), (["embed_tokens"], 16), (None, 6)])
+def test_stream_equals_pefts_merge_bit_for_bit_in_float32_SYN_4(base_model, use_dora, modules_to_save, alpha):
+    """SYN-4: with a scale that is a power of two, and with one that is not (6 / 4)."""
+    model = tuned(base_model, use_dora=use_dora, modules_to_save=modules_to_save, alpha=alpha)
     expected = merged_by_peft(model)
     streamed = dict(MergedWeights(model).tensors())
     assert set(expected) - set(streamed) == {"lm_head.weight"}  # tied: travels as the embedding
@@ -89,6 +97,106 @@ def test_merging_in_blocks_of_rows_equals_merging_at_once_SYN_5(monkeypatch):
     monkeypatch.setitem(_MERGE_BLOCK_BYTES, "cpu", 5 * 24 * 4)
     _merge_into(blocks, weight, adapter)
     torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# merging on CUDA, as far as it can be seen without one
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it lies on a GPU."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_the_operations_for_cuda_give_pefts_merge_SYN_4(monkeypatch, use_dora):
+    """SYN-4: only the kernels are CPU ones. Against PEFT's order in float64: the nearest bfloat16 number but for ties
+    that rounding errors decide, and never further away than the next one."""
+    torch.manual_seed(0)
+    half = [torch.randn(shape).bfloat16() for shape in ((96, 64), (8, 64), (96, 8), (96,))]
+    weight, a, b, magnitude = half
+    exact = weight.double() + 1.5 * (b.double() @ a.double())
+    if use_dora:
+        exact = magnitude.double()[:, None] * exact / exact.norm(dim=1, keepdim=True)
+    products = []
+
+    def on_cuda(b, a, out_dtype):
+        products.append(out_dtype)
+        return (b.double() @ a.double()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", on_cuda)  # `out_dtype` exists for CUDA only
+    monkeypatch.setitem(_MERGE_BLOCK_BYTES, "cuda", 40 * 64 * 4)  # three blocks
+    vector = torch.nn.Parameter(magnitude) if use_dora else None
+    adapter = Adapter(torch.nn.Parameter(a), torch.nn.Parameter(b), scaling=1.5, magnitude=vector)
+    out = torch.empty_like(weight)
+    _merge_into(out, weight.as_subclass(OnGpu), adapter)
+    assert products == [torch.float32] * 3
+    assert (out != exact.bfloat16()).float().mean() < 0.002
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+class Walk(TorchDispatchMode):
+    """Counts launches, and the peak of bytes alive, of work on the meta device.
+
+    A launch is an operator that is neither a view nor an allocation. On CUDA each such operator of a merge is one
+    kernel, for elementwise ones with other dtypes in and out too; a matrix product is at least one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.peak, self._alive = Counter(), 0, WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        if not (function.is_view or "empty" in str(function)):
+            self.launches[str(function)] += 1
+        for tensor in tree_leaves(result):
+            if tensor.untyped_storage()._cdata not in inputs:
+                self._alive[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
+
+
+@pytest.fixture(scope="module")
+def weights_8b():
+    """Names and shapes of a released 8B model with the adapters of the 3 + 1 preset, LoRA or DoRA, without memory."""
+
+    def make(use_dora: bool) -> MergedWeights:
+        with torch.device("meta"):
+            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_dict(known_config("8B"))).to(torch.bfloat16)
+            tuner = load_config("configs/stage2/qwen3vl_8b_3v1.yaml").tuner.model_copy(update={"use_dora": use_dora})
+            return MergedWeights(
+                apply_tuner(model, tuner).to(torch.bfloat16)
+            )  # on meta PEFT leaves adapters in float32
+
+    return make
+
+
+@pytest.mark.parametrize(("use_dora", "expected"), [(False, 3), (True, 5)])
+def test_an_8b_merge_is_not_bound_by_launches_and_keeps_two_buckets_SYN_5(weights_8b, monkeypatch, use_dora, expected):
+    """SYN-5: a walk over all linear layers of the language model launches fewer than 1,500 kernels, five for each
+    layer with DoRA, three with LoRA. Block temporaries count in what a sync may add: two buckets, each at least as
+    large as the largest tensor."""
+    monkeypatch.setitem(_MERGE_BLOCK_BYTES, "meta", _MERGE_BLOCK_BYTES["cuda"])
+    weights = weights_8b(use_dora)
+    adapted = [entry for entry in weights.entries if entry.adapter is not None]
+    assert len(adapted) == 36 * 7
+    buckets: list[torch.Tensor] = []
+    with Walk() as walk:
+        for layout in bucket_layouts([entry.num_bytes for entry in adapted], 256 << 20):
+            del buckets[:-1]  # one is on its way while the next one is made
+            buckets.append(torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta"))
+            for entry, offset in zip(adapted[layout.first : layout.last], layout.offsets, strict=True):
+                view = buckets[-1][offset : offset + entry.num_bytes].view(entry.dtype).view(entry.shape)
+                weights.write(entry, view)
+    print(walk.launches)
+    assert walk.launches.total() == expected * len(adapted) < 1500
+    largest = max(entry.num_bytes for entry in weights.entries)
+    assert 2 * (256 << 20) < walk.peak <= 2 * max(256 << 20, largest)
 
 
 def test_frozen_tensors_without_adapter_cannot_change_SYN_6(base_model):

@@ -1,8 +1,8 @@
 """Estimated memory of learners and engines, from tensor shapes and the ZeRO stage (CFG-16).
 
-The estimate leaves out the vision tower's activations, CUDA's own memory and fragmentation. Where there is no
-checkpoint, released Qwen3-VL models are recognized by name, with the numbers in `config.json` of
-Qwen/Qwen3-VL-{2B,4B,8B,32B}-Instruct: 2.13, 4.44, 8.77 and 33.36 billion parameters, as on their cards.
+The estimate leaves out the vision tower's activations, the optimizer's temporaries, CUDA's and NCCL's own memory and
+fragmentation. Where there is no checkpoint, released Qwen3-VL models are recognized by name, with the numbers in
+`config.json` of Qwen/Qwen3-VL-{2B,4B,8B,32B}-Instruct (2.13, 4.44, 8.77, 33.36 billion parameters, as on their cards).
 """
 
 import json
@@ -17,7 +17,8 @@ from typing import Any
 from utils.config.schema import Config, Tuner
 
 GIB = 1 << 30
-DEVICE_GIB = 80  # memory of the GPU that cache estimates assume
+DEVICE_GIB = 80  # memory of the GPU that a plan assumes
+AUTO_FREE = 0.2  # fraction of it that `gradient_checkpointing: auto` leaves to what estimates leave out
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -30,6 +31,7 @@ class ModelSize:
     dora_values: int = 0  # numbers in DoRA's largest temporaries
     can_change: int = 0  # in tensors that training changes, adapters merged
     source: str = ""  # of the shapes, if not the files of the weights
+    num_layers: int = 0  # of the language model
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
     adapted = [shape for name, shape in shapes.items() if tuner.use_dora and _is_adapted(name, shape, tuner)]
     # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
     dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
-    return ModelSize(sum(map(prod, shapes.values())), sum(trainable.values()), dora_values, can_change, source)
+    layers = set(re.findall(r"language_model\.layers\.(\d+)\.", " ".join(shapes)))
+    total = sum(map(prod, shapes.values()))
+    return ModelSize(total, sum(trainable.values()), dora_values, can_change, source, len(layers))
 
 
 def _architecture(path: Path) -> tuple[dict[str, Any], str]:
@@ -118,7 +122,28 @@ def chunk_labels(zero_stage: int) -> int:
     return 1024 if zero_stage == 3 else 256
 
 
-def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_size: int) -> dict[str, int]:
+def checkpointed_layers(
+    cfg: Config, engine: dict[str, Any], size: ModelSize | None, world_size: int, device_bytes: int
+) -> int | None:
+    """Language-model layers that backward recomputes (`training.gradient_checkpointing`); None: all.
+
+    `auto`: as few as leave `AUTO_FREE` of a device's memory; all where the estimate does not hold: without a GPU
+    (`device_bytes` 0), a known model or a limit of rows, and for the scores of `eager` attention.
+    """
+    wanted = cfg.training.gradient_checkpointing
+    if wanted != "auto":
+        return None if wanted is True else int(wanted)
+    budget = device_bytes * (1 - AUTO_FREE - (cfg.rm.vllm.gpu_memory_utilization if cfg.is_colocate else 0))
+    if size is not None and cfg.global_max_length and cfg.model.attn_implementation != "eager":
+        for num in range(size.num_layers):
+            if sum(learner_memory(cfg, engine, size, world_size, num).values()) <= budget:
+                return num
+    return None
+
+
+def learner_memory(
+    cfg: Config, engine: dict[str, Any], size: ModelSize, world_size: int, num_checkpointed: int | None = None
+) -> dict[str, int]:
     """Bytes per learner device by part. ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3.
 
     Weights are those of the model and its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
@@ -138,7 +163,7 @@ def learner_memory(cfg: Config, engine: dict[str, Any], size: ModelSize, world_s
         "optimizer": size.trainable * copies // (world_size if stage >= 1 else 1),
         "reduce buckets": num_buckets * int(zero.get("reduce_bucket_size", 5e8)) * bytes_each,
         "gathered": min(int(zero.get("stage3_max_live_parameters", 1e9)), num_weights) * bytes_each * (stage == 3),
-        "activations": _activations(cfg, bytes_each),
+        "activations": _row_tokens(cfg) * _activations(cfg, num_checkpointed) * bytes_each,
         "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
         "DoRA norms": size.dora_values * bytes_each,
         "sync buckets (rank 0)": (2 * cfg.rm.vllm.sync.bucket_mib << 20) * cfg.generates,
@@ -154,20 +179,20 @@ def _row_tokens(cfg: Config) -> int:
     return rows * (cfg.global_max_length or 0)
 
 
-def _activations(cfg: Config, bytes_each: int) -> int:
-    """Language model only: 17 values per token, layer and hidden unit; with checkpointing one, and one layer in full.
+def _activations(cfg: Config, num_checkpointed: int | None) -> int:
+    """Values per token: a checkpointed layer keeps its input; the others, and the one that backward is at, all it uses.
 
-    DoRA keeps two more outputs of each linear layer (q, k, v, o; gate, up, down), which its magnitude multiplies.
-    Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2 without attention scores: 34 bytes at 2 per value.
-    """
+    Norms keep their input in float32 (two values) and output, trained ones twice; attention what it takes and returns;
+    the MLP four of its widths. DoRA keeps two more outputs of each linear layer, which its magnitude multiplies."""
     text = _text_config(cfg)
-    hidden, layers = text.get("hidden_size", 0), text.get("num_hidden_layers", 0)
-    per_layer = 17 * hidden
+    hidden, layers, mlp = (text.get(name, 0) for name in ("hidden_size", "num_hidden_layers", "intermediate_size"))
+    heads, kv_heads, head_dim = _heads(text)
+    full = cfg.tuner.type == "full"
+    per_layer = (6 + 2 * full) * hidden + ((5 + full) * heads + (4 + full) * kv_heads) * head_dim + 4 * mlp
     if cfg.tuner.use_dora and not cfg.tuner.freeze_llm:
-        heads, kv_heads, head_dim = _heads(text)
-        per_layer += 2 * ((heads + 2 * kv_heads) * head_dim + 2 * hidden + 2 * text.get("intermediate_size", 0))
-    values = hidden * layers + per_layer if cfg.training.gradient_checkpointing else per_layer * layers
-    return _row_tokens(cfg) * values * bytes_each
+        per_layer += 2 * ((heads + 2 * kv_heads) * head_dim + 2 * hidden + 2 * mlp)
+    kept_whole = max(1, layers - (layers if num_checkpointed is None else num_checkpointed))
+    return hidden * (layers - kept_whole) + per_layer * kept_whole
 
 
 def _heads(text: dict[str, Any]) -> tuple[int, int, int]:

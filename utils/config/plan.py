@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from utils.capacity import check_capacity, chunk_size
+from utils.config import memory
 from utils.config.load import ConfigError, check_launch, dump_yaml, engine_json, exit_with, problem
 from utils.config.memory import GIB, CacheSize, ModelSize, cache_size, learner_memory, model_size, rollout_memory
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
@@ -64,6 +65,7 @@ class Plan:
     rollout_memory: dict[str, int] | None
     layout: Layout | None = None
     cache: CacheSize | None = None
+    num_checkpointed: int | None = None  # language-model layers; None: all
 
 
 def make_plan(cfg: Config, world_size: int) -> Plan:
@@ -74,6 +76,8 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     chunk, num_samples = _chunk(cfg, servers, world_size), _samples_per_epoch(cfg)
     size = model_size(Path(cfg.model.path), cfg.tuner)
     has_num_steps = training.max_steps is not None or num_samples is not None
+    device_bytes = 0 if cfg.rs is not None and cfg.server_settings().device == "cpu" else memory.DEVICE_GIB * GIB
+    num_checkpointed = memory.checkpointed_layers(cfg, engine, size, world_size, device_bytes)
     return Plan(
         world_size=world_size,
         zero_stage=engine.get("zero_optimization", {}).get("stage", 0),
@@ -87,10 +91,11 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         num_steps=training.num_steps(num_samples or 0, world_size) if has_num_steps else None,
         max_tokens_per_step=max_tokens_per_step(cfg, world_size),
         model_size=size,
-        learner_memory=size and learner_memory(cfg, engine, size, world_size),
+        learner_memory=size and learner_memory(cfg, engine, size, world_size, num_checkpointed),
         rollout_memory=size and rollout_memory(cfg, size),
         layout=plan_layout(cfg, world_size, cfg._origin.file),
         cache=size and cache_size(cfg, size),
+        num_checkpointed=num_checkpointed,
     )
 
 
@@ -185,8 +190,13 @@ def format_plan(plan: Plan) -> str:
         total, trainable = plan.model_size.total, plan.model_size.trainable
         source = f" (counted from {plan.model_size.source})" if plan.model_size.source else ""
         lines.append(("parameters", f"{total:,}, of which {trainable:,} learn ({trainable / total:.2%}){source}"))
-    for name, memory in (("learner memory", plan.learner_memory), ("rollout memory", plan.rollout_memory)):
-        lines.append((f"{name} per device", _known(memory and _format_memory(memory), " (model.path)")))
+        layers = plan.model_size.num_layers
+        num = layers if plan.num_checkpointed is None else min(plan.num_checkpointed, layers)
+        repeated = total * num / max(layers, 1)  # FLOPs / 2 per token, as forward and gradients are counted
+        useful = 1 - repeated / (2 * total + trainable + repeated)
+        lines.append(("checkpointed layers", f"{num} of {layers}; {useful:.0%} of a learner's FLOPs do not recompute"))
+    for name, parts in (("learner memory", plan.learner_memory), ("rollout memory", plan.rollout_memory)):
+        lines.append((f"{name} per device", _known(parts and _format_memory(parts), " (model.path)")))
     if plan.cache:
         lines.append(("rollout cache per device", str(plan.cache)))
     return "\n".join(["# plan", *(f"# {name + ':':<34}{text}" for name, text in lines)]) + "\n"

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PrivateAttr, model_validator
 
 from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL, AnswerFormat
 from utils.config.rlhf import Rlhf
@@ -218,7 +218,9 @@ class Training(Section):
     rank_timeout_s: PositiveFloat = key(
         1800.0, "a rank that stalls the others this long ends the run; set it above one rollout, sync or save"
     )
-    gradient_checkpointing: bool = key(True, "recompute activations in the backward pass to save memory")
+    gradient_checkpointing: Literal["auto"] | bool | NonNegativeInt = key(
+        "auto", "layers that backward recomputes to save memory: all, n of the language model, or as few as fit the GPU"
+    )
     fused_kernels: bool = key(False, "liger-kernel's norms and rotary embedding; CUDA only")
     eval_steps: int = key(0, "optimizer steps between evaluations; 0: only at the end", ge=0)
     eval_at_start: bool = key(False, "also evaluate before the first step")

@@ -7,6 +7,7 @@ however short its segments are. Here each segment attends on its own and a row c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def segment_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None = None,
+    segment_lengths: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention in which a token sees its own segment only; returns [1, T, heads, head_dim] and None.
@@ -32,19 +34,17 @@ def segment_attention(
     Args:
         query, key, value: [1, heads, T, head_dim] for a packed row; any batch size where nothing is packed.
         attention_mask: None for a packed row.
-        position_ids: int[1, T], text positions that restart at 0 with each segment (transformers passes them on).
+        position_ids: int[1, T], text positions that restart at 0 with each segment; the vision tower has none.
+        segment_lengths: tokens of each segment of a packed row (transformers passes on what the model is called with).
     """
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         # The backward pass of torch 2.13's CPU kernels is about twice as slow in bfloat16 as in float32.
         with torch.autocast("cpu", enabled=False):
             states = query.float(), key.float(), value.float()
-            return segment_attention(module, *states, attention_mask, position_ids, **kwargs)
-    packed = attention_mask is None and position_ids is not None and query.shape[2] == key.shape[2] > 1
-    if not packed or len(query) > 1:
+            return segment_attention(module, *states, attention_mask, position_ids, segment_lengths, **kwargs)
+    if position_ids is None or segment_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-    lengths = [end - start for start, end in zip(starts, [*starts[1:], query.shape[2]], strict=True)]
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    parts = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *part, None, **kwargs)[0] for part in parts], dim=1), None
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import set_seed
 
 from utils.config.load import Config, engine_json
-from utils.config.memory import chunk_labels
+from utils.config.memory import checkpointed_layers, chunk_labels, model_size
 from utils.config.schema import Training
 from utils.dist import DistributedError, Ranks, capture_error
 from utils.learner.model import (
@@ -70,10 +70,14 @@ class Learner:
         if training.fused_kernels:
             fuse_kernels(model)
         self.model: nn.Module = apply_tuner(model, cfg.tuner)  # transformers' or PEFT's; sync and checkpoints read it
-        if training.gradient_checkpointing:
-            enable_gradient_checkpointing(self.model)
-        groups = param_groups(self.model, training)
         config = engine_json(cfg, ranks.world_size)
+        if training.gradient_checkpointing:
+            on_gpu, size = ranks.device.type == "cuda", model_size(Path(cfg.model.path), cfg.tuner)
+            memory = torch.cuda.get_device_properties(ranks.device).total_memory if on_gpu else 0
+            num_layers = checkpointed_layers(cfg, config, size, ranks.world_size, min(ranks.gather(memory)))
+            logger.info("gradient checkpointing: %s language-model layers", "all" if num_layers is None else num_layers)
+            enable_gradient_checkpointing(self.model, num_layers)
+        groups = param_groups(self.model, training)
         betas = (training.adam_beta1, training.adam_beta2)
         optimizer = _optimizer_class(config, ranks)(groups, betas=betas, eps=training.adam_epsilon)
         self.engine, *_ = deepspeed.initialize(model=RowModel(self.model), optimizer=optimizer, config=config)

@@ -192,9 +192,13 @@ def start_policy(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(parameter in trained)
 
 
-def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Recompute layers in backward. Non-reentrant: it works with frozen inputs, and gradients arrive once (ZeRO)."""
+def enable_gradient_checkpointing(model: nn.Module, num_layers: int | None = None) -> None:
+    """Recompute the vision tower's layers and the language model's first `num_layers` (None: all) in backward: the
+    first ones, because their turn comes when backward has freed what the others kept. Non-reentrant: it works with
+    frozen inputs, and gradients arrive once (ZeRO)."""
     base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+    for index, layer in enumerate(base_model(model).model.language_model.layers):
+        layer.gradient_checkpointing = num_layers is None or index < num_layers
 
 
 def param_groups(model: nn.Module, training: Training) -> list[dict[str, Any]]:
@@ -277,6 +281,8 @@ class RowModel(nn.Module):
             attention_mask=batch.attention_mask,
             pixel_values=batch.pixel_values,
             image_grid_thw=batch.image_grid_thw,
+            # Read once here, not in every layer: on CUDA the host waits for it.
+            segment_lengths=None if batch.attention_mask is not None else batch.cu_seqlens.diff().tolist(),
             use_cache=False,  # with a cache transformers 5.19 does not look for packed segments
         )
         return output.last_hidden_state
