@@ -267,8 +267,11 @@ def test_a_server_lost_in_the_middle_of_a_bucket_SYN_3(receivers, weights, fate,
         lost.peer.signal(signal.SIGCONT)
         thawed = time.monotonic()
         lost.call("strike", at=-1, number=None, hold_s=0.0)
-        with pytest.raises(RuntimeError, match="update failed"):
-            receiving[0].result(READY_S)
+        if at == NUM_BUCKETS - 1:
+            wait_for([receiving[0]], READY_S)  # the rest of the last bucket may have arrived while it was frozen
+        else:
+            with pytest.raises(RuntimeError, match="update failed"):
+                receiving[0].result(READY_S)
         lost.do("abort", READY_S)
         assert_old_or_new(lost, old[0], weights)
         assert_ready_again([lost], weights, thawed)
