@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -144,8 +145,10 @@ def test_a_learner_killed_in_a_sync_leaves_its_server_free_SYN_3(folder, servers
     config = config_of(folder, "killed", server, proxy.url, time_out_s=300.0)
     with learner_of(config, environment=nccl) as learner:
         proxy.on_request = Strike(server, "syncing", SECOND_SYNC, lambda: (learner.kill(), killed.set()))
-        learner.wait_for(killed.is_set)
-        assert killed.wait(5), learner.output[-6000:]
+        assert learner.wait_for(lambda: learner.steps()), learner.output[-6000:]  # it syncs next
+        family = process_tree(learner.process.pid)
+        assert killed.wait(END_S), learner.output[-6000:]
+        psutil.wait_procs(family, timeout=READY_S)  # a rank that is still dying holds the group port
         lost = time.monotonic()
         thaw(server)  # its workers find the learner gone when they wait for the first bucket
     assert_opens_for_the_next(server, lost, monkeypatch, folder)
