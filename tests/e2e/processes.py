@@ -41,6 +41,7 @@ class Server:
         prefix: str = "",
         token: str | None = None,
         timeout_s: float = 240.0,
+        environment: dict[str, str] = ENVIRONMENT,
         **settings: Any,
     ):
         self.port, self.group_port = free_port(), free_port()
@@ -53,7 +54,8 @@ class Server:
         if token:
             self.session.headers["Authorization"] = f"Bearer {token}"
         self.token = token
-        self.process = launch(self.config, self.log, token)
+        self.environment = environment
+        self.process = launch(self.config, self.log, token, environment)
         self.children: list[psutil.Process] = []
 
     def wait_ready(self) -> "Server":
@@ -86,7 +88,7 @@ class Server:
         self.process.wait()
 
     def start_again(self) -> "Server":
-        self.process = launch(self.config, self.log, self.token)
+        self.process = launch(self.config, self.log, self.token, self.environment)
         return self.wait_ready()
 
     def end(self) -> None:
@@ -98,29 +100,40 @@ class Server:
             child.kill()
 
 
-def launch(config: Path, log: Path, token: str | None = None) -> subprocess.Popen:
-    environment = ENVIRONMENT | ({"ROLLOUT_SERVER_TOKEN": token} if token else {})
+def launch(
+    config: Path, log: Path, token: str | None = None, environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.Popen:
+    environment = environment | ({"ROLLOUT_SERVER_TOKEN": token} if token else {})
     command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(config)]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
 
 
 def run_learner(
-    script: str, config: Path, num_ranks: int, timeout_s: float = 500.0, arguments: tuple[str, ...] = ()
+    script: str,
+    config: Path,
+    num_ranks: int,
+    timeout_s: float = 500.0,
+    arguments: tuple[str, ...] = (),
+    environment: dict[str, str] = ENVIRONMENT,
 ) -> subprocess.CompletedProcess:
     """Run `deepspeed --num_gpus N SCRIPT --config FILE` to its end; output of all ranks in `stdout`."""
-    return run_program(script, num_ranks, ("--config", str(config), *arguments), timeout_s)
+    return run_program(script, num_ranks, ("--config", str(config), *arguments), timeout_s, environment)
 
 
 def run_program(
-    script: str, num_ranks: int, arguments: tuple[str, ...], timeout_s: float = 500.0
+    script: str,
+    num_ranks: int,
+    arguments: tuple[str, ...],
+    timeout_s: float = 500.0,
+    environment: dict[str, str] = ENVIRONMENT,
 ) -> subprocess.CompletedProcess:
     """Run `deepspeed --num_gpus N SCRIPT ARGUMENTS` to its end; output of all ranks in `stdout`."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks)]
     port = free_port()
     command = [*launcher, "--master_port", str(port), str(ROOT / script), *arguments]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=ENVIRONMENT,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment,
         start_new_session=True,
     )  # fmt: skip
     try:

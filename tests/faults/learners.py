@@ -64,6 +64,7 @@ class LearnerProcess:
         launcher: tuple[str, ...] = ("deepspeed",),
         script: str | Path = "train_stage2.py",
         master_port: int | None = None,
+        environment: dict[str, str] = ENVIRONMENT,
     ):
         self.log = config.with_suffix(f".{time.monotonic_ns()}.log")
         command = [*launcher, "--num_gpus", str(num_ranks), "--master_port", str(master_port or free_port())]
@@ -71,7 +72,7 @@ class LearnerProcess:
         command += [str(ROOT / script), "--config", str(config), *arguments]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, env=ENVIRONMENT, start_new_session=True
+                command, stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
             )
 
     @property
