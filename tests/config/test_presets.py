@@ -96,6 +96,7 @@ def meta_learner(name: str) -> tuple[Learner, dict[str, Any]]:
 
     given: dict[str, Any] = {}
     ranks = SimpleNamespace(rank=0, world_size=learners(name), device=torch.device("cpu"), is_main=True)
+    ranks.gather = lambda value: [value] * ranks.world_size
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]), torch.device("meta"):
         patch.setattr(learner_module, "load_model", load_model)
         patch.setattr(learner_module.deepspeed, "initialize", lambda **values: (given.update(values), None, None))

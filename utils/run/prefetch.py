@@ -110,7 +110,8 @@ class Prefetcher(Generic[Item]):
             self.num_remade += len(too_old)
             for key in too_old:
                 del self._items[key]
-        self._make(too_old)
+        if too_old:
+            self._make(too_old)
         return [self._items[key].result() for key in keys]
 
     def prepared_from(self, step: int) -> tuple[list[Item], int]:
