@@ -213,7 +213,7 @@ def bare_broadcast(sync: WeightSync) -> float:
     buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    group, answer = sync.transport._groups[0], []
+    group, answer = sync.transport.groups[0], []
     receiver = threading.Thread(target=lambda: answer.append(bench_step(sync, "receive", {"sizes": sizes})))
     receiver.start()
     group.barrier().wait()

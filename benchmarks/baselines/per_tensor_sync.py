@@ -15,7 +15,7 @@ def sync_per_tensor(sync: WeightSync, tensors: dict[str, torch.Tensor], version:
     """Send `tensors` (checkpoint names) to the first server of `sync`, over its communicator."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    group = sync.transport._groups[0]
+    group = sync.transport.groups[0]
     label = {"run_id": sync.run_id, "version": version}
     with ThreadPoolExecutor(1) as pool:
         sync.client.post(0, "/start_weight_update/", {**label, "pause": "wait"})

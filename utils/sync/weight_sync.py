@@ -235,10 +235,11 @@ class WeightSync:
         receiving = [pool.submit(start_and_receive, index) for index in servers]
         try:
             digests = self.transport.send(self.weights, entries, verify, raise_early)
-        except Exception:
+        except Exception as error:
             self.transport.close()  # frees workers that still wait for a bucket, so that their servers answer
-            for future in receiving:
-                future.result()  # a server's own error says more than a broken connection
+            if not any(future.done() and future.exception() is error for future in receiving):
+                for future in receiving:
+                    future.result()  # a server's own error says more than a broken connection
             raise
         answers = [future.result() for future in receiving]
         finished = list(
