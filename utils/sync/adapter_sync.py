@@ -68,9 +68,23 @@ class FallbackSync:
         self.current: WeightSync = adapter
         self._make_full = make_full
 
-    def __getattr__(self, name: str) -> Any:
-        """Everything but `sync` is the current sync's own."""
-        return getattr(self.current, name)
+    @property
+    def mode(self) -> str:
+        return self.current.mode
+
+    @property
+    def fallback(self) -> str | None:
+        return self.current.fallback
+
+    @property
+    def ledger(self) -> dict[str, str]:
+        return self.current.ledger
+
+    def open(self) -> None:
+        self.current.open()
+
+    def close(self) -> None:
+        self.current.close()
 
     def sync(self, version: str) -> SyncResult:
         try:
