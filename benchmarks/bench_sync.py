@@ -16,6 +16,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model_dir = save_model(folder / "model")
-        results = full_sync(folder, model_dir, rounds)
+        results = [independence_of_cores(rounds), *full_sync(folder, model_dir, rounds)]
         with server(folder, model_dir) as address:
             for use_dora in (False, True):
                 results += adapter_syncs(address, model_dir, use_dora, rounds)
@@ -64,6 +66,27 @@ def run(rounds: int = ROUNDS) -> list[Result]:
         with server(folder, model_dir, num_engines=2) as address:
             results += two_engines(address, model_dir, rounds)
     return results
+
+
+def independence_of_cores(rounds: int) -> Result:
+    """What the same work takes on both cores at once, over on one: 1 if they are independent, 2 if they share one."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+
+        def copy_on(num_cores: int) -> None:
+            list(pool.map(copy_fresh_memory, [20] * num_cores))
+
+        copy_on(2)  # starts the processes
+        seconds = take_turns({"one": wall(lambda: copy_on(1)), "two": wall(lambda: copy_on(2))}, rounds)
+    return reported(
+        "sync: machine, the same copies on two cores at once, over on one", "s", seconds["two"], seconds["one"]
+    )
+
+
+def copy_fresh_memory(times: int) -> None:
+    """What packing, sending and loading mostly do: copy buckets into memory that is not there yet."""
+    bucket = torch.ones(BUCKET_MIB << 20, dtype=torch.uint8)
+    for _ in range(times):
+        bucket.clone()
 
 
 def full_sync(folder: Path, model_dir: Path, rounds: int) -> list[Result]:
