@@ -193,7 +193,7 @@ def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4_LRN_1(fold
     server.start_again()
     learner.join()
     assert results and results[0].returncode == 0, results and results[0].stdout[-6000:]
-    assert "the run goes on" in results[0].stdout
+    assert "done after recovery" in results[0].stdout
     found = curves(run_dir)
     assert len(found["reward"]) == num_steps and found["rollout/failed"] == [0.0] * num_steps
     assert max(found["train/policy_lag_max"]) <= 1

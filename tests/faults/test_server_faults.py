@@ -267,7 +267,7 @@ def test_a_server_that_thaws_while_it_is_waited_for_is_used_again_CON_4_CON_5(fo
         finally:
             thaw(server)
         assert learner.end() == 0, learner.output[-6000:]
-    assert learner.output.count("the run goes on") == 1
+    assert learner.output.count("done after recovery") == 1
     assert_each_sample_answered_once(folder / name, 4)
     assert server.get("/health/").json()["boot_id"] == boot_id
 
@@ -293,7 +293,7 @@ def test_one_of_two_engines_killed_SRV_6_CON_4(folder, start_model, comes_back):
                 server.kill()
                 server.start_again()
                 assert learner.end() == 0, learner.output[-6000:]
-                assert "the run goes on" in learner.output
+                assert "done after recovery" in learner.output
                 return
             learner.end(END_S)
         assert server.process.poll() is None
