@@ -158,7 +158,6 @@ class Grpo:
     """
 
     encode = None  # `generate` may draw replacements
-    _scoring = threading.Lock()  # one reward function at a time
 
     def __init__(self, session: Session, rewards: dict[str, RewardFunction]) -> None:
         weights = session.cfg.rlhf.reward_weights
@@ -166,6 +165,7 @@ class Grpo:
         self.rewards = rewards
         self.reward_weights = np.ones(len(rewards)) if weights is None else np.array(weights)
         self.data_position = session.data.stream.state_dict()
+        self._scoring = threading.Lock()  # one reward function at a time
         self._redraw: deque[int] = deque()  # numbers of prompts that a checkpoint's prepared micro-steps had drawn
         session.prefetch(self, draws_more=session.cfg.rlhf.dynamic_sample)
 

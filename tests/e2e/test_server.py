@@ -92,7 +92,13 @@ class Learner:
             Learner.last.group = None
         Learner.last = self
         body = {"run_id": run_id, "master_address": "127.0.0.1", "master_port": server.group_port}
-        body |= {"world_size": world_size + 1, "rank_offset": 1, "bucket_bytes": bucket_bytes, "timeout_s": 60}
+        body |= {
+            "world_size": world_size + 1,
+            "rank_offset": 1,
+            "bucket_bytes": bucket_bytes,
+            "timeout_s": 60,
+            "open_timeout_s": 60,
+        }
         answers = []
         opening = threading.Thread(target=lambda: answers.append(server.post("/init_communicator/", body)))
         opening.start()
@@ -454,7 +460,14 @@ def test_another_run_cannot_take_or_write_into_a_server_whose_learner_is_alive(s
     has ended, the next one has the server at once."""
     holder = Learner(server, "run-j")
     assert server.get("/health/").json()["owner"] == "run-j"
-    body = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 3, "bucket_bytes": 1, "timeout_s": 60}
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": 9,
+        "world_size": 3,
+        "bucket_bytes": 1,
+        "timeout_s": 60,
+        "open_timeout_s": 60,
+    }
     start = time.monotonic()
     for run_id, token in itertools.product(("run-j", "thief"), (None, "guess")):
         answer = server.post("/init_communicator/", body | {"run_id": run_id}, run_token=token)

@@ -254,7 +254,7 @@ def _weights(random: Random, traps: Traps, good: str) -> BadRequest:
         "digest": True,
     }
     body |= {"dtype_names": ["float32"], "shapes": [[4]], "master_address": "127.0.0.1", "master_port": 9}
-    body |= {"world_size": 3, "rank_offset": 1, "bucket_bytes": 1, "timeout_s": 5.0}
+    body |= {"world_size": 3, "rank_offset": 1, "bucket_bytes": 1, "timeout_s": 5.0, "open_timeout_s": 5.0}
     fields = {
         "init_communicator": list(body)[7:],
         "start_weight_update": ["version", "pause"],

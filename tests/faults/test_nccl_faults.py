@@ -92,7 +92,7 @@ def assert_opens_for_the_next(server: Server, since: float, monkeypatch: pytest.
 
     emulated(monkeypatch, folder / "marks")
     body = {"run_id": "next", "master_address": "127.0.0.1", "master_port": server.group_port, "world_size": 2}
-    body |= {"rank_offset": 1, "bucket_bytes": 1 << 20, "timeout_s": READY_S}
+    body |= {"rank_offset": 1, "bucket_bytes": 1 << 20, "timeout_s": READY_S, "open_timeout_s": READY_S}
     transport = NcclTransport(1 << 20, READY_S, READY_S)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, "/init_communicator/", body)

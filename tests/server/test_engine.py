@@ -133,7 +133,14 @@ def ask(*contents: str) -> list[RolloutInferRequest]:
 
 
 INIT = InitCommunicator(
-    run_id="a", master_address="127.0.0.1", master_port=1, world_size=3, rank_offset=1, bucket_bytes=1, timeout_s=0.2
+    run_id="a",
+    master_address="127.0.0.1",
+    master_port=1,
+    world_size=3,
+    rank_offset=1,
+    bucket_bytes=1,
+    timeout_s=0.2,
+    open_timeout_s=0.2,
 )
 START = StartWeightUpdate(run_id="a", version="a:1", pause="wait")
 UPDATE = UpdateWeights(run_id="a", names=["w"], dtype_names=["float32"], shapes=[[1]], digest=True)

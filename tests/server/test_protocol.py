@@ -123,7 +123,7 @@ def test_update_lists_must_have_one_length():
         UpdateWeights(run_id="r", names=["a", "b"], dtype_names=["float32"], shapes=[[1], [2]])
     with pytest.raises(ValidationError):
         InitCommunicator(
-            run_id="r", master_address="x", master_port=0, world_size=2, bucket_bytes=1, timeout_s=1, rank_offset=1
+            run_id="r", master_address="x", master_port=0, world_size=2, bucket_bytes=1, timeout_s=1, open_timeout_s=1
         )
 
 

@@ -102,7 +102,7 @@ def sender(connection: Connection, addresses: list[tuple[str, int]], timeout_s: 
 
     signal.signal(signal.SIGTERM, stop)
     weights = MergedWeights(Net(seed=1))
-    transport = NcclTransport(BUCKET_BYTES, timeout_s)
+    transport = NcclTransport(BUCKET_BYTES, timeout_s, timeout_s)
     transport.open(addresses, [1] * len(addresses))
     connection.send(("open",))
     try:

@@ -316,7 +316,7 @@ class SlowChannel:
 
 def test_the_sender_holds_two_buckets_at_most_SYN_5():
     """SYN-5: every byte that is allocated during the walk counts, merging included."""
-    weights, transport = big_model(), NcclTransport(64 << 10, 20.0)
+    weights, transport = big_model(), NcclTransport(64 << 10, 20.0, 20.0)
     transport.groups = [SlowChannel(), SlowChannel()]
     largest = max(entry.num_bytes for entry in weights.entries)  # the embeddings: 594 KiB
     for entries, limit in ((weights.entries, 2 * largest), (weights.entries[1:-1], 2 * (64 << 10))):
@@ -444,7 +444,7 @@ def test_a_communicator_without_nccl_is_refused(monkeypatch):
     engine = make_engine(TinyModel(), vllm_worker.StreamNcclEngine)
     joining = in_thread(engine.init_transfer_engine, vllm_worker.InitInfo(HOST, port, 2, 1, 64, 20.0, 20.0))
     with pytest.raises(RuntimeError, match="NCCL library"):
-        NcclTransport(64, 20.0).open([(HOST, port)], [1])
+        NcclTransport(64, 20.0, 20.0).open([(HOST, port)], [1])
     joining[0].join(20)
     assert "NCCL library" in str(joining[1][0])
 

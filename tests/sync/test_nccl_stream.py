@@ -119,11 +119,12 @@ def init_info(port: int, timeout_s: float = TIMEOUT_S, world_size: int = 2) -> d
         "rank_offset": 1,
         "bucket_bytes": BUCKET_BYTES,
         "timeout_s": timeout_s,
+        "open_timeout_s": timeout_s,
     }
 
 
 def open_all(receivers: list[Receiver], timeout_s: float = TIMEOUT_S, port: int | None = None) -> NcclTransport:
-    transport = NcclTransport(BUCKET_BYTES, timeout_s)
+    transport = NcclTransport(BUCKET_BYTES, timeout_s, timeout_s)
     addresses = [("127.0.0.1", port or free_port()) for _ in receivers]
     opening = [
         each.call("init", **init_info(port, timeout_s)) for each, (_, port) in zip(receivers, addresses, strict=True)

@@ -106,7 +106,7 @@ def test_a_closed_communicator_opens_again_on_the_same_port_SYN_3():
     """SYN-3, SYN-6: whether it ended well, in the middle of a stream, or never opened; errors are kept alive on
     purpose, because those who report them do that too."""
     port, errors = free_port(), []
-    transport = GlooTransport(1, timeout_s=20.0)
+    transport = GlooTransport(1, timeout_s=20.0, open_timeout_s=20.0)
     assert len(stream(transport, port)) == 4
     assert not listens(port)
     assert len(stream(transport, port)) == 4
@@ -118,7 +118,7 @@ def test_a_closed_communicator_opens_again_on_the_same_port_SYN_3():
     assert len(stream(transport, port)) == 4
 
     with pytest.raises(Exception, match="(?i)time") as nobody:
-        hasty = GlooTransport(1, timeout_s=1.0)
+        hasty = GlooTransport(1, timeout_s=20.0, open_timeout_s=1.0)
         hasty.open([("127.0.0.1", port)], [1])
     errors.append(nobody.value)
     hasty.close()
@@ -134,7 +134,7 @@ def test_the_senders_side_listens_on_loopback_only_for_a_local_server_SRV_3(monk
         target=lambda: ends.append(open_group("127.0.0.1", port, 1, 2, backend="gloo", timeout=timedelta(seconds=20)))
     )
     worker.start()
-    transport = GlooTransport(1, timeout_s=20.0)
+    transport = GlooTransport(1, timeout_s=20.0, open_timeout_s=20.0)
     transport.open([("127.0.0.1", port)], [1])
     worker.join()
     new = listeners() - before
@@ -166,7 +166,7 @@ def test_all_servers_get_a_bucket_at_the_same_time_SYN_11():
     workers = [threading.Thread(target=take, args=(index,)) for index in range(2)]
     for worker in workers:
         worker.start()
-    transport = GlooTransport(8 << 20, timeout_s=20.0)
+    transport = GlooTransport(8 << 20, timeout_s=20.0, open_timeout_s=20.0)
     transport.open([("127.0.0.1", port) for port in ports], [1, 1])
     sender = threading.Thread(target=transport.send, args=(weights, weights.entries, False, lambda: None))
     sender.start()

@@ -56,7 +56,7 @@ def test_a_sync_adds_at_most_two_buckets_on_rank_0_SYN_5(model):
     port, received = free_port(), {}
     receiver = threading.Thread(target=receive, args=(port, weights, received))
     receiver.start()
-    transport = GlooTransport(BUCKET, timeout_s=60)
+    transport = GlooTransport(BUCKET, timeout_s=60, open_timeout_s=60)
     transport.open([("127.0.0.1", port)], [1])
     with LivePeak() as live:
         sent = transport.send(weights, weights.entries, digest=False, check_servers=lambda: None)

@@ -66,12 +66,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def meet(engine, bucket_bytes: int, timeout_s: float = 20.0, open_timeout_s: float | None = None):
+def meet(engine, bucket_bytes: int, timeout_s: float = 20.0, open_timeout_s: float = 20.0):
     """Open the communicator; returns the learner's end."""
     port, ends = free_port(), []
     learner = threading.Thread(
         target=lambda: ends.append(
-            open_group("127.0.0.1", port, 0, 2, backend="gloo", timeout=timedelta(seconds=open_timeout_s or timeout_s))
+            open_group("127.0.0.1", port, 0, 2, backend="gloo", timeout=timedelta(seconds=open_timeout_s))
         )
     )
     learner.start()
@@ -395,7 +395,7 @@ def test_nobody_waits_for_ever():
     """SYN-3: a learner that never comes, and one that stops sending, end after timeout_s."""
     engine = make_engine(TinyModel())
     with pytest.raises(Exception, match="(?i)time"):
-        engine.init_transfer_engine(vllm_worker.InitInfo("127.0.0.1", free_port(), 2, 1, 64, 1.0))
+        engine.init_transfer_engine(vllm_worker.InitInfo("127.0.0.1", free_port(), 2, 1, 64, 1.0, 1.0))
     group = meet(engine, 64, timeout_s=1.0)
     engine.start_weight_update()
     with pytest.raises(RuntimeError, match="broke off"):

@@ -9,9 +9,18 @@ from fractions import Fraction
 from pathlib import Path
 
 from utils.capacity import check_capacity, chunk_size
-from utils.config import memory
 from utils.config.load import ConfigError, check_launch, dump_yaml, engine_json, exit_with, problem
-from utils.config.memory import GIB, CacheSize, ModelSize, cache_size, learner_memory, model_size, rollout_memory
+from utils.config.memory import (
+    DEVICE_GIB,
+    GIB,
+    CacheSize,
+    ModelSize,
+    cache_size,
+    checkpointed_layers,
+    learner_memory,
+    model_size,
+    rollout_memory,
+)
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, SCRIPTS, Config
 
@@ -76,8 +85,8 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     chunk, num_samples = _chunk(cfg, servers, world_size), _samples_per_epoch(cfg)
     size = model_size(Path(cfg.model.path), cfg.tuner)
     has_num_steps = training.max_steps is not None or num_samples is not None
-    device_bytes = 0 if cfg.rs is not None and cfg.server_settings().device == "cpu" else memory.DEVICE_GIB * GIB
-    num_checkpointed = memory.checkpointed_layers(cfg, engine, size, world_size, device_bytes)
+    device_bytes = 0 if cfg.rs is not None and cfg.server_settings().device == "cpu" else DEVICE_GIB * GIB
+    num_checkpointed = checkpointed_layers(cfg, engine, size, world_size, device_bytes)
     return Plan(
         world_size=world_size,
         zero_stage=engine.get("zero_optimization", {}).get("stage", 0),

@@ -53,7 +53,7 @@ class WeightUpdates:
             Conflict: another run's update is in progress, or its learner is alive and `token` is not its token.
             UpdateFailed: no rendezvous within `open_timeout_s`.
         """
-        deadline = time.monotonic() + (call.open_timeout_s or call.timeout_s)
+        deadline = time.monotonic() + call.open_timeout_s
         expected = call.rank_offset + self.engine.world_size
         if call.world_size != expected:
             raise BadCall(f"world_size must be rank_offset + the server's devices = {expected}")

@@ -30,10 +30,10 @@ class Transport:
 
     device = torch.device("cpu")  # where buckets lie
 
-    def __init__(self, bucket_bytes: int, timeout_s: float, open_timeout_s: float | None = None) -> None:
+    def __init__(self, bucket_bytes: int, timeout_s: float, open_timeout_s: float) -> None:
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s
-        self.open_timeout_s = timeout_s if open_timeout_s is None else open_timeout_s
+        self.open_timeout_s = open_timeout_s
         self.groups: list[Any] = []
 
     def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None:

@@ -56,7 +56,7 @@ class InitInfo(WeightTransferInitInfo):
     rank_offset: int
     bucket_bytes: int
     timeout_s: float
-    open_timeout_s: float | None = None
+    open_timeout_s: float
 
 
 @dataclass
@@ -78,7 +78,7 @@ class BucketStream(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInfo]):
         self._bucket_bytes = init_info.bucket_bytes
         self._timeout_s = init_info.timeout_s
         rank = _global_worker_rank(self.parallel_config) + init_info.rank_offset
-        self._open(init_info, rank, init_info.open_timeout_s or init_info.timeout_s)
+        self._open(init_info, rank, init_info.open_timeout_s)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises StreamBroken when the sender is gone or `timeout_s` passes; the group is unusable afterwards."""
