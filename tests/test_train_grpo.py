@@ -168,7 +168,7 @@ def test_prompts_without_signal_make_way_for_the_next_GRP_6_LRN_1(folder, start_
 def grpo_of(session, rewards: dict) -> train_grpo.Grpo:
     """A run on a session that is made up."""
     run = object.__new__(train_grpo.Grpo)
-    run.session, run.rewards, run._redraw = session, rewards, deque()
+    run.session, run.rewards, run._redraw, run._scoring = session, rewards, deque(), threading.Lock()
     run.reward_weights = np.ones(max(len(rewards), 1))
     return run
 
