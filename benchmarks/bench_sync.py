@@ -181,9 +181,7 @@ def sharded_sync(address: ServerAddress, model_dir: Path, out: Path, rounds: int
     ]
 
 
-def adapter_syncs(
-    address: ServerAddress, model_dir: Path, use_dora: bool, rounds: int, fixed_s: float
-) -> list[Result]:
+def adapter_syncs(address: ServerAddress, model_dir: Path, use_dora: bool, rounds: int, fixed_s: float) -> list[Result]:
     """Merged syncs of a model with adapters on q and v, and on all linear layers: what can change, against all."""
     kind, results = "DoRA" if use_dora else "LoRA", []
     for targets in (["q_proj", "v_proj"], "all-linear"):
@@ -262,7 +260,7 @@ def bare_broadcast(sync: WeightSync, step: str, body: dict[str, Any]) -> float:
     receiver.start()
     group.barrier().wait()
     for buffer in buffers:
-        group.broadcast([buffer.clone() if step == 'both' else buffer], options).wait()
+        group.broadcast([buffer.clone() if step == "both" else buffer], options).wait()
     receiver.join()
     return answer[0]
 
