@@ -67,6 +67,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         from utils.data.images import ImageStore
         from utils.server.app import make_app
         from utils.server.engine import RolloutEngine
+        from utils.server.front import front_config, own_hosts, require_host
         from utils.server.weight_updates import WeightUpdates
 
         # In the main thread: the engines' lives are tied to the thread that starts them.
@@ -78,7 +79,8 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         await engine.warm_up()
     updates = WeightUpdates(engine, "nccl" if launch.device == "cuda" else "gloo")
     app = make_app(engine, updates, token, launch.path_prefix)
-    front = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=75))
+    app.add_middleware(require_host, hosts=own_hosts(launch.address.host))
+    front = uvicorn.Server(front_config(app))
     front.capture_signals = contextlib.nullcontext  # ours below; uvicorn would end the process before the engines
 
     def stop() -> None:

@@ -79,15 +79,14 @@ def train(run: "Grpo") -> None:
     """Train all steps to come.
 
     Raises:
-        Stopped: a signal came; the step it came in is finished and saved.
+        Stopped: a signal came; all finished steps are saved.
     """
     session = run.session
     session.begin(run)
     for step in range(session.steps_done, session.num_steps):
         with session.timed("step"):
             # Weights current; then, in threads, the methods of `Grpo` in order: draw, generate, judge.
-            get = partial(session.prefetcher.get, step)
-            micro_steps = session.policy.with_current_weights(step, get, f"preparing step {step}")
+            micro_steps = session.prepare(step)
             run.data_position = max((made.data_position for made in micro_steps), key=lambda at: at["position"])
             weighted = run.weight(micro_steps)
             with session.timed("train"):
@@ -257,7 +256,7 @@ class Grpo:
         # In a row the learner would take a sampled image placeholder for a place where an image's features go.
         is_unusable = is_failed or self.session.data.processor.image_token_id in result.response_token_ids
         return Answer(
-            segment,
+            segment if is_unusable else self.session.place(segment),
             result.text,
             self.score(sample, result),
             [*(result.logprobs or []), *stop_logprobs],

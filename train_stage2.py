@@ -15,7 +15,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from utils.config.load import Config
 from utils.config.schema import RolloutMatching
 from utils.data.encoding import EncodedPrompt
 from utils.data.samples import Sample
+from utils.drafts import Arrangement
 from utils.geometry import iou_matrix
 from utils.learner.learner import StepResult
 from utils.learner.objectives import MatchingObjective
@@ -37,7 +37,7 @@ from utils.run.records import step_metrics
 from utils.run.sample_sheets import Example, SampleDump
 from utils.run.session import Session
 from utils.run.setup import open_session
-from utils.scores import count_sample, prediction_record, scores
+from utils.scores import count_evaluation, count_sample, evaluation_scores, label_counts, prediction_record, scores
 from utils.targets import Segment, TargetOptions, build_target
 
 logger = logging.getLogger("train_stage2")
@@ -60,15 +60,14 @@ def train(run: "Stage2") -> None:
     """Train all optimizer steps to come.
 
     Raises:
-        Stopped: a signal came; the step it came in is finished and saved.
+        Stopped: a signal came; all finished steps are saved.
     """
     session = run.session
     session.begin(run)
     for step in range(session.steps_done, session.num_steps):
         with session.timed("step"):
             # Weights current; then, in threads, the methods of `Stage2` in order: draw, encode, generate, judge.
-            get = partial(session.prefetcher.get, step)
-            micro_steps = session.policy.with_current_weights(step, get, f"preparing step {step}")
+            micro_steps = session.prepare(step)
             rows = [run.pack(micro_step) for micro_step in micro_steps]  # all of them before the first backward (PCK-5)
             with session.timed("train"):
                 result = session.learner.step([session.collate(row) for row in rows], run.objective, step)
@@ -145,7 +144,7 @@ class Stage2:
         """Get the policy's responses to samples that `step` will train on, but for the teacher-forced ones."""
         samples, prompts = encoded
         cfg, rank = self.session.cfg, self.session.ranks.rank
-        is_forced = teacher_forced(cfg, step, micro_step_idx, rank, len(samples))
+        is_forced = teacher_forced(cfg, step, micro_step_idx, rank, samples)
         indices = np.flatnonzero(~is_forced).tolist()
         with self.session.timed("rollout"):
             results = self.session.policy.generate(
@@ -163,7 +162,7 @@ class Stage2:
         rm, table, rollouts = self.session.cfg.rm, self.session.data.table, Rollouts()
         with self.session.timed("prepare"):
             segments = [
-                make_segment(sample, prompt, responses.results.get(index), table, rm, rollouts)
+                self.session.place(make_segment(sample, prompt, responses.results.get(index), table, rm, rollouts))
                 for index, (sample, prompt) in enumerate(zip(responses.samples, responses.prompts, strict=True))
             ]
         return MicroStep(segments, rollouts)
@@ -185,19 +184,22 @@ class Stage2:
 
     def evaluate(self, step: int) -> None:
         """Score greedy responses to the validation samples as production would see them (LRN-7)."""
-        table, threshold = self.session.data.table, self.session.cfg.rm.eval.iou_threshold
+        table, settings = self.session.data.table, self.session.cfg.rm.eval
+        max_bin = table.format.max_bin
 
         def score(sample: Sample, result: RolloutResult) -> tuple[Counter, dict[str, Any]]:
             parsed = parse_answer(result.response_token_ids, table)
-            counts = count_sample(parsed, sample.objects, threshold, result.finish_reason == "length")
-            return counts, prediction_record(sample, parsed, table.format.max_bin)
+            truncated = result.finish_reason == "length"
+            counts = count_evaluation(parsed, sample, settings.iou_threshold, truncated, max_bin)
+            return counts, prediction_record(sample, parsed, max_bin, result.logprobs)
 
         scored = self.session.score_validation(step, score)
         counts: Counter = Counter()
         for own, _ in scored:
             counts.update(own)
-        result = scores(self.session.ranks.sum(counts))
-        self.session.log_evaluation(step, result, [prediction for _, prediction in scored])
+        summed = self.session.ranks.sum(counts)
+        result, predictions = evaluation_scores(summed, settings.new_labels), [prediction for _, prediction in scored]
+        self.session.log_evaluation(step, result, predictions, {"labels": label_counts(summed)})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's data position, carry buffer and prepared micro-steps (LRN-5)."""
@@ -221,10 +223,11 @@ class Stage2:
         self.session.prefetcher.restore(self.session.steps_done, prepared)
 
 
-def teacher_forced(cfg: Config, step: int, micro_step_idx: int, rank: int, num_samples: int) -> np.ndarray:
-    """Which samples train on the plain ground truth (DAT-4), `bool [num_samples]`; fixed by seed, step and rank."""
+def teacher_forced(cfg: Config, step: int, micro_step_idx: int, rank: int, samples: Sequence[Sample]) -> np.ndarray:
+    """Which samples train on the plain ground truth (DAT-4, DAT-5), bool `[n]`; fixed by seed, step and rank."""
     generator = np.random.default_rng([cfg.training.seed, step, micro_step_idx, rank])
-    return generator.random(num_samples) < cfg.rm.teacher_forced_ratio
+    own, default = [sample.teacher_forced_ratio for sample in samples], cfg.rm.teacher_forced_ratio
+    return generator.random(len(samples)) < [default if ratio is None else ratio for ratio in own]
 
 
 def make_segment(
@@ -243,8 +246,9 @@ def make_segment(
         parsed = parse_answer(response.response_token_ids, table)
         threshold = rm.matching.iou_threshold
         pairs = match(iou_matrix([pred.object for pred in parsed.objects], sample.objects), threshold)
-        target = build_target(parsed, sample.objects, pairs, table, options)
-        rollouts.counts.update(count_sample(parsed, sample.objects, threshold, response.finish_reason == "length"))
+        target = build_target(parsed, sample.objects, pairs, table, options, sample.annotated)
+        truncated = response.finish_reason == "length"
+        rollouts.counts.update(count_sample(parsed, sample.objects, threshold, truncated, sample.annotated))
         rollouts.counts.update(appended=target.num_appended, failed=int(response.error is not None))
         rollouts.lengths.append(len(response.response_token_ids))
         if len(rollouts.examples) < rm.monitor_dump.num_samples:
@@ -263,7 +267,7 @@ def make_segment(
 def target_options(rm: RolloutMatching) -> TargetOptions:
     return TargetOptions(
         label=rm.matching.label,
-        trim_trailing_unmatched=rm.targets.trim_trailing_unmatched,
+        arrangement=Arrangement(**rm.targets.model_dump(exclude={"supervise_structure"})),
         supervise_structure=rm.targets.supervise_structure,
         desc_weight=rm.losses.desc,
         coord_weight=rm.losses.coord,

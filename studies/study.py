@@ -74,7 +74,7 @@ class Task:
 
 TASKS = (Task("demo", "studies/configs/demo.yaml"), Task("hard", "studies/configs/hard.yaml"))
 
-TRIMMED_AND_STRUCTURED = {RM + "targets.supervise_structure": True, RM + "targets.trim_trailing_unmatched": True}
+TRIMMED_AND_STRUCTURED = {RM + "targets.supervise_structure": True, RM + "targets.unmatched": "trim"}
 FORCED = {RM + "teacher_forced_ratio": 1.0}
 # Variant -> its changes to the task's config. The number of steps of EQUAL_SECONDS follows from the runs of MAIN.
 MAIN: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ LONGER = {EQUAL_SECONDS: FORCED}
 ABLATIONS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "stage 2 + structure": {RM + "targets.supervise_structure": True},
-    "stage 2 + trim": {RM + "targets.trim_trailing_unmatched": True},
+    "stage 2 + trim": {RM + "targets.unmatched": "trim"},
     "stage 2, label ignore": {RM + "matching.label": "ignore"},
 }
 # Only for task "hard", whose start model makes almost no mistakes in greedy answers on its training images.

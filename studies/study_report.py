@@ -40,8 +40,8 @@ each; DoRA in float32, 32 samples per optimizer step, the settings of `configs/d
 start from the same model and data; the seed determines the order of the data and the initialisation of the adapters.
 *Supervised* is the same program with `RM.teacher_forced_ratio: 1` (`RM` is `custom.extra.rollout_matching`): the same
 targets, losses and optimizer on the plain ground truth. *Stage 2* uses the schema's default options and greedy
-rollouts; *structure* and *trim* are `RM.targets.supervise_structure` and `RM.targets.trim_trailing_unmatched`; *both*
-is the two together, as in the demo's config. *Equal seconds* is supervised training with as many steps as fit into the
+rollouts; *structure* and *trim* are `RM.targets.supervise_structure` and `RM.targets.unmatched: trim`; *both* is
+the two together, as in the demo's config. *Equal seconds* is supervised training with as many steps as fit into the
 seconds of stage 2 + both, on a schedule of that length.
 
 **Seconds** are those of training: data, rollouts, weight sync, forward and backward. They exclude start-up, evaluation

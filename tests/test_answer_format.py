@@ -20,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.answers import make_table, make_tokenizer, random_box
 from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL
+from utils.drafts import Arrangement
 from utils.geometry import Object, iou_matrix, pixels_to_bins, to_norm1000
 from utils.losses import loss_sums
 from utils.packing import check_row
@@ -35,6 +36,7 @@ CAR = Object("(big) car", "bbox_2d", (500, 500, 700, 700))
 GOOD = '{"bbox_2d": [58, 9, 211, 158], "label": "man"}'
 PLAIN = TargetOptions()
 IGNORE = TargetOptions(label="ignore")
+TRIM = Arrangement(unmatched="trim")
 
 numbers = st.integers(0, 1000)
 wild_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
@@ -384,7 +386,7 @@ def test_dat_4_qwen3vl_ground_truth_is_learnt_whole() -> None:
 
 def test_tgt_10_tgt_11_qwen3vl_structure_and_trimming() -> None:
     """TGT-10, TGT-11: format tokens around a matched object learn themselves, not what hides behind a wrong digit."""
-    options = TargetOptions(label="ignore", supervise_structure=True, trim_trailing_unmatched=True)
+    options = TargetOptions(label="ignore", supervise_structure=True, arrangement=TRIM)
     target = rollout_target([DOG, MAN, CAR], [replace(MAN, coords=(58, 9, 299, 158))], [(1, 0)], options)
     assert text_of(target.answer_ids) == QWEN3VL.write([DOG, MAN]) + "<|im_end|>" and target.num_trimmed == 1
     pairs = learnt(target)
@@ -395,7 +397,7 @@ def test_tgt_10_tgt_11_qwen3vl_structure_and_trimming() -> None:
 all_options = st.builds(
     TargetOptions,
     st.sampled_from(["correct", "ignore"]),
-    st.booleans(),
+    st.sampled_from([Arrangement(), TRIM]),
     st.booleans(),
     st.sampled_from([0.0, 2.0]),
     st.sampled_from([0.0, 3.0]),
@@ -411,7 +413,7 @@ def check_target(ids: list[int], gt: list[Object], options: TargetOptions, kind:
     chosen = sorted(rng.sample(range(len(parsed.objects)), num_pairs))
     matches = list(zip(chosen, rng.sample(range(len(gt)), num_pairs), strict=True))
     target = build_target(parsed, gt, matches, table, options)
-    kept = max((p for p, _ in matches), default=-1) + 1 if options.trim_trailing_unmatched else len(parsed.objects)
+    kept = max((p for p, _ in matches), default=-1) + 1 if (options.arrangement == TRIM) else len(parsed.objects)
     missed = [obj for g, obj in enumerate(gt) if g not in {g for _, g in matches}]
     again = parse_answer(target.answer_ids.tolist(), table)
     assert again.pred_objects == parsed.pred_objects[:kept] + missed and again.closed

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.file_baton import FileBaton
 
-from utils.dist import DistributedError, Ranks
+from utils.dist import DistributedError, Ranks, check_master_address, remove_dead_locks
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,45 @@ def test_sums_over_ranks_know_keys_that_a_rank_lacks(monkeypatch):
     sums = ranks.sum({"a": 1.0, "b": 3})
     assert list(sums.items()) == [("a", 1.0), ("b", 5.0), ("c", 0.5)]
     assert all(isinstance(value, float) for value in sums.values())
+
+
+def test_an_address_where_other_nodes_do_not_reach_rank_0_is_refused_LRN_11(monkeypatch):
+    """LRN-11: rank 0 listens at `MASTER_ADDR` only."""
+    check_master_address("127.0.0.1")
+    with pytest.raises(OSError, match="MASTER_ADDR=192.0.2.77: no address of that node .*--master_addr"):
+        check_master_address("192.0.2.77")
+    with pytest.raises(OSError, match="MASTER_ADDR=localhost: it leads to loopback there; give --master_addr"):
+        check_master_address("localhost")
+
+
+def opened(folder: Path) -> subprocess.CompletedProcess[str]:
+    """A rank alone that opens its groups, with DeepSpeed's operator in `folder`."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    program = "from utils.dist import Ranks; ranks = Ranks(timeout_s=30); ranks.open(); ranks.close(); print('open')"
+    return subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, capture_output=True, text=True)
+
+
+def test_a_compile_lock_of_a_dead_process_is_named_and_removed(tmp_path):
+    """A kill in that moment would otherwise hang every later start, without a word."""
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ".venv/torch_extensions"))
+    shutil.copytree(built, tmp_path / "built")
+    lock = tmp_path / "built" / "deepspeed_shm_comm" / "lock"
+    lock.touch()
+    run = opened(tmp_path / "built")
+    assert run.stdout.endswith("open\n") and f"removed {lock}: the process that held" in run.stderr, run.stderr[-3000:]
+    assert not lock.exists()
+
+
+def test_a_compile_lock_that_a_process_holds_stays(tmp_path):
+    (tmp_path / "operator").mkdir()
+    held, dead = FileBaton(str(tmp_path / "operator" / "lock")), tmp_path / "other" / "lock"
+    assert held.try_acquire()
+    dead.parent.mkdir()
+    dead.touch()
+    remove_dead_locks(tmp_path)
+    assert Path(held.lock_file_path).exists() and not dead.exists()
+    held.release()
 
 
 if __name__ == "__main__":

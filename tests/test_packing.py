@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.packing import CarryBuffer, choose_row, collate_packed, collate_padded, denominators
+from utils.packing import CarryBuffer, choose_row, collate_packed, collate_padded, denominators, place
 from utils.targets import Segment
 
 COORD_IDS = np.arange(1000, 2000)
@@ -204,7 +204,8 @@ def test_indivisible_segments_are_warned_of_pck_7(caplog):
 def test_buffer_state_survives_a_checkpoint_lrn_5(tmp_path):
     """LRN-5: The restored buffer gives the same rows; the file loads without pickled classes."""
     buffer = CarryBuffer(cap=12, max_segments=8)
-    buffer.extend([labelled_segment("a", 1), labelled_segment("b", 2), labelled_segment("c", 3)])
+    segments = [labelled_segment("a", 1), labelled_segment("b", 2), labelled_segment("c", 3)]
+    buffer.extend([place(segment, counting_positions) for segment in segments])
     buffer.pop_row()
     torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
     restored = CarryBuffer(cap=12, max_segments=8)
@@ -212,6 +213,7 @@ def test_buffer_state_survives_a_checkpoint_lrn_5(tmp_path):
     assert waiting(restored) == ["c"]
     before, after = buffer.pop_row()[0], restored.pop_row()[0]
     assert torch.equal(before.pixel_values, after.pixel_values) and np.array_equal(before.input_ids, after.input_ids)
+    assert torch.equal(before.position_ids, after.position_ids)
     assert isinstance(after.coord_index, np.ndarray) and after.coord_target.dtype == np.float32
     assert restored.state_dict()["lengths"] == buffer.state_dict()["lengths"]
 

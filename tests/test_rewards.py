@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,15 @@ def test_detection_by_hand_grp_5() -> None:
     assert found["detection_f1"] == pytest.approx(2 * 1 / 6)
     assert found["detection_f1_no_label"] == pytest.approx(2 * 2 / 6)
     assert found["detection_mean_iou"] == pytest.approx((1 + 0.5 + 0 + 0) / 4)
+
+
+def test_rewards_hold_no_label_against_the_model_that_is_not_annotated_TGT_12() -> None:
+    """TGT-12: the second car may well be there."""
+    names, both = ["detection_f1", "detection_mean_iou"], format_objects([RED, BLUE])
+    completion = Completion(both, make_tokenizer("qwen").encode(both, add_special_tokens=False), make_table("qwen"))
+    for annotated, expected in ((None, [2 / 3, 0.5]), (frozenset({"red car"}), [1, 1])):
+        image = replace(sample([RED]), annotated=annotated)
+        assert score(completion, image, load_rewards(names)).tolist() == pytest.approx(expected)
 
 
 def test_silence_about_all_but_one_object_does_not_pay_grp_5() -> None:

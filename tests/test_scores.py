@@ -1,10 +1,25 @@
 """Detection scores (LRN-7), by hand."""
 
+import re
+from collections import Counter
+
+import numpy as np
 import pytest
 
+from tests.answers import make_table
+from utils.data.samples import Sample
 from utils.geometry import Object
-from utils.parsing import ParsedAnswer, PredObject
-from utils.scores import count_duplicates, count_sample, scores
+from utils.parsing import ParsedAnswer, PredObject, parse_answer
+from utils.scores import (
+    confidences,
+    count_duplicates,
+    count_evaluation,
+    count_sample,
+    evaluation_scores,
+    label_counts,
+    prediction_record,
+    scores,
+)
 
 
 def box(desc: str, *coords: int) -> Object:
@@ -74,3 +89,102 @@ def test_duplicates_are_later_repeats_of_the_same_thing():
     assert count_duplicates([RED, again, again]) == 2
     assert count_duplicates([RED, box("blue", 0, 0, 100, 100)]) == 0
     assert count_duplicates([RED, FAR]) == 0
+
+
+def test_predictions_of_labels_that_are_not_annotated_are_neutral_TGT_12():
+    """TGT-12: the far blue is not held against the model, the far red is; a neutral label that matches still counts."""
+    far_blue = box("Blue ", 700, 0, 800, 100)
+    answer = parsed(RED, FAR, far_blue, far_blue)
+    counts = count_sample(answer, [RED], 0.5, False, frozenset({"red"}))
+    assert (counts["num_pred"], counts["neutral"], counts["neutral_no_label"], counts["duplicates"]) == (4, 2, 2, 0)
+    assert scores(counts)["precision"] == 0.5 and scores(counts)["f1"] == pytest.approx(2 / 3)
+    assert scores(count_sample(answer, [RED], 0.5, False))["precision"] == 0.25
+    found = scores(count_sample(parsed(BLUE), [BLUE], 0.5, False, frozenset({"red"})))
+    assert found["precision"] == found["recall"] == 1.0
+    wrong_label = count_sample(parsed(box("blue", *RED.coords)), [RED], 0.5, False, frozenset({"red"}))
+    assert (wrong_label["neutral"], wrong_label["neutral_no_label"], wrong_label["matched_no_label"]) == (1, 0, 1)
+
+
+# ---- LRN-9 -----------------------------------------------------------------------------------------------------------
+
+
+def image(*objects: Object, annotated: frozenset | None = None) -> Sample:
+    return Sample("x", [], [], 100, 100, list(objects), [], "x.jsonl:1", annotated=annotated)
+
+
+def evaluated(*pairs: tuple[list[Object], list[Object]], new_labels=(), annotated=None) -> dict[str, float]:
+    counts: Counter = Counter()
+    for pred, gt in pairs:
+        counts.update(count_evaluation(parsed(*pred), image(*gt, annotated=annotated), 0.5, False, 999))
+    return evaluation_scores(counts, new_labels) | {"labels": label_counts(counts)}
+
+
+def test_scores_at_each_of_cocos_thresholds_LRN_9():
+    """LRN-9: IoU 0.8 (80 of 100 rows) counts up to 0.8, seven of ten thresholds; IoU 1 at all; a third is missed."""
+    tall, short = box("red", 0, 0, 100, 100), box("red", 0, 0, 100, 80)
+    found = evaluated(([short, BLUE], [tall, BLUE, FAR]))
+    assert (found["precision_50"], found["precision_75"], found["precision_95"]) == (1.0, 1.0, 0.5)
+    assert (found["recall_50"], found["recall_95"]) == pytest.approx((2 / 3, 1 / 3))
+    assert found["f1_95"] == pytest.approx(2 * 1 / 5)
+    assert found["f1_mean"] == pytest.approx((7 * 0.8 + 3 * 0.4) / 10)
+    assert found["f1_50"] == found["f1"]
+
+
+def test_counting_error_duplicates_and_giant_boxes_LRN_9():
+    """LRN-9: one object too few in the first image, one too many in the second: no cancelling. A giant box counts where
+    the truth has none."""
+    giant, nearly = box("red", 0, 0, 999, 999), box("red", 0, 0, 999, 890)
+    found = evaluated(([RED], [RED, BLUE]), ([RED, RED], [RED]), ([], []))
+    assert found["counting_error"] == pytest.approx(2 / 3) and found["duplicates_per_image"] == pytest.approx(1 / 3)
+    assert evaluated(([giant, nearly], [RED]))["giant_rate"] == 0.5
+    assert evaluated(([giant, nearly], [giant]))["giant_rate"] == 0.0
+
+
+def test_labels_apart_new_and_old_LRN_9():
+    """LRN-9: labels as they are compared; f1_new of the named ones, f1_old of all others."""
+    found = evaluated(([RED, box("Blue", 0, 0, 9, 9), BLUE], [RED, BLUE, FAR]), new_labels=["BLUE "])
+    assert list(found["labels"]) == ["red", "blue"]
+    assert found["labels"]["blue"] == {
+        "num_gt": 1, "num_pred": 2, "matched": 1, "precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3)
+    }  # fmt: skip
+    assert (found["f1_new"], found["f1_old"]) == pytest.approx((2 / 3, 2 / 3))
+    assert "f1_new" not in evaluated(([RED], [RED]))
+
+
+def test_what_is_not_annotated_counts_nowhere_TGT_12_LRN_9():
+    """TGT-12, LRN-9: the blue one may be there."""
+    found = evaluated(([RED, BLUE], [RED]), annotated=frozenset({"red"}), new_labels=["blue"])
+    assert found["f1_mean"] == found["f1_new"] == 1.0 and found["counting_error"] == 0
+    assert found["labels"]["blue"]["num_pred"] == 0
+
+
+# ---- TGT-14 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["coord_tokens", "qwen3vl"])
+def test_a_confidence_is_the_geometric_mean_over_label_and_coordinates_TGT_14(form):
+    """TGT-14: brackets, keys and commas do not count, however unlikely; nor do the tokens of other objects."""
+    table = make_table("qwen", form)
+    ids = table.encode(table.format.write([RED, BLUE]))
+    answer = parse_answer(ids, table)
+    # By the text, not by the parser's spans: tokens that hold a character of the label's text or of a coordinate.
+    texts = [table.bytes_of[token].decode() for token in ids]
+    text, ends = "".join(texts), np.cumsum([len(part) for part in texts])
+    logprobs, expected = np.full(len(ids), -9.0), []
+    objects = [found.span() for found in re.finditer(r"\{[^{}]*\[[^{}]*\}", text)]
+    for number, (start, end) in enumerate(objects):
+        values = re.compile(r"(?<=: \")(?:red|blue)|<\|coord_\d+\|>|(?<=[\[ ])\d+(?=[,\]])").finditer(text, start, end)
+        held = [
+            np.flatnonzero((ends > a) & (ends - [len(t) for t in texts] < b)) for a, b in (v.span() for v in values)
+        ]
+        own = np.unique(np.concatenate(held))
+        assert len(held) == 5
+        logprobs[own] = np.linspace(-0.1, -0.5 - number, len(own))
+        expected.append(np.exp(logprobs[own].mean()))
+    assert len(expected) == 2
+    assert confidences(answer, logprobs.tolist()) == pytest.approx(expected)
+    assert confidences(answer, None) is None
+    assert confidences(parse_answer(ids[:2], table), [0.0, 0.0]) == []
+    records = prediction_record(image(RED), answer, table.format.max_bin, logprobs.tolist())
+    assert [obj["score"] for obj in records["pred"]] == pytest.approx(expected, abs=1e-4)
+    assert "score" not in prediction_record(image(RED), answer, table.format.max_bin)["pred"][0]

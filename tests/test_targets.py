@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.answers import make_table, make_tokenizer, random_object
 from tests.test_parsing import MALFORMED, wild_objects
 from utils.answer_format import FORMATS
+from utils.drafts import Arrangement
 from utils.geometry import Object
 from utils.parsing import TokenTable, parse_answer
 from utils.targets import (
@@ -32,6 +33,7 @@ RED = Object("red circle", "bbox_2d", (10, 20, 30, 40))
 BLUE = Object("blue circle", "bbox_2d", (500, 500, 700, 700))
 GREEN = Object("green square", "bbox_2d", (800, 100, 900, 200))
 PLAIN = TargetOptions()
+TRIM = Arrangement(unmatched="trim")
 
 
 def rollout_target(pred, gt, matches, options=PLAIN, kind="qwen", tail="]}") -> Target:
@@ -292,7 +294,7 @@ def test_tgt_9_special_token_in_a_desc_never_becomes_a_label() -> None:
 def test_tgt_11_trim_cuts_behind_the_last_match() -> None:
     """TGT-11: trailing false positives and malformed objects go, those before a match stay."""
     table = make_table("qwen")
-    trim = TargetOptions(label="ignore", trim_trailing_unmatched=True)
+    trim = TargetOptions(label="ignore", arrangement=TRIM)
     target = rollout_target([GREEN, RED, GREEN, GREEN], [BLUE, RED], [(1, 1)], trim, tail=', {"desc": "x"}]}')
     assert text_of(target.answer_ids, table) == format_objects([GREEN, RED, BLUE]) + "<|im_end|>"
     assert (target.num_trimmed, target.num_matched, target.num_appended) == (2, 1, 1)
@@ -308,7 +310,7 @@ def test_tgt_11_trim_where_a_token_ends_learns_to_close_in_the_usual_token() -> 
     kept, gone = table.encode(format_objects([RED])[:-2]), table.encode(", " + format_objects([GREEN])[len(HEADER) :])
     assert table.bytes_of[kept[-1]] == b"]}"
     parsed = parse_answer([*kept, *gone], table)
-    options = TargetOptions(label="ignore", trim_trailing_unmatched=True)
+    options = TargetOptions(label="ignore", arrangement=TRIM)
     target = build_target(parsed, [RED], [(0, 0)], table, options)
     assert target.answer_ids.tolist() == [*table.encode(format_objects([RED])), table.eos_id]
     assert learnt(target, table) == [("]}]}", "]}]}"), ("<|im_end|>", "<|im_end|>")]
@@ -317,7 +319,7 @@ def test_tgt_11_trim_where_a_token_ends_learns_to_close_in_the_usual_token() -> 
 def test_tgt_11_trim_everything() -> None:
     """TGT-11: only false positives: back to the bare header, which stays context."""
     table = make_table("qwen")
-    target = rollout_target([GREEN, GREEN], [RED], [], TargetOptions(trim_trailing_unmatched=True))
+    target = rollout_target([GREEN, GREEN], [RED], [], TargetOptions(arrangement=TRIM))
     assert target.answer_ids.tolist() == [*table.encode(format_objects([RED])), table.eos_id]
     assert target.num_trimmed == 2 and target.text_index[0] == target.num_prefix > 0
 
@@ -350,7 +352,7 @@ def test_tgt_10_structure_and_correction_together() -> None:
 all_options = st.builds(
     TargetOptions,
     st.sampled_from(["correct", "ignore"]),
-    st.booleans(),
+    st.sampled_from([Arrangement(), TRIM]),
     st.booleans(),
     st.sampled_from([0.0, 1.0, 2.0]),
 )
@@ -366,7 +368,7 @@ def check_target(ids: list[int], gt: list[Object], options: TargetOptions, table
     chosen = sorted(rng.sample(range(len(parsed.objects)), num_pairs))
     matches = list(zip(chosen, rng.sample(range(len(gt)), num_pairs), strict=True))
     target = build_target(parsed, gt, matches, table, options)
-    kept = max((p for p, _ in matches), default=-1) + 1 if options.trim_trailing_unmatched else len(parsed.objects)
+    kept = max((p for p, _ in matches), default=-1) + 1 if (options.arrangement == TRIM) else len(parsed.objects)
     missed = [obj for g, obj in enumerate(gt) if g not in {g for _, g in matches}]
 
     # it reads back as valid predictions and missed objects, closed
@@ -374,7 +376,7 @@ def check_target(ids: list[int], gt: list[Object], options: TargetOptions, table
     assert again.pred_objects == parsed.pred_objects[:kept] + missed and again.closed
     # the prefix is what was generated, but for the respelled token
     prefix = target.answer_ids[: target.num_prefix].tolist()
-    if parsed.prefix_bytes and kept + len(parsed.dropped) and not (options.trim_trailing_unmatched and not kept):
+    if parsed.prefix_bytes and kept + len(parsed.dropped) and not ((options.arrangement == TRIM) and not kept):
         same = sum(1 for _ in _common(prefix, ids))
         rest = b"".join(table.bytes_of[token] for token in prefix[same:])
         assert not rest or (target.respelled and table.bytes_of[ids[same]].startswith(rest))

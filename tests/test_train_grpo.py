@@ -176,7 +176,12 @@ def grpo_of(session, rewards: dict) -> train_grpo.Grpo:
 def answer(folder: Path, start_model: Path, result: RolloutResult, **rlhf):
     cfg = load_config(config_of(folder, start_model, "single", **rlhf))
     data = SimpleNamespace(processor=load_processor(start_model), table=None)
-    fake = grpo_of(SimpleNamespace(cfg=cfg, data=data), train_grpo.rewards_of(cfg))
+
+    def place(segment):
+        assert data.processor.image_token_id not in segment.input_ids, "it has no positions without an image"
+        return segment
+
+    fake = grpo_of(SimpleNamespace(cfg=cfg, data=data, place=place), train_grpo.rewards_of(cfg))
     sample = SimpleNamespace(id="s", source="file:1", extra={})
     prompt = train_grpo.EncodedPrompt([5, 6], None, None)
     return fake.make_answer(sample, prompt, result)
@@ -344,7 +349,8 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
             encode=lambda samples: [train_grpo.EncodedPrompt([5], None, None) for _ in samples],
         )
         policy = SimpleNamespace(client=object(), generate=generate)
-        session = SimpleNamespace(cfg=cfg, data=data, policy=policy, timed=lambda part: nullcontext())
+        parts = {"cfg": cfg, "data": data, "policy": policy, "place": lambda segment: segment}
+        session = SimpleNamespace(**parts, timed=lambda part: nullcontext())
         return grpo_of(session, {"slow": slow})
 
     run = slow_run()

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,8 @@ from utils.data.encoding import encode_prompt
 from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
 from utils.run.session import Session
+from utils.scores import scores
+from utils.targets import format_objects
 
 
 @pytest.fixture(scope="module")
@@ -175,11 +178,43 @@ def test_a_teacher_forced_sample_trains_on_the_ground_truth_and_counts_no_rollou
 def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(folder, start_model):
     """DAT-4."""
     run = run_of(folder, start_model, teacher_forced_ratio=0.25)
-    drawn = np.concatenate([train_stage2.teacher_forced(run.cfg, step, 0, 0, 8) for step in range(500)])
+    eight = run.samples[:1] * 8
+    drawn = np.concatenate([train_stage2.teacher_forced(run.cfg, step, 0, 0, eight) for step in range(500)])
     assert abs(drawn.mean() - 0.25) < 0.03
-    again = train_stage2.teacher_forced(run.cfg, 3, 1, 0, 8)
-    assert (again == train_stage2.teacher_forced(run.cfg, 3, 1, 0, 8)).all()
-    assert not train_stage2.teacher_forced(run_of(folder, start_model).cfg, 0, 0, 0, 100).any()
+    again = train_stage2.teacher_forced(run.cfg, 3, 1, 0, eight)
+    assert (again == train_stage2.teacher_forced(run.cfg, 3, 1, 0, eight)).all()
+    assert not train_stage2.teacher_forced(run_of(folder, start_model).cfg, 0, 0, 0, eight).any()
+
+
+def test_a_file_has_its_own_teacher_forced_ratio_and_annotated_labels_DAT_5(folder, start_model, tmp_path):
+    """DAT-5, TGT-12: what a line says itself wins."""
+    lines = rows(folder)[:3]
+    lines[1]["annotated"] = []
+    partial = folder / "data" / "partial.jsonl"
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl")
+    clean = cfg.custom.train_jsonl[0].model_copy(update={"teacher_forced_ratio": 1.0})
+    own = clean.model_copy(update={"path": str(partial), "teacher_forced_ratio": None, "annotated": [" Red Circle"]})
+    cfg = cfg.model_copy(update={"custom": cfg.custom.model_copy(update={"train_jsonl": [clean, own]})})
+    (whole, part), _, _ = setup.load_data(cfg, is_main=True)
+    assert {sample.annotated for sample in whole} == {None}
+    assert [sample.annotated for sample in part] == [frozenset({"red circle"}), frozenset(), frozenset({"red circle"})]
+    assert train_stage2.teacher_forced(cfg, 0, 0, 0, [*whole, *part]).tolist() == [True] * 6 + [False] * 3
+
+
+def test_what_is_not_annotated_is_neither_trimmed_nor_counted_TGT_12(folder, start_model):
+    """TGT-12 at the call site: the answer also names things that the data leave open."""
+    run = run_of(folder, start_model, targets={"unmatched": "trim"})
+    sample = run.samples[0]
+    invented = replace(sample.objects[0], desc="grey cat", coords=(1, 1, 3, 3))
+    response = answer_of(run, format_objects([*sample.objects, invented]))
+    lengths, precisions = [], []
+    for annotated in (None, frozenset({"red circle"})):
+        rollouts = train_stage2.Rollouts()
+        segment = segment_of(run, replace(sample, annotated=annotated), response, rollouts)
+        lengths.append(len(segment.input_ids))
+        precisions.append(scores(rollouts.counts)["precision"])
+    assert lengths[0] < lengths[1] and precisions[0] < precisions[1] == 1.0
 
 
 def test_supervised_training_opens_no_engine_and_prepares_rows_in_a_thread_LRN_10(folder, start_model):
@@ -208,3 +243,24 @@ def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):
 def test_a_loopback_server_reaches_the_learner_on_loopback_SYN_1():
     """SYN-1."""
     assert setup.learner_host("http://127.0.0.1:8000/prefix") == "127.0.0.1"
+
+
+def test_evaluation_holds_no_label_against_the_model_that_is_not_annotated_TGT_12(folder, start_model):
+    """TGT-12, LRN-7: at the call site."""
+    run = run_of(folder, start_model)
+    sample = run.samples[0]
+    response = answer_of(run, format_objects([*sample.objects, replace(sample.objects[0], desc="grey cat")]))
+    found = {}
+
+    def evaluate(annotated: frozenset | None) -> float:
+        session = SimpleNamespace(
+            cfg=run.cfg,
+            data=SimpleNamespace(table=run.table),
+            ranks=SimpleNamespace(sum=dict),
+            score_validation=lambda step, score: [score(replace(sample, annotated=annotated), response)],
+            log_evaluation=lambda step, result, predictions, more: found.update(result),
+        )
+        train_stage2.Stage2.evaluate(SimpleNamespace(session=session), 1)
+        return found["precision"]
+
+    assert evaluate(None) < evaluate(frozenset({"red circle"})) == 1.0

@@ -21,7 +21,7 @@ from utils.data.samples import SPECIAL_TOKEN, SURROGATE
 
 # A mask's outline is a staircase; unless the object is only a few pixels large, its steps carry no information.
 MASK_SIMPLIFY_PX, MASK_SIMPLIFY_SHARE = 1.0, 0.05
-_IMAGE_KEYS = ("file_name", "coco_url", "width", "height", "not_exhaustive_category_ids")
+_IMAGE_KEYS = ("file_name", "coco_url", "width", "height", "neg_category_ids", "not_exhaustive_category_ids")
 _OBJECT_KEYS = ("category_id", "bbox", "iscrowd", "segmentation")
 
 

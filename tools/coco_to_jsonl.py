@@ -10,8 +10,11 @@ annotations. Everything left out or changed is counted by reason and reported at
 Outlines (`--geometry poly`): an object drawn as one ring keeps its points. Several rings, a ring that extends beyond
 the image, and run-length masks (compressed or not) are first united and clipped to the image. The largest part is
 written if it has at least `--main-part` of the area, otherwise the object's box. Holes are filled. The outline of a
-mask follows its pixels' edges and is simplified by at most a pixel. LVIS's lists of absent and not exhaustively
-annotated categories are not used; images of the latter kind are counted.
+mask follows its pixels' edges and is simplified by at most a pixel.
+
+LVIS annotates some categories of an image only. Its lines therefore get `annotated` (TGT-12): the categories of their
+objects and those known to be absent, without the not exhaustively annotated ones and those of which an object was left
+out.
 """
 
 import argparse
@@ -62,12 +65,13 @@ def convert_image(
             raise LeftOut("malformed: no id")
         path = _find_image(image, folder)
         width, height = _checked_size(image, path)
-        objects = []
+        objects, incomplete = [], set(image.get("not_exhaustive_category_ids") or [])
         for item in annotations:
             try:
                 converted, remarks = convert_object(item, categories, width, height, options)
             except LeftOut as reason:
                 result.objects_left_out.append(str(reason))
+                incomplete.add(item.get("category_id"))
                 continue
             objects.append(converted)
             result.remarks.extend(remarks)
@@ -79,6 +83,10 @@ def convert_image(
         return Converted(image_id, None, str(reason))
     shown = os.path.relpath(path.absolute(), root.absolute())
     result.row = {"id": str(image_id), "images": [shown], "width": width, "height": height, "objects": objects}
+    if "neg_category_ids" in image:
+        absent = {categories.get(category) for category in image["neg_category_ids"]}
+        known = {item["desc"] for item in objects} | absent
+        result.row["annotated"] = sorted(known - {None} - {categories.get(category) for category in incomplete})
     return result
 
 

@@ -7,9 +7,9 @@ scores go to `--output FILE.json`, the responses to `FILE.jsonl` next to it, in 
 `eval/step_N.jsonl`. Prompt, image sizes, dtype, response length and IoU threshold come from `--config`, or else from
 the schema's defaults.
 
-COCO ranks detections by confidence. Responses have none, so every box gets the score 1.0, and ties rank in the order
-of the file, and in the order of writing within a response: one operating point, not a curve. Expect lower figures than
-for a detector with confidences and the same boxes, and compare them only with each other.
+COCO ranks detections by confidence. With vLLM that of a box comes from the log-probabilities of its own tokens
+(TGT-14). Beside these figures stand those of the same boxes with a constant score, where ties rank in the order of the
+file, and in the order of writing within a response. The hf backend reports no log-probabilities: it has only those.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ from utils.dist import Ranks
 from utils.geometry import MAX_BIN, Object, bins_to_pixels, bounding_box, to_norm1000
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
-from utils.scores import count_sample, label_of, prediction_record, scores
+from utils.scores import (
+    confidences,
+    count_evaluation,
+    evaluation_scores,
+    label_counts,
+    label_of,
+    prediction_record,
+)
 
 COCO_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR1", "AR10", "AR100")
 VLLM_BATCHES = 16  # batches per call, so that vLLM always has requests waiting
@@ -54,9 +61,10 @@ def main() -> None:
         exit_with(str(error))
     backend = args.backend or ("vllm" if find_spec("vllm") else "hf")
     generate = generate_with_vllm if backend == "vllm" else generate_with_hf
-    stream = generate(model, processor, samples, RolloutSampling(max_new_tokens=rm.max_new_tokens), args.batch_size)
+    sampling = RolloutSampling(max_new_tokens=rm.max_new_tokens, logprobs=backend == "vllm")
+    stream = generate(model, processor, samples, sampling, args.batch_size)
     responses = list(tqdm(stream, total=len(samples), unit="image", disable=None))
-    result, predictions = score(samples, responses, table, rm.eval.iou_threshold)
+    result, predictions = score(samples, responses, table, rm.eval.iou_threshold, rm.eval.new_labels)
     about = {"checkpoint": args.checkpoint, "data": args.data, "config": args.config, "backend": backend}
     output = Path(args.output or Path(args.checkpoint) / "evaluation" / f"{Path(args.data).stem}.json")
     write(output, about | {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold} | result, predictions)
@@ -181,28 +189,52 @@ def _batches(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]
 
 
 def score(
-    samples: Sequence[Sample], responses: Sequence[RolloutResult], table: TokenTable, iou_threshold: float
+    samples: Sequence[Sample],
+    responses: Sequence[RolloutResult],
+    table: TokenTable,
+    iou_threshold: float,
+    new_labels: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return all scores, COCO's under `coco`, and one record per response."""
+    """Return all scores and one record per response.
+
+    COCO's scores stand under `coco`: with confidences where all responses have log-probabilities, and under
+    `coco_constant` with a constant score.
+    """
     counts: Counter[str] = Counter()
-    predictions, objects = [], []
+    max_bin = table.format.max_bin
+    predictions, objects, ranking = [], [], []
     for sample, response in zip(samples, responses, strict=True):
         parsed = parse_answer(response.response_token_ids, table)
-        counts.update(count_sample(parsed, sample.objects, iou_threshold, response.finish_reason == "length"))
-        predictions.append(prediction_record(sample, parsed, table.format.max_bin))
+        truncated = response.finish_reason == "length"
+        counts.update(count_evaluation(parsed, sample, iou_threshold, truncated, max_bin))
+        predictions.append(prediction_record(sample, parsed, max_bin, response.logprobs))
         objects.append(parsed.pred_objects)
-    return {**scores(counts), "coco": coco_scores(samples, objects, table.format.max_bin)}, predictions
+        ranking.append(confidences(parsed, response.logprobs))
+    found = evaluation_scores(counts, new_labels) | {"labels": label_counts(counts)}
+    found["coco_constant"] = coco_scores(samples, objects, max_bin=max_bin)
+    if all(own is not None for own in ranking):
+        found["coco"] = coco_scores(samples, objects, ranking, max_bin)
+    return found, predictions
 
 
 def coco_scores(
-    samples: Sequence[Sample], predictions: Sequence[Sequence[Object]], max_bin: int = MAX_BIN
+    samples: Sequence[Sample],
+    predictions: Sequence[Sequence[Object]],
+    ranking: Sequence[Sequence[float]] | None = None,
+    max_bin: int = MAX_BIN,
 ) -> dict[str, float | None]:
     """Return COCO's box precisions and recalls (`COCO_NAMES`); None if there is no such object to find.
 
+    Where samples say for which labels they are annotated (TGT-12), the rules of LVIS apply: a prediction of any other
+    label costs nothing.
+
     Boxes are in pixels of the sample; polygons count with their bounding boxes; areas are those of boxes. Categories
     are the ground truth's labels, compared as in training; a prediction with another label belongs to no category and
-    costs nothing, as in COCO itself. At most 100 predictions of a category count per image. `max_bin` is the largest
-    bin of the objects' grid.
+    costs nothing, as in COCO itself. At most 100 predictions of a category count per image.
+
+    Args:
+        ranking: the confidence of each prediction; None: all the same.
+        max_bin: the largest bin of the objects' grid.
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
@@ -211,30 +243,47 @@ def coco_scores(
         return dict.fromkeys(COCO_NAMES)
     category_of = {name: index for index, name in enumerate(names, start=1)}
 
-    def entries(sides: Sequence[Sequence[Object]]) -> list[dict[str, Any]]:
+    def entries(
+        sides: Sequence[Sequence[Object]], marks: Sequence[Sequence[float]] | None = None
+    ) -> list[dict[str, Any]]:
         found = [
             {
                 "image_id": image_id,
                 "category_id": category_of[label_of(o)],
+                "score": 1.0 if marks is None else marks[image_id - 1][number],
                 **_pixel_box(to_norm1000(o, max_bin), sample),
             }
             for image_id, (sample, side) in enumerate(zip(samples, sides, strict=True), start=1)
-            for o in side
+            for number, o in enumerate(side)
             if label_of(o) in category_of
         ]
-        return [{"id": number, "iscrowd": 0, "score": 1.0, **entry} for number, entry in enumerate(found, start=1)]
+        return [{"id": number, "iscrowd": 0, **entry} for number, entry in enumerate(found, start=1)]
 
     truth = COCO(
         {
-            "images": [{"id": i, "width": s.width, "height": s.height} for i, s in enumerate(samples, start=1)],
-            "categories": [{"id": index, "name": name} for name, index in category_of.items()],
+            "images": [{"id": i, **_lvis_image(s, category_of)} for i, s in enumerate(samples, start=1)],
+            "categories": [{"id": index, "name": name, "frequency": "f"} for name, index in category_of.items()],
             "annotations": entries([sample.objects for sample in samples]),
         }
     )
-    evaluator = COCOeval_faster(truth, truth.loadRes(entries(predictions)), "bbox")
+    is_partial = any(sample.annotated is not None for sample in samples)
+    evaluator = COCOeval_faster(truth, truth.loadRes(entries(predictions, ranking)), "bbox", lvis_style=is_partial)
+    evaluator.params.maxDets = [1, 10, 100]
     evaluator.run()
     values = [float(value) for value in evaluator.stats[: len(COCO_NAMES)]]
     return {name: None if value < 0 else value for name, value in zip(COCO_NAMES, values, strict=True)}
+
+
+def _lvis_image(sample: Sample, category_of: dict[str, int]) -> dict[str, Any]:
+    """Size, and LVIS's lists of categories known to be absent and of those annotated in part."""
+    annotated = set(category_of) if sample.annotated is None else sample.annotated & set(category_of)
+    present = {label_of(object_) for object_ in sample.objects}
+    return {
+        "width": sample.width,
+        "height": sample.height,
+        "neg_category_ids": [category_of[name] for name in sorted(annotated - present)],
+        "not_exhaustive_category_ids": [category_of[name] for name in sorted(present - annotated)],
+    }
 
 
 def _pixel_box(object_: Object, sample: Sample) -> dict[str, Any]:
@@ -259,12 +308,18 @@ def show(result: dict[str, Any], title: str) -> None:
     table.add_column("score")
     table.add_column("value", justify="right")
     for name, value in result.items():
-        if name not in ("coco", "num_images"):
+        if not isinstance(value, dict) and name != "num_images":
             table.add_row(name, f"{value:.4f}")
-    table.add_section()
-    for name, value in result["coco"].items():
-        table.add_row(f"COCO {name}", "-" if value is None else f"{value:.4f}")
+    for key, title in (("coco", "COCO {}"), ("coco_constant", "COCO {}, constant scores")):
+        table.add_section()
+        for name, value in result.get(key, {}).items():
+            table.add_row(title.format(name), "-" if value is None else f"{value:.4f}")
     Console().print(table)
+    labels = Table("label", "objects", "predicted", "precision", "recall", "F1", title="labels")
+    for label, row in result["labels"].items():
+        ratios = (f"{row[name]:.4f}" for name in ("precision", "recall", "f1"))
+        labels.add_row(label, str(row["num_gt"]), str(row["num_pred"]), *ratios)
+    Console().print(labels)
 
 
 if __name__ == "__main__":

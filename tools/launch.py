@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -27,12 +28,12 @@ from types import FrameType
 
 import psutil
 
-from utils.dist import check_master_port
+from utils.dist import SECRET_NAME, check_master_port
 
 MASTER_PORT = 29500  # DeepSpeed's default
 # Beginnings of names. DeepSpeed adds PYTHON*, and NCCL* where it runs on GPUs (launcher/runner.py, EXPORT_ENVS).
 FORWARDED = (
-    "ROLLOUT_SERVER_TOKEN",
+    *("ROLLOUT_SERVER_TOKEN", SECRET_NAME),
     *("GLOO_", "NCCL_", "UCX_", "OMP_", "DS_ACCELERATOR", "TORCH_", "PYTORCH_", "CUDA_HOME", "VLLM_"),
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "PATH", "LD_LIBRARY_PATH"),
 )
@@ -86,11 +87,14 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
 def environment_for(arguments: list[str]) -> Iterator[dict[str, str]]:
     """The environment of `deepspeed`. With a hostfile, DS_ENV_FILE names a file of the variables to forward, mode 0600.
 
+    It holds a new secret, by which the ranks know each other (`Ranks.gather`), unless each node is launched by hand.
     DeepSpeed writes `export NAME="VALUE"` on the command line that pdsh and ssh carry to each node, where all users see
     it, and into its log. Of a secret, that is a `$(cat FILE)`; the file, mode 0600 in `training.output_dir`, which all
     nodes share, is deleted at the end. What stands in the user's own `.deepspeed_env` comes last and wins.
     """
     options, environment = options_of(arguments), dict(os.environ)
+    if not options.no_ssh and (options.config or not options.has_hosts):  # other nodes read it in the run directory
+        environment.setdefault(SECRET_NAME, secrets.token_hex(32))
     if options.no_ssh or not options.has_hosts:
         yield environment
         return

@@ -2,16 +2,30 @@
 
 import atexit
 import contextlib
+import fcntl
+import hmac
+import ipaddress
+import json
+import logging
 import os
+import re
 import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+
+SECRET_NAME = "LEARNER_SECRET"  # environment variable that tools.launch sets for the ranks of one run
+MAX_MESSAGE_BYTES = 1 << 30  # of one rank in one gather
+_SEAL_BYTES = 32
+
+
+logger = logging.getLogger(__name__)
 
 
 class DistributedError(RuntimeError):
@@ -40,12 +54,16 @@ class Ranks:
             torch.cuda.set_device(self.device)
         self._timeout = timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
+        self._secret, self._num_gathers = os.environ.get(SECRET_NAME, "").encode(), 0
 
     def check_port(self) -> None:
-        """Raise OSError on rank 0 if the launcher's port is in use. torchrun listens on its own, so it is skipped."""
+        """Raise OSError on rank 0 if it could not listen at the launcher's address and port. torchrun listens on its
+        own, so it is skipped."""
         is_given = "MASTER_PORT" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self.is_main and is_given and not dist.is_initialized():
             check_master_port(int(os.environ["MASTER_PORT"]))
+            if self.spans_nodes and "MASTER_ADDR" in os.environ:
+                check_master_address(os.environ["MASTER_ADDR"])
 
     def check_interface(self) -> None:
         """Raise OSError if, on several nodes, Gloo would listen where the others cannot reach this one."""
@@ -63,6 +81,7 @@ class Ranks:
     def open(self) -> None:
         """Open the process groups (collective), under `deepspeed`, `torchrun` or, for one rank, without either."""
         import deepspeed
+        from torch.utils.cpp_extension import get_default_build_root
 
         for key, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             os.environ.setdefault(key, value)
@@ -70,15 +89,34 @@ class Ranks:
             with socket.socket() as probe:  # without SO_REUSEADDR, with which the system may pick a port in use
                 probe.bind(("127.0.0.1", 0))
                 os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+        if not self.spans_nodes and "lo" in (name for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for DeepSpeed's later groups, too
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        deepspeed.init_distributed(dist_backend=backend, timeout=self._timeout, auto_mpi_discovery=False, verbose=False)
+        place: dict[str, Any] = {"store": self._open_store(), "rank": self.rank, "world_size": self.world_size}
+        if backend == "nccl" and self.world_size > 1:
+            place["device_id"] = self.device  # as DeepSpeed does
+        dist.init_process_group(backend, timeout=self._timeout, **place)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
         atexit.register(self.close)  # a user's mistake ends the set-up; the threads of open groups may then abort it
+        if self.local_rank == 0:
+            remove_dead_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()))
+        self.gather(None)  # names a stranger among the ranks before DeepSpeed would wait for it without a limit
+        deepspeed.init_distributed(dist_backend=backend, timeout=self._timeout, auto_mpi_discovery=False, verbose=False)
         self.fence()
         # DeepSpeed 0.19's CPU operator never removes its 66 MiB of shared memory per rank, which would fill the
         # machine's memory after enough runs. All ranks have opened it by now: without a name it is freed at exit.
-        place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{self.rank}"
-        Path("/dev/shm", f"deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
+        name = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{self.rank}"
+        Path("/dev/shm", f"deepspeed_allreduce_buffer_{name}").unlink(missing_ok=True)
+
+    def _open_store(self) -> Any:
+        """Where the ranks meet. torch's own would listen on every interface, as torchrun's does."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return next(dist.rendezvous("env://", timeout=self._timeout))[0]  # type: ignore[attr-defined]
+        host = os.environ["MASTER_ADDR"] if self.spans_nodes else "127.0.0.1"
+        port, timeout_s = int(os.environ["MASTER_PORT"]), self._timeout.total_seconds()
+        if self.is_main:
+            return host_store(host, port, self.world_size, timeout_s, "ranks")
+        return dist.TCPStore(host, port, self.world_size, False, self._timeout)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice."""
@@ -87,12 +125,53 @@ class Ranks:
         self._control = None
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank."""
+        """`value` of every rank, in rank order, on every rank; plain values and numpy arrays.
+
+        It travels as JSON, never as a pickle: whoever takes a rank's place gets nothing executed. So tuples arrive as
+        lists, and keys must be strings. Each message is sealed with the launcher's secret (docs/security.md).
+
+        Raises:
+            DistributedError: names the ranks whose message is not one of this run.
+        """
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
+        self._num_gathers += 1
+        text = json.dumps(value, default=_array_to_json).encode()
+        values, strangers = [], []
+        for rank, message in enumerate(self._gather_bytes(self._seal(self.rank, text) + text)):
+            try:
+                if not hmac.compare_digest(message[:_SEAL_BYTES], self._seal(rank, message[_SEAL_BYTES:])):
+                    raise ValueError
+                values.append(json.loads(message[_SEAL_BYTES:], object_hook=_array_from_json))
+            except Exception:  # noqa: BLE001  (whatever a stranger sent)
+                strangers.append(rank)
+        self._refuse(strangers, f"does not know this run's secret ({SECRET_NAME}) or is not in step")
         return values
+
+    def _seal(self, rank: int, text: bytes) -> bytes:
+        """Authenticates `text` as what `rank` says in this gather. Without a secret anyone can make it."""
+        return hmac.digest(self._secret, b"%d %d " % (rank, self._num_gathers) + text, "sha256")
+
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
+        """`message` of every rank, unchecked."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._control)
+        wrong = [rank for rank, size in enumerate(sizes) if not 0 <= size <= MAX_MESSAGE_BYTES]
+        self._refuse(wrong, f"announces a message that is not of 0 to {MAX_MESSAGE_BYTES} bytes")
+        parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in range(self.world_size)]
+        own = torch.zeros_like(parts[0])
+        own[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        dist.all_gather(parts, own, group=self._control)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def _refuse(self, strangers: list[int], what: str) -> None:
+        if strangers:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise DistributedError(
+                f"what poses as rank {', '.join(map(str, strangers))} of this run {what}: a stranger may have joined "
+                f"at {where}; nothing of it was executed. Start the run again, all ranks by one launcher, and keep "
+                "others from that port (docs/security.md)"
+            )
 
     def places(self, where: bool) -> str:
         """List the ranks for which `where` holds, with their hosts (collective); empty if there are none."""
@@ -143,6 +222,73 @@ def capture_error(function: Callable[..., Any], *args: Any) -> Exception | None:
     except Exception as error:  # noqa: BLE001  (raised again, on all ranks, at the next fence)
         return error
     return None
+
+
+def _array_to_json(value: Any) -> Any:
+    """JSON for what `json` does not know: numpy's arrays and numbers. Raises TypeError for all else."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        raise TypeError(f"ranks cannot tell each other a {type(value).__name__}; make it plain values")
+    return {"__array__": value.ravel().tolist(), "dtype": value.dtype.str, "shape": value.shape}
+
+
+def _array_from_json(value: dict[str, Any]) -> Any:
+    if "__array__" not in value:
+        return value
+    return np.array(value["__array__"], dtype=value["dtype"]).reshape(value["shape"])
+
+
+def host_store(host: str, port: int, world_size: int, timeout_s: float, who: str = "workers") -> Any:
+    """Host torch's TCPStore on `host:port` only; by default it listens on every interface. Return when all have come.
+
+    Raises TimeoutError, with the address and how many of `who` came.
+    """
+    listener = socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
+    limit = timedelta(seconds=timeout_s)
+    own: dict[str, Any] = {"multi_tenant": True, "master_listen_fd": listener.detach()}
+    try:
+        return dist.TCPStore(host, port, world_size, True, limit, **own)  # type: ignore[attr-defined]
+    except dist.DistStoreError as error:
+        if (joined := re.search(r"(\d+)/\d+ clients joined", str(error))) is None:
+            raise
+        came = f"{int(joined[1]) - 1} of {world_size - 1} {who}"  # without rank 0
+        raise TimeoutError(f"timed out: {came} came to {host}:{port} in {timeout_s:g} s") from None
+
+
+def check_master_address(host: str) -> None:
+    """Raise OSError if rank 0 cannot listen at `host`, or only where other nodes do not reach it."""
+    try:
+        address = socket.getaddrinfo(host, 0)[0]
+        socket.create_server(address[4][:2], family=address[0]).close()
+        is_loopback = ipaddress.ip_address(address[4][0]).is_loopback
+        reason = "it leads to loopback there" * (is_loopback and host != address[4][0])
+    except OSError as error:
+        reason = f"no address of that node ({error})"
+    if reason:
+        what_to_do = "give --master_addr an address of its node that the others reach (docs/scaling.md)"
+        raise OSError(f"rank 0 on {socket.gethostname()} cannot listen at MASTER_ADDR={host}: {reason}; {what_to_do}")
+
+
+def remove_dead_locks(folder: Path) -> None:
+    """Remove what a process killed while it compiled or loaded an operator left in torch's build `folder`.
+
+    Torch locks an operator by a file that it keeps open (`FileBaton`), and waits for ever for one that nobody deletes.
+    """
+    for lock in folder.rglob("lock"):
+        with open(folder / ".check", "w") as guard:  # a lock made after another process has removed the dead one stays
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            if lock.exists() and not any(_has_open(process, lock) for process in psutil.process_iter()):
+                lock.unlink()
+                logger.warning("removed %s: the process that held this compile lock is dead", lock)
+
+
+def _has_open(process: psutil.Process, path: Path) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        return any(
+            os.path.samefile(f"/proc/{process.pid}/fd/{fd}", path) for fd in os.listdir(f"/proc/{process.pid}/fd")
+        )
+    return False
 
 
 def check_master_port(port: int) -> None:

@@ -34,6 +34,11 @@ class Object:
     coords: tuple[float, ...]
 
 
+def normal_label(text: str) -> str:
+    """A label as labels are compared (LRN-7): stripped and case-folded."""
+    return text.strip().casefold()
+
+
 def pixel_to_bin(value: float, size: float, max_bin: int = MAX_BIN) -> int:
     """Bin of a pixel coordinate on an axis of `size` pixels: `round(999 * value / size)`, clamped to 0..999 (DAT-2).
 

@@ -27,7 +27,7 @@ WAYS_OUT = (
     "ways out: a smaller training.per_device_train_batch_size, a larger training.packing_buffer, "
     "a larger global_max_length, or a smaller RM.max_new_tokens"
 )
-IMAGE_FIELDS = ("pixel_values", "image_grid_thw")  # those of a segment that are tensors
+TENSORS = ("pixel_values", "image_grid_thw", "position_ids")  # of a segment; the others are arrays
 # Enough segments for a mean that is worth a warning, and few enough to follow answers that grow during training.
 MEAN_WINDOW = 256
 MEAN_MINIMUM = 32
@@ -190,7 +190,7 @@ def segments_to_state(segments: Sequence[Segment]) -> list[dict[str, Any]]:
 def segments_from_state(state: Sequence[dict[str, Any]]) -> list[Segment]:
     """The reverse of `segments_to_state`."""
     return [
-        Segment(**own | {key: v.numpy() for key, v in own.items() if isinstance(v, Tensor) and key not in IMAGE_FIELDS})
+        Segment(**own | {key: v.numpy() for key, v in own.items() if isinstance(v, Tensor) and key not in TENSORS})
         for own in state
     ]
 
@@ -218,7 +218,7 @@ class Batch(Movable):
     input_ids: Tensor  # int64[B, T]
     position_ids: Tensor  # int64[4, B, T]: text positions, restarting at 0 with each segment; time; height; width
     attention_mask: Tensor | None  # int64[B, T], 1 = token; None in a packed row, where position_ids[0] isolates
-    pixel_values: Tensor  # float32[P, patch_dim]
+    pixel_values: Tensor  # [P, patch_dim], in the dtype of its segments
     image_grid_thw: Tensor  # int64[num_images, 3], patches
     coord_pos: Tensor  # int64[Nc]
     coord_target: Tensor  # float32[Nc], bins, may be fractional
@@ -251,7 +251,7 @@ def collate(
 
     Args:
         segments: in a packed row at most `global_max_length` tokens together; may be empty.
-        position_ids_fn: `utils.learner.model.position_ids_for(model)`.
+        position_ids_fn: `utils.learner.model.position_ids_for(model)`; for segments that lack their positions.
         coord_ids: int64[1000], vocabulary id of each bin's token (`TokenTable.coord_ids`).
         dummy: a few tokens with an image and no supervision (`utils.learner.model.dummy_segment(model)`), appended if
             no segment has an image, so that every rank's row runs through every module (PCK-8).
@@ -263,8 +263,9 @@ def collate(
     """
     has_image = any(segment.pixel_values is not None for segment in segments)
     parts = list(segments) if has_image else [*segments, dummy]
+    parts = [part if part.position_ids is not None else place(part, position_ids_fn) for part in parts]
     tokens = [torch.from_numpy(part.input_ids) for part in parts]
-    positions = [_positions(part, position_ids_fn) for part in parts]
+    positions = [part.position_ids for part in parts if part.position_ids is not None]
     attention_mask = None
     if is_packed:
         starts = np.cumsum([0, *map(len, parts[:-1])]).tolist()
@@ -306,13 +307,18 @@ collate_packed = partial(collate, is_packed=True)
 collate_padded = partial(collate, is_packed=False)
 
 
-def _positions(part: Segment, position_ids_fn: PositionIds) -> Tensor:
+def place(segment: Segment, position_ids_fn: PositionIds) -> Segment:
+    """The segment with its positions, which `collate` computes where they are missing.
+
+    Raises:
+        ValueError: its images do not fit its tokens; the message names the sample.
+    """
     try:
-        positions = position_ids_fn(torch.from_numpy(part.input_ids), part.image_grid_thw)
+        positions = position_ids_fn(torch.from_numpy(segment.input_ids), segment.image_grid_thw)
     except ValueError as error:
-        raise ValueError(f"sample {part.sample_id}: {error}") from error
-    assert positions.shape == (4, len(part)), positions.shape
-    return positions
+        raise ValueError(f"sample {segment.sample_id}: {error}") from error
+    assert positions.shape == (4, len(segment)), positions.shape
+    return dataclasses.replace(segment, position_ids=positions)
 
 
 def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int], digit_ids: np.ndarray = NO_IDS) -> None:

@@ -296,9 +296,10 @@ def detection_mean_iou(completion: Completion, sample: Sample) -> float:
     The mean over matches alone would be largest for an answer with a single certain object.
     """
     counts = _detection_counts(completion, sample)
-    num_objects = counts["num_pred"] + counts["num_gt"] - counts["matched_no_label"]
+    num_pred = counts["num_pred"] - counts["neutral_no_label"]
+    num_objects = num_pred + counts["num_gt"] - counts["matched_no_label"]
     return min(counts["iou_sum"] / num_objects, 1.0) if num_objects else 1.0  # areas of polygons are rounded
 
 
 def _detection_counts(completion: Completion, sample: Sample) -> Counter[str]:
-    return count_sample(completion.parsed, sample.objects, IOU_THRESHOLD, truncated=False)
+    return count_sample(completion.parsed, sample.objects, IOU_THRESHOLD, False, sample.annotated)

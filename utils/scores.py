@@ -1,25 +1,39 @@
-"""Detection scores of parsed answers, as in production (LRN-7). Pure: counts per sample, sums, ratios."""
+"""Detection scores of parsed answers, as in production (LRN-7, LRN-9). Pure: counts per sample, sums, ratios."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utils.geometry import Object, iou_matrix, to_norm1000
+from utils.geometry import Object, bounding_box, iou_matrix, normal_label, to_norm1000
 from utils.matching import match
 from utils.parsing import ParsedAnswer
+from utils.token_table import touched
+
+IOUS = [round(0.5 + 0.05 * i, 2) for i in range(10)]  # COCO's thresholds
+GIANT_SHARE = 0.9  # of the image's area, above which a box is giant (LRN-9)
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
 
 
 def count_sample(
-    parsed: ParsedAnswer, gt_objects: Sequence[Object], iou_threshold: float, truncated: bool
+    parsed: ParsedAnswer,
+    gt_objects: Sequence[Object],
+    iou_threshold: float,
+    truncated: bool,
+    annotated: Collection[str] | None = None,
 ) -> Counter[str]:
     """Counts of one answer; counts of many samples (and ranks) add up. Objects are matched one to one at the threshold,
     once by geometry alone and once among pairs with equal label. `gated` predictions overlap some object, but none by
-    the threshold."""
+    the threshold.
+
+    Args:
+        annotated: the labels for which annotation is complete, as `label_of` gives them; None: all. Unmatched
+            predictions of other labels count as `neutral` (TGT-12), and are no duplicates.
+    """
     pred_objects = parsed.pred_objects
     iou = iou_matrix(pred_objects, gt_objects)
     same_label = np.array([[label_of(p) == label_of(g) for g in gt_objects] for p in pred_objects], dtype=bool)
@@ -35,11 +49,112 @@ def count_sample(
         parsed=int(parsed.closed and not parsed.dropped),
         truncated=int(truncated),
         gated=int(((best > 0) & (best < iou_threshold)).sum()),
-        duplicates=count_duplicates(pred_objects),
+        duplicates=count_duplicates([obj for obj in pred_objects if is_held_against(obj, annotated)]),
         **{f"dropped/{reason}": number for reason, number in parsed.dropped.items()},
     )
+    if annotated is not None:
+        neutral = {p for p, obj in enumerate(pred_objects) if not is_held_against(obj, annotated)}
+        counts["neutral"] = len(neutral - {p for p, _ in labelled})
+        counts["neutral_no_label"] = len(neutral - {p for p, _ in pairs})
     counts["iou_sum"] = float(sum(iou[p, g] for p, g in pairs))  # type: ignore[assignment]  # Counter: int by its stub
     return counts
+
+
+def count_evaluation(
+    parsed: ParsedAnswer,
+    sample: "Sample",
+    iou_threshold: float,
+    truncated: bool,
+    max_bin: int,
+) -> Counter[str]:
+    """`count_sample`, and what evaluations report besides (LRN-9): matches at each of COCO's thresholds, the counting
+    error, giant boxes, and the counts of each label as `label/NAME/...`. `max_bin` is the objects' grid."""
+    counts = count_sample(parsed, sample.objects, iou_threshold, truncated, sample.annotated)
+    predicted, truth = parsed.pred_objects, sample.objects
+    pred_labels, gt_labels = list(map(label_of, predicted)), list(map(label_of, truth))
+    iou = iou_matrix(predicted, truth)
+    for p, label in enumerate(pred_labels):
+        iou[p, [other != label for other in gt_labels]] = 0.0
+    counted = [is_held_against(obj, sample.annotated) for obj in predicted]
+    for threshold in IOUS:
+        pairs = match(iou, threshold)
+        counts[f"matched@{threshold}"] = len(pairs)
+        counts[f"num_pred@{threshold}"] = len({p for p, _ in pairs} | set(np.flatnonzero(counted).tolist()))
+    pairs = match(iou, iou_threshold)
+    matched = {p for p, _ in pairs}
+    for p, label in enumerate(pred_labels):
+        counts[f"label/{label}/num_pred"] += int(p in matched or counted[p])
+        counts[f"label/{label}/matched"] += int(p in matched)
+    for label in gt_labels:
+        counts[f"label/{label}/num_gt"] += 1
+    counts["counting_error"] = abs(counts["num_pred"] - counts["neutral"] - len(truth))
+    if not any(map(partial(_is_giant, max_bin=max_bin), truth)):
+        counts["giant"] = sum(_is_giant(obj, max_bin) for obj in predicted)
+    return counts
+
+
+def evaluation_scores(counts: Mapping[str, float], new_labels: Collection[str] = ()) -> dict[str, float]:
+    """`scores`, and those of LRN-9: F1, precision and recall at IoU 0.5, 0.75 and 0.95 and as their mean over 0.5:0.95,
+    the mean absolute counting error, duplicates per image, the share of giant boxes. With `new_labels`, F1 of these
+    (`f1_new`) and of all others (`f1_old`)."""
+    count = defaultdict[str, float](int, counts)
+    result, images = scores(counts), max(count["num_images"], 1)
+    at = {t: _ratios(count[f"num_pred@{t}"], count["num_gt"], count[f"matched@{t}"]) for t in IOUS}
+    for i, name in enumerate(("precision", "recall", "f1")):
+        result |= {f"{name}_{round(100 * threshold)}": at[threshold][i] for threshold in (0.5, 0.75, 0.95)}
+        result[f"{name}_mean"] = float(np.mean([ratios[i] for ratios in at.values()]))
+    result["counting_error"] = count["counting_error"] / images
+    result["duplicates_per_image"] = count["duplicates"] / images
+    result["giant_rate"] = count["giant"] / max(count["num_pred"], 1)
+    if new_labels:
+        wanted, table = set(map(normal_label, new_labels)), label_counts(counts)
+        for name, is_new in (("f1_old", False), ("f1_new", True)):
+            rows = [row for label, row in table.items() if (label in wanted) == is_new]
+            sums = [sum(row[key] for row in rows) for key in ("num_pred", "num_gt", "matched")]
+            result[name] = _ratios(*sums)[2]
+    return result
+
+
+def label_counts(counts: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """`num_gt`, `num_pred`, `matched`, `precision`, `recall` and `f1` of each label, the most frequent one first."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: {"num_gt": 0, "num_pred": 0, "matched": 0})
+    for key, number in counts.items():
+        if key.startswith("label/"):
+            label, name = key.removeprefix("label/").rsplit("/", 1)
+            found[label][name] = number
+    for row in found.values():
+        ratios = _ratios(row["num_pred"], row["num_gt"], row["matched"])
+        row |= dict(zip(("precision", "recall", "f1"), ratios, strict=True))
+    return dict(sorted(found.items(), key=lambda item: (-item[1]["num_gt"], item[0])))
+
+
+def _ratios(num_pred: float, num_gt: float, matched: float) -> tuple[float, float, float]:
+    """Precision, recall and F1; nothing predicted and nothing there is perfect, not zero."""
+    f1 = 2 * matched / (num_pred + num_gt) if num_pred + num_gt else 1.0
+    return matched / max(num_pred, 1), matched / max(num_gt, 1), f1
+
+
+def _is_giant(obj: Object, max_bin: int) -> bool:
+    x1, y1, x2, y2 = bounding_box(obj)
+    return (x2 - x1) * (y2 - y1) > GIANT_SHARE * max_bin**2
+
+
+def confidences(parsed: ParsedAnswer, logprobs: Sequence[float] | None) -> list[float] | None:
+    """Confidence of each predicted object in [0, 1] (TGT-14): the geometric mean of the probabilities of its label's
+    and its coordinates' tokens. None where the engine reported no log-probabilities.
+
+    Args:
+        logprobs: one per generated token.
+    """
+    if logprobs is None:
+        return None
+    values = np.asarray(logprobs, dtype=np.float64)
+    found = []
+    for pred in parsed.objects:
+        spans = [(start, end - 1) for start, end in (pred.desc_bytes, *pred.coord_bytes)]
+        own = np.union1d(np.flatnonzero(touched(parsed.prefix_ends, spans)), pred.coord_index)
+        found.append(min(float(np.exp(values[own.astype(int)].mean())), 1.0))
+    return found
 
 
 def count_duplicates(objects: Sequence[Object], iou_threshold: float = 0.9) -> int:
@@ -52,25 +167,27 @@ def count_duplicates(objects: Sequence[Object], iou_threshold: float = 0.9) -> i
 def scores(counts: Mapping[str, float]) -> dict[str, float]:
     """Ratios of summed counts: f1, precision, recall (with label), the same without label, mean IoU, parse health."""
     count = defaultdict[str, float](int, counts)
-    num_pred, num_gt, images = count["num_pred"], count["num_gt"], max(count["num_images"], 1)
+    images = max(count["num_images"], 1)
     result: dict[str, float] = {"num_images": count["num_images"]}
     for suffix in ("", "_no_label"):
-        matched = count[f"matched{suffix}"]
-        result[f"precision{suffix}"] = matched / max(num_pred, 1)
-        result[f"recall{suffix}"] = matched / max(num_gt, 1)
-        # nothing predicted and nothing there: perfect, not zero
-        result[f"f1{suffix}"] = 2 * matched / (num_pred + num_gt) if num_pred + num_gt else 1.0
+        ratios = _ratios(count["num_pred"] - count[f"neutral{suffix}"], count["num_gt"], count[f"matched{suffix}"])
+        result |= {f"{name}{suffix}": ratio for name, ratio in zip(("precision", "recall", "f1"), ratios, strict=True)}
     result["mean_iou"] = count["iou_sum"] / max(count["matched_no_label"], 1)
     result["parse_rate"] = count["parsed"] / images
     result["truncated_rate"] = count["truncated"] / images
-    result["duplicate_rate"] = count["duplicates"] / max(num_pred, 1)
+    result["duplicate_rate"] = count["duplicates"] / max(count["num_pred"], 1)
     return result
 
 
-def prediction_record(sample: "Sample", parsed: ParsedAnswer, max_bin: int) -> dict[str, Any]:
-    """A validation answer as a JSON record; coordinates norm1000 (0..999), whatever the answer's own grid is."""
+def prediction_record(
+    sample: "Sample", parsed: ParsedAnswer, max_bin: int, logprobs: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """A validation answer as a JSON record; coordinates norm1000 (0..999), whatever the answer's own grid is. With the
+    answer's `logprobs` predictions have a `score`, their confidence (TGT-14)."""
     sides = {"gt": sample.objects, "pred": parsed.pred_objects}
     objects = {side: [object_record(obj, max_bin) for obj in objects] for side, objects in sides.items()}
+    for record, score in zip(objects["pred"], confidences(parsed, logprobs) or [], strict=False):
+        record["score"] = round(score, 4)
     return {"id": sample.id, "images": sample.images, **objects}
 
 
@@ -80,5 +197,12 @@ def object_record(obj: Object, max_bin: int) -> dict[str, Any]:
 
 
 def label_of(object_: Object) -> str:
-    """The label stripped and case-folded, for comparison (LRN-7)."""
-    return object_.desc.strip().casefold()
+    """The label as it is compared (LRN-7)."""
+    return normal_label(object_.desc)
+
+
+def is_held_against(prediction: Object, annotated: Collection[str] | None) -> bool:
+    """Whether a prediction that matches nothing is wrong. If annotation is not complete for its label, it is neutral.
+
+    `annotated` are labels as `label_of` gives them; None: all (TGT-12)."""
+    return annotated is None or label_of(prediction) in annotated

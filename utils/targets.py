@@ -1,14 +1,14 @@
-"""Prefix + missed objects -> one training sequence and its supervision (TGT-5 to TGT-10).
+"""Prefix + missed objects -> one training sequence and its supervision (TGT-5 to TGT-15).
 
 The sequence is what the model itself wrote, up to a cut, followed by every ground-truth object it missed, the closing
-and the end token. Supervision is by index: `coord_index` and `text_index` are positions of tokens to be predicted (from
-the hidden state one position earlier); every other token is context. `matching` pairs the objects; `losses` scores the
-supervised positions.
+and the end token (`drafts`). Supervision is by index: `coord_index` and `text_index` are positions of tokens to be
+predicted (from the hidden state one position earlier); every other token is context. `matching` pairs the objects;
+`losses` scores the supervised positions.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from utils.answer_format import COORD_BYTE, COORD_TOKENS, json_string
+from utils.drafts import (
+    Arrangement,
+    Draft,
+    arrange,
+    continue_answer,
+    num_kept_by_trim,
+    rewrite_answer,
+    trim,
+    wrong_entries,
+)
 from utils.geometry import MAX_BIN, Object, bounding_box, regression_targets
-from utils.parsing import ParsedAnswer, PredObject, cut_tokens
-from utils.token_table import TokenTable
+from utils.parsing import ParsedAnswer, PredObject
+from utils.token_table import TokenTable, touched
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +43,7 @@ class TargetOptions:
     """`RM.matching.label`, `RM.targets.*`, `RM.losses.desc`, and `RM.losses.coord` where coordinates are text."""
 
     label: Literal["correct", "ignore"] = "correct"
-    trim_trailing_unmatched: bool = False
+    arrangement: Arrangement = Arrangement()
     supervise_structure: bool = False
     desc_weight: float = 1.0
     coord_weight: float = 1.0
@@ -64,7 +74,7 @@ class Target(Supervision):
     num_prefix: int  # tokens before the first appended one, without one that a bare header shares with what follows
     num_matched: int  # predictions
     num_appended: int  # missed objects
-    num_trimmed: int = 0  # false positives cut off
+    num_trimmed: int = 0  # predictions that were cut off, or left out as duplicates
     respelled: bool = False  # the cut fell inside a token
 
 
@@ -77,6 +87,7 @@ class Segment(Supervision):
     answer_start: int  # index of the answer's first token
     pixel_values: "torch.Tensor | None" = None  # [num_patches, patch_dim], None without images
     image_grid_thw: "torch.Tensor | None" = None  # int [num_images, 3], None without images
+    position_ids: "torch.Tensor | None" = None  # int64 [4, length], None until `packing.place`
     policy_version: str | None = None  # of the weights that generated the prefix; None for a plain ground truth
     stats: dict[str, Any] = field(default_factory=dict)  # metrics
 
@@ -100,6 +111,7 @@ def build_target(
     matches: Sequence[tuple[int, int]],
     table: TokenTable,
     options: TargetOptions,
+    annotated: Collection[str] | None = None,
 ) -> Target:
     """The training sequence of one rollout.
 
@@ -108,98 +120,54 @@ def build_target(
           with the matched number, up to the first difference.
         - `desc` of matched prefix objects with `label: correct`: the ground truth's, up to the first difference.
         - With `supervise_structure`, the remaining tokens of matched objects and of the comma (or header) before them.
-        - All appended tokens: missed objects in file order, closing, end token. So is the respelled token at the cut
-          if it holds brackets only: it is ours, not the model's. Otherwise only closing would be learnt, not going on.
+        - With `unmatched: redirect`, one token of each wrong object: the first at which an expert would differ.
+        - All tokens of missed objects, the closing and the end token. So is the respelled token at the cut if it
+          holds brackets only: it is ours, not the model's. Otherwise only closing would be learnt, not going on.
         A bare `{"objects": [` (nothing usable, or everything trimmed) is tokenized together with what follows, so that
         the model sees its natural tokens. The tokens within it are supervised if the model wrote no header itself (a
         plain ground truth, an answer that begins differently); otherwise they carry no loss.
 
     Args:
         matches: `(index into parsed.objects, index into gt_objects)`, one to one.
+        annotated: labels (`scores.label_of`) for which annotation is complete; None: all.
 
     Raises:
         ValueError: a ground-truth object cannot be written down, or its `desc` spells a special token.
     """
-    form = table.format
-    prefix, num_trimmed = _trim(parsed, matches, table) if options.trim_trailing_unmatched else (parsed, 0)
-    matched_gt = {g for _, g in matches}
-    missed = [obj for g, obj in enumerate(gt_objects) if g not in matched_gt]
-    opening = parsed.opening or form.opening
-    context = prefix.prefix_bytes, prefix.prefix_ends
-    if prefix.prefix_bytes:
-        between, closing = form.layout(opening)
-        prefix, ids, is_joined = _join(
-            prefix, "".join(between + form.write_object(obj) for obj in missed) + closing, table
-        )
-        start = len(prefix.prefix_ids)
-        learnt_from = prefix.num_exact if is_joined else start
-        context = table.scan_text(ids[:-1]) if is_joined else context
-    else:
-        ids = np.array([*table.encode(form.write(missed, opening)), table.eos_id], dtype=np.int64)
-        wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
-        header = len(opening) if wrote_header else 0
-        start = learnt_from = int(np.searchsorted(table.scan_text(ids)[1], header, side="right"))
-    labels = _Labels(ids, table, options)
-    labels.add_appended(learnt_from)
-    pairs = [(prefix.objects[p], gt_objects[g]) for p, g in matches]
-    if form.has_coord_tokens:
+    num_predicted, rule = len(parsed.objects), options.arrangement
+    if rule.unmatched == "trim":
+        num_kept = num_kept_by_trim(parsed.pred_objects, matches, annotated)
+        parsed = trim(parsed, num_kept, table)
+    entries = arrange(parsed.pred_objects, gt_objects, matches, rule)
+    first = [(entry.pred, entry.object) for entry in entries[: len(parsed.objects)]]
+    is_unchanged = first == list(enumerate(parsed.pred_objects))
+    draft = (continue_answer if is_unchanged else rewrite_answer)(parsed, entries, table)
+    labels = _Labels(draft.ids, table, options)
+    labels.add_written(draft.is_ours)
+    pairs = [
+        (draft.objects[i], gt_objects[entry.gt])
+        for i, entry in enumerate(entries)
+        if entry.pred is not None and entry.gt is not None
+    ]
+    if table.format.has_coord_tokens:
         for pred, gt in pairs:
             labels.coord_target[pred.coord_index] = regression_targets(pred.object, gt)
     if options.supervise_structure:
-        labels.add_structure(prefix, [pred for pred, _ in pairs])
+        labels.add_structure(draft, [pred for pred, _ in pairs])
     for pred, gt in pairs:
-        labels.add_values(*context, pred, gt)
+        labels.add_values(draft.data, draft.ends, pred, gt)
+    if rule.unmatched == "redirect":
+        between, closing = table.format.layout(draft.opening)
+        for i, better in wrong_entries(entries, gt_objects, annotated):
+            text = closing if better is None else between + table.format.write_object(better)
+            labels.redirect(draft.data, draft.ends, draft.objects[i], text, len(between) * (better is not None))
     return labels.finish(
-        num_prefix=start,
+        num_prefix=draft.num_prefix,
         num_matched=len(matches),
-        num_appended=len(missed),
-        num_trimmed=num_trimmed,
-        respelled=prefix.respelled,
+        num_appended=sum(entry.pred is None for entry in entries),
+        num_trimmed=num_predicted - sum(entry.pred is not None for entry in entries),
+        respelled=draft.respelled,
     )
-
-
-def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[ParsedAnswer, np.ndarray, bool]:
-    """The prefix as far as it has tokens of its own, all ids with the end token, and whether prefix and appended text
-    were tokenized together.
-
-    If the token at the cut was respelled anyway, the bytes kept of it (brackets) and the appended text are tokenized
-    together: `]}` + `]}` becomes the one token `]}]}` that the model wrote and will write again. Two spellings of the
-    same text at this very place would teach it to stop early. A token that reaches from the prefix into the appended
-    text counts as appended.
-    """
-    kept = prefix.prefix_bytes[int(prefix.prefix_ends[prefix.num_exact - 1]) if prefix.num_exact else 0 :]
-    if not prefix.respelled or table.format.tail.sub(b"", kept):
-        return prefix, np.array([*prefix.prefix_ids, *table.encode(appended), table.eos_id], dtype=np.int64), False
-    joined = table.encode(kept.decode() + appended)
-    inside = int(np.searchsorted(table.scan_text(np.array(joined))[1], len(kept), side="right"))
-    exact = prefix.prefix_ids[: prefix.num_exact]
-    ids = np.array([*exact, *joined, table.eos_id], dtype=np.int64)
-    ends = table.scan_text(ids[: prefix.num_exact + inside])[1]
-    return replace(prefix, prefix_ids=[*exact, *joined[:inside]], prefix_ends=ends), ids, True
-
-
-def _trim(parsed: ParsedAnswer, matches: Sequence[tuple[int, int]], table: TokenTable) -> tuple[ParsedAnswer, int]:
-    """Cut after the last matched object (TGT-10); return the shorter prefix and the number of valid objects removed."""
-    num_kept = max((p for p, _ in matches), default=-1) + 1
-    num_trimmed = len(parsed.objects) - num_kept
-    if not num_kept:
-        opening = parsed.opening or table.format.opening
-        return ParsedAnswer(table.encode(opening) if parsed.prefix_ids else []), num_trimmed
-    end = parsed.objects[num_kept - 1].byte_span[1]
-    ids, ends, num_exact = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
-    num_exact = min(num_exact, parsed.num_exact)
-    if num_exact == len(ids) and not table.format.tail.sub(b"", table.bytes_of[ids[-1]]):
-        num_exact -= 1  # where the model began to invent objects it learns to close, in the one token that does both
-    prefix = replace(
-        parsed,
-        prefix_ids=ids,
-        prefix_ends=ends,
-        prefix_bytes=parsed.prefix_bytes[:end],
-        objects=parsed.objects[:num_kept],
-        respelled=num_exact < len(ids),
-        num_exact=num_exact,
-    )
-    return prefix, num_trimmed
 
 
 class _Labels:
@@ -215,32 +183,33 @@ class _Labels:
         self.text_weight = np.ones(len(ids))
         self.in_number = np.zeros(len(ids), dtype=bool)  # the label belongs to a coordinate that is a number
 
-    def add_appended(self, start: int) -> None:
-        """Supervise every token from `start` on with itself."""
-        ids = self.ids[start:]
+    def add_written(self, is_ours: np.ndarray) -> None:
+        """Supervise every token of the mask `[n]` with itself."""
+        start = int(np.flatnonzero(is_ours)[0])
+        ids, ours = self.ids[start:], is_ours[start:]
         if self.table.is_stop[ids[:-1]].any():
             raise self._special_token_error(ids[:-1])
         data, ends = self.table.scan_text(ids)
         found = list(self.table.format.written.finditer(data))
-        coords = self.is_coord[start:]
+        coords = self.is_coord[start:] & ours
         self.coord_target[start:][coords] = self.table.coord_bin[ids[coords]]
-        self.text_label[start:] = np.where(coords, -1, ids)
+        self.text_label[start:] = np.where(ours & ~coords, ids, -1)
         if not self.table.format.has_coord_tokens:
             spans = [number.span() for obj in found for number in _NUMBER.finditer(data, *obj.span("coords"))]
-            self.in_number[start:] = _touched(ends, spans)
+            self.in_number[start:] = touched(ends, spans) & ours
             self.text_weight[start:][self.in_number[start:]] = self.options.coord_weight
-        in_desc = _touched(ends, [obj.span("text") for obj in found])
+        in_desc = touched(ends, [obj.span("text") for obj in found]) & ours
         self.text_weight[start:][in_desc] = self.options.desc_weight
 
-    def add_structure(self, prefix: ParsedAnswer, matched: Sequence[PredObject]) -> None:
+    def add_structure(self, draft: Draft, matched: Sequence[PredObject]) -> None:
         """Supervise tokens of matched objects, and of the comma before them, that touch no coordinate and no `desc`."""
-        ends = prefix.prefix_ends
+        ends = draft.own_ends
         if not len(ends):
             return
         last = int(ends[-1]) - 1  # the brackets of the last object may belong to an appended token
         own = [(p.lead, min(p.byte_span[1] - 1, last)) for p in matched]
-        values = [span for pred in prefix.objects for span in (pred.desc_bytes, *pred.coord_bytes)]
-        chosen = np.flatnonzero(_touched(ends, own) & ~_touched(ends, values) & ~self.is_coord[: len(ends)])
+        values = [span for pred in draft.objects for span in (pred.desc_bytes, *pred.coord_bytes)]
+        chosen = np.flatnonzero(touched(ends, own) & ~touched(ends, values) & ~self.is_coord[: len(ends)])
         self.text_label[chosen] = self.ids[chosen]
 
     def add_values(self, data: bytes, ends: np.ndarray, pred: PredObject, gt: Object) -> None:
@@ -277,6 +246,32 @@ class _Labels:
                 taken = max(taken, self._learn(first, tokens, touches, value.is_desc))
             if data[value.start : value.end] != value.text.encode():
                 wrong_end = value.end
+
+    def redirect(self, data: bytes, ends: np.ndarray, wrong: PredObject, text: str, num_between: int) -> None:
+        """Supervise the one token of a wrong object at which `text`, written in its place, would differ (TGT-11).
+
+        Args:
+            data, ends: as in `add_values`.
+            num_between: the leading characters of `text` that only separate it from an object before.
+        """
+        start = wrong.lead
+        if start in (0, wrong.byte_span[0]):  # the header or stray text lies before it, not an object
+            start, text = wrong.byte_span[0], text[num_between:]
+        first = int(np.searchsorted(ends, start, side="right"))
+        token_start = int(ends[first - 1]) if first else 0
+        for begin in (max(0, data.rfind(COORD_BYTE, 0, token_start) + 1), token_start):
+            found = _retokenized(data[begin:start], token_start - begin, text, b"", self.table)
+            if found:
+                break
+        else:
+            return
+        for index, token in enumerate(found[0], start=first):
+            if token != self.ids[index]:
+                is_coord = bool(self.is_coord[index]) and self.table.coord_bin[token] >= 0
+                self.coord_target[index] = self.table.coord_bin[token] if is_coord else np.nan
+                self.text_label[index] = -1 if is_coord else token
+                self.text_weight[index], self.in_number[index] = 1.0, False
+                return
 
     def _values(self, pred: PredObject, gt: Object) -> list["_Value"]:
         """The supervised values of a matched object, in the order in which they were written."""
@@ -319,16 +314,6 @@ class _Labels:
     def _special_token_error(self, ids: Sequence[int] | np.ndarray) -> ValueError:
         text = b"".join(self.table.bytes_of[token] for token in ids).decode(errors="replace")
         return ValueError(f"a desc of the ground truth spells a special token: {text!r}; reword it in the data file")
-
-
-def _touched(ends: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
-    """Mask of the tokens that hold a byte of the spans, whose ends are included here; bool `[len(ends)]`. Spans may
-    extend past the last token."""
-    first, last = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-    marks = np.zeros(len(ends) + 1, dtype=np.int64)
-    np.add.at(marks, np.searchsorted(ends, first, side="right"), 1)
-    np.add.at(marks, np.minimum(np.searchsorted(ends, last, side="right") + 1, len(ends)), -1)
-    return np.cumsum(marks)[:-1] > 0
 
 
 @dataclass(frozen=True, slots=True)

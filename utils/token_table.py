@@ -147,6 +147,16 @@ class TokenTable:
         return ids[: stops[0]] if len(stops) else ids
 
 
+def touched(ends: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
+    """Mask of the tokens that hold a byte of the spans, whose ends are included here; bool `[len(ends)]`. Spans may
+    extend past the last token."""
+    first, last = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    marks = np.zeros(len(ends) + 1, dtype=np.int64)
+    np.add.at(marks, np.searchsorted(ends, first, side="right"), 1)
+    np.add.at(marks, np.minimum(np.searchsorted(ends, last, side="right") + 1, len(ends)), -1)
+    return np.cumsum(marks)[:-1] > 0
+
+
 def _vocabulary_bytes(vocab: dict[str, int], added: dict[int, Any]) -> list[bytes]:
     """Bytes of every id, `b""` for ids that the tokenizer does not know. The vocabulary is translated in one go: each
     of its characters stands for one byte."""

@@ -397,13 +397,14 @@ def test_exit_with_speaks_on_the_main_rank_only(capsys: pytest.CaptureFixture[st
         ("rollout_infer_batch_size", f"{RM}.decode_batch_size"),
         ("rollout_buffer", f"{RM}.async"),
         ("post_rollout_pack_scope", "always per micro-step"),
+        ("targets__trim_trailing_unmatched", f"{RM}.targets.unmatched: trim"),
     ],
 )
 @pytest.mark.parametrize("value", [None, 1, {"enabled": True}])
 def test_CFG_13_retired_keys_name_their_migration(key: str, migration: str, value: Any) -> None:
     """CFG-13."""
     found = only_problem(edited(**{f"RM__{key}": value}))
-    assert f"{RM}.{key}=" in found and migration in found
+    assert f"{RM}.{key.replace('__', '.')}=" in found and migration in found
 
 
 @pytest.mark.parametrize(

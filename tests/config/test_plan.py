@@ -1,5 +1,6 @@
 """`utils.config.plan`: what `--dry-run` derives, against numbers worked out by hand (CFG-16)."""
 
+import copy
 import json
 import os
 import re
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Qwen3VLTextConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 
 from tests.config.test_load import edited
@@ -28,10 +31,13 @@ from utils.config.memory import (
     learner_memory,
     model_size,
     parameter_shapes,
+    relative_flops,
 )
 from utils.config.plan import format_plan, make_plan, plan_layout, print_dry_run
+from utils.config.rollout import ServerSettings
 from utils.config.schema import Config, Tuner
 from utils.learner.attention import register
+from utils.learner.model import apply_tuner, base_model, enable_gradient_checkpointing
 
 
 def settings(**keys: Any) -> dict[str, Any]:
@@ -253,7 +259,7 @@ def test_CFG_16_memory_of_8b_with_dora_by_hand() -> None:
             * (num * hidden + (36 - num) * (whole + 2 * sum(num_out for num_out, _ in shapes))),
             "logits": 256 * 151936 * 2 * (2 + 4),
             "DoRA norms": 2 * (mlp * mlp + 3 * mlp * hidden),
-            "sync buckets (rank 0)": 2 * 256 * 2**20,
+            "sync buckets (rank 0)": 2 * 2 * 151936 * hidden,  # the head is larger than a bucket
         }
         # keys and values: 36 layers x 8 heads x 128 x 2 bytes, twice; 0.85 of 80 GiB, weights aside
         assert plan.rollout_memory["keys and values"] == 2 * 36 * 8 * 128 * 2 * 8192 * 16
@@ -313,8 +319,61 @@ def test_CFG_16_auto_recomputes_as_few_layers_as_leave_a_fifth_of_the_gpu(name: 
     assert 0 < num < 30
     plan = make_plan(cfg, world_size)
     assert plan.num_checkpointed == num and sum(plan.learner_memory.values()) == needs[num]
-    useful = (2 * size.total + size.trainable) / ((2 + num / 36) * size.total + size.trainable)
-    assert f"checkpointed layers: {num} of 36; {useful:.0%} of" in re.sub(" +", " ", format_plan(plan))
+    useful = (1 + 1.025) / (1 + 1.025 + num / 36)  # adapters are 2.5 % of the layers
+    assert f"checkpointed layers: {num} of 36; FLOP utilisation {useful:.2f} of" in re.sub(" +", " ", format_plan(plan))
+
+
+TINY_TEXT = {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY_TEXT |= {"head_dim": 32, "intermediate_size": 384, "vocab_size": 256}
+TINY_TEXT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}}
+TINY_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
+TINY_VISION |= {"out_hidden_size": 128, "deepstack_visual_indexes": [0]}
+
+
+@pytest.mark.parametrize(
+    ("tuner", "num_checkpointed", "zero_stage"),
+    [
+        ({}, 1, 2),
+        ({}, None, 2),
+        ({}, None, 3),
+        ({"rank": 8}, 1, 2),
+        ({"rank": 8}, None, 2),
+        ({"rank": 8, "use_dora": True}, None, 3),
+        ({"rank": 8, "target_modules": ["q_proj", "v_proj"]}, None, 2),
+    ],
+)
+def test_CFG_16_flop_utilisation_is_that_of_counted_flops(
+    tmp_path: Path, tuner: dict[str, Any], num_checkpointed: int | None, zero_stage: int, monkeypatch: Any
+) -> None:
+    """CFG-16: by torch's counter, on a model of 8 layers in short segments; one or all of them are recomputed. For
+    ZeRO-3 DeepSpeed replaces the product of linear layers in the whole process."""
+    product = zero3_linear_wrap if zero_stage == 3 else torch._C._nn.linear
+    monkeypatch.setattr(nn.functional, "linear", product)
+    settings, architecture = Tuner(type="lora" if tuner else "full", **tuner), {"model_type": "qwen3_vl"}
+    architecture |= {"text_config": TINY_TEXT, "vision_config": TINY_VISION}
+    (tmp_path / "config.json").write_text(json.dumps(architecture))
+
+    def count(num: int | None) -> tuple[int, int]:
+        """FLOPs of forward and backward."""
+        loaded = Qwen3VLConfig.from_dict(copy.deepcopy(architecture))
+        loaded._attn_implementation = register()
+        model = apply_tuner(Qwen3VLForConditionalGeneration(loaded), settings).train()
+        if num != 0:
+            enable_gradient_checkpointing(model, num)
+        ids, positions = torch.zeros(1, 2048, dtype=torch.int64), torch.arange(32).repeat(64).expand(4, 1, -1)
+        with FlopCounterMode(display=False) as counter:
+            rows = base_model(model).model(ids, position_ids=positions, segment_lengths=[32] * 64, use_cache=False)
+            forward = counter.get_total_flops()
+            rows.last_hidden_state.sum().backward()
+        return forward, counter.get_total_flops() - forward
+
+    (forward, kept), (_, backward) = count(0), count(num_checkpointed)
+    expected_backward, recomputed = relative_flops(model_size(tmp_path, settings), num_checkpointed, zero_stage)
+    assert kept / forward == pytest.approx(
+        expected_backward, abs=0.04
+    )  # none goes into the first layer without checkpoints
+    estimated = (1 + expected_backward) / (1 + expected_backward + recomputed)
+    assert (forward + kept) / (forward + backward) == pytest.approx(estimated, abs=0.015)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +434,55 @@ def test_CFG_16_tensor_parallel_engines_share_weights_and_cache() -> None:
     text = format_plan(plan)
     assert "TP 2 x DP 2 = 4 device(s)" in text and "replica 1, tensor-parallel rank 0" in text
     base["custom"]["extra"]["rollout_server"]["vllm_gpu_memory_utilization"] = 0.1
-    assert "cannot even hold the weights" in format_plan(make_plan(build_config(base), 1))
+    with pytest.raises(ConfigError, match="vllm_tensor_parallel_size=2: .*cannot even hold the weights; raise it"):
+        make_plan(build_config(base), 1)
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "num_learners", "way_out"),
+    [("zero2", 8, "use zero3"), ("zero3", 1, "use zero3_offload or more learners"), ("zero3", 8, None)],
+)
+def test_CFG_16_the_plan_refuses_a_model_that_no_gpu_holds(
+    deepspeed: str, num_learners: int, way_out: str | None
+) -> None:
+    """CFG-16: 33 billion frozen weights in bfloat16 are 62 GiB on every learner below ZeRO-3, or on one alone; eight
+    learners of ZeRO-3 hold an eighth each."""
+    base = yaml_of("3v1")
+    base["model"]["path"] = "Qwen/Qwen3-VL-32B-Instruct"
+    base["deepspeed"] = deepspeed
+    base["custom"]["extra"]["rollout_server"] |= {"vllm_tensor_parallel_size": 2, "vllm_data_parallel_size": 4}
+    if way_out is None:
+        assert make_plan(build_config(base), num_learners).learner_memory["weights"] < 9 << 30
+        return
+    with pytest.raises(ConfigError, match=f"deepspeed=.{deepspeed}.: a learner needs .* GiB .*{way_out}, shorter rows"):
+        make_plan(build_config(base), num_learners)
+    base["custom"]["extra"]["rollout_server"]["device"] = "cpu"
+    assert make_plan(build_config(base), num_learners)  # nobody knows what memory it has
+
+
+def test_CFG_16_SYN_5_vllms_share_leaves_room_for_a_sync(capsys: pytest.CaptureFixture[str]) -> None:
+    """CFG-16, SYN-5: two buckets as large as the head and the head once more, 3 GiB for CUDA and NCCL. A dry run ends
+    with status 2 where less is left; on CPU there is no share."""
+    base, head = yaml_of("3v1"), 2 * 151936 * 4096
+    server = base["custom"]["extra"]["rollout_server"]
+    plan = make_plan(build_config(base), 1)
+    assert plan.outside_memory == {"CUDA, NCCL, graphs": 3 * 2**30, "sync buckets": 2 * head, "loading": head}
+    assert re.search(r"# outside vLLM's share: +about 6.48 GiB \(.*sync buckets 2.32", format_plan(plan))
+    server["vllm_gpu_memory_utilization"] = 0.91
+    make_plan(build_config(base), 1)
+    server["vllm_gpu_memory_utilization"] = 0.92
+    with pytest.raises(SystemExit, match="2"):
+        print_dry_run(build_config(base), 1)
+    said = capsys.readouterr()
+    rule = "leaves 6.40 of 80 GiB, but outside vLLM's share lie about 6.48 GiB (CUDA, NCCL, graphs 3.00, sync buckets"
+    assert f"rollout_server.vllm_gpu_memory_utilization=0.92: {rule} 2.32" in said.err and said.out == ""
+    assert "; lower it to 0.91" in said.err
+    server |= {"vllm_gpu_memory_utilization": 0.85, "servers": [{"vllm_gpu_memory_utilization": 1.0}]}
+    with pytest.raises(ConfigError, match=r"servers\[0\].vllm_gpu_memory_utilization=1.0: leaves 0.00"):
+        make_plan(build_config(base), 1)
+    server["servers"][0]["device"] = "cpu"
+    assert make_plan(build_config(base), 1).outside_memory is None
+    assert ServerSettings(vllm_max_model_len=1).vllm_gpu_memory_utilization == 0.85
 
 
 def yaml_of(name: str) -> dict[str, Any]:

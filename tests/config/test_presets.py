@@ -27,7 +27,7 @@ from utils.config.plan import make_plan, plan_layout
 from utils.learner import learner as learner_module
 from utils.learner.learner import Learner
 from utils.learner.model import base_model, dummy_segment, part_of
-from utils.run.setup import make_collate
+from utils.run.setup import make_layout
 from utils.sync.merged_weights import MergedWeights, whole_groups
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +100,7 @@ def meta_learner(name: str) -> tuple[Learner, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]), torch.device("meta"):
         patch.setattr(learner_module, "load_model", load_model)
         patch.setattr(learner_module.deepspeed, "initialize", lambda **values: (given.update(values), None, None))
+        patch.setattr(learner_module, "partition", lambda module, config: given.update(partitioned=module))
         return Learner(load_config(name), ranks, num_steps=10), given
 
 
@@ -119,7 +120,8 @@ def test_the_learner_sets_up_and_trains_what_the_plan_counts_LRN_2(name):
     assert rates.get("vit") == (cfg.training.vit_lr if "vit" in parts else None)
     assert base_model(learner.model).is_gradient_checkpointing == bool(cfg.training.gradient_checkpointing)
     assert given["config"]["train_batch_size"] == learners(name) * cfg.training.samples_per_rank
-    batch = make_collate(cfg, learner, None)([dummy_segment(learner.model)])
+    assert ("partitioned" in given) == (given["config"]["zero_optimization"]["stage"] == 3)
+    batch = make_layout(cfg, learner, None)[1]([dummy_segment(learner.model)])
     assert batch.position_ids.shape[0] == 4  # the real model's multimodal positions
 
 

@@ -477,3 +477,24 @@ def test_LRN_10_evaluation_needs_the_engine_that_the_file_names(key: str) -> Non
     hf = build_config(edited(**evaluated, RM__rollout_backend="hf"))
     check_launch(hf, 3, missing={"vllm"})
     assert hf.generates and not hf.servers()
+
+
+def test_DAT_5_a_file_that_is_rolled_out_needs_an_engine() -> None:
+    """DAT-5, LRN-10: the file's own ratio counts, not only the common one."""
+    files = [{"path": "a.jsonl"}, {"path": "b.jsonl", "teacher_forced_ratio": 0}]
+    assert build_config(edited(**SUPERVISED | {"RM__max_new_tokens": 9}, custom__train_jsonl=files)).generates
+    files[1]["teacher_forced_ratio"] = 1.0
+    assert not build_config(edited(**SUPERVISED, custom__train_jsonl=files)).generates
+
+
+def test_DAT_5_only_stage_2_training_files_have_a_ratio() -> None:
+    """DAT-5."""
+    found = only_problem(edited(custom__val_jsonl=[{"path": "v.jsonl", "teacher_forced_ratio": 0.5}]))
+    assert "custom.val_jsonl[0].teacher_forced_ratio=0.5" in found and "training data only; delete it" in found
+
+
+def test_TGT_13_true_labels_need_to_be_learnt() -> None:
+    """TGT-13."""
+    assert build_config(edited(RM__targets={"label_context": "truth"}))
+    found = only_problem(edited(RM__targets={"label_context": "truth"}, RM__matching={"label": "ignore"}))
+    assert "label_context" in found and "matching.label: correct" in found

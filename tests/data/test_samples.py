@@ -203,6 +203,15 @@ def test_dat_2_grid_of_the_answer_format(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+def test_tgt_12_annotated_labels_of_a_line(tmp_path):
+    """TGT-12: compared as labels are; without the key annotation is complete; it is no key for rewards."""
+    sample = load_one(tmp_path, annotated=["Cat ", "dog"])
+    assert sample.annotated == frozenset({"cat", "dog"}) and sample.extra == {}
+    assert load_one(tmp_path).annotated is None and load_one(tmp_path, annotated=[]).annotated == frozenset()
+    (problem,) = problems_of(write(tmp_path, line(annotated="cat")))
+    assert "annotated: must be a list of labels" in problem
+
+
 def test_dat_2_order(tmp_path):
     """DAT-2."""
     boxes = {"low": [0, 30, 5, 40], "right": [50, 10, 60, 40], "left": [10, 10, 20, 12]}

@@ -170,6 +170,10 @@ def test_a_run_leaves_its_records_LOG_2_LOG_3_LRN_7(zero3_run):
     assert steps == list(range(1, NUM_STEPS + 1))  # once per optimizer step
     for step in (0, NUM_STEPS):
         scores = json.loads((zero3_run / "eval" / f"step_{step:06d}.json").read_text())
+        answers = map(json.loads, (zero3_run / "eval" / f"step_{step:06d}.jsonl").open())
+        predicted = [obj for answer in answers for obj in answer["pred"]]
+        assert predicted and all(0 < obj["score"] <= 1 for obj in predicted)  # TGT-14
+        assert scores["f1_50"] == scores["f1"] and scores["labels"]  # LRN-9
         assert scores["num_images"] == 32
 
 

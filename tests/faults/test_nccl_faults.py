@@ -28,6 +28,7 @@ from tests.faults.test_server_faults import (
 )
 from tools.launch import process_tree
 from tools.make_demo import make_dataset
+from utils.run.shutdown import STOPPED_STATUS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 READY_S = 10.0  # SYN-3: from a failed sync to a new communicator
@@ -154,11 +155,15 @@ def test_a_learner_killed_in_a_sync_leaves_its_server_free_SYN_3(folder, servers
     assert_opens_for_the_next(server, lost, monkeypatch, folder)
 
 
-def test_sigterm_in_a_sync_that_hangs_ends_the_run_with_its_last_words_SYN_3_LRN_5(folder, servers, proxies, nccl):
-    """SYN-3, LRN-5: the signal is served while NCCL blocks, and the run ends when the sync has failed."""
-    server, proxy, hang_s = servers[0], proxies[0], 4 * TIME_OUT_S
+def test_sigterm_in_a_sync_that_hangs_ends_the_run_with_its_last_words_SYN_3_LRN_5_LRN_12(
+    folder, servers, proxies, nccl
+):
+    """SYN-3, LRN-5, LRN-12: the signal is served while NCCL blocks and ends the sync long before its time-out. The
+    finished step, for which no checkpoint was due, is saved."""
+    server, proxy, hang_s = servers[0], proxies[0], 10 * END_S
     proxy.on_request = Strike(server, "syncing", SECOND_SYNC, lambda: freeze(server))
-    with learner_of(config_of(folder, "stopped", server, proxy.url, hang_s), environment=nccl) as learner:
+    config = config_of(folder, "stopped", server, proxy.url, hang_s, save_steps=0)
+    with learner_of(config, environment=nccl) as learner:
         try:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
             family = process_tree(learner.process.pid)
@@ -166,12 +171,14 @@ def test_sigterm_in_a_sync_that_hangs_ends_the_run_with_its_last_words_SYN_3_LRN
             for number in (0, 1):
                 learner.rank(number).send_signal(signal.SIGTERM)
             assert learner.wait_for(lambda: "stop requested" in learner.output), learner.output[-6000:]
-            assert time.monotonic() - asked < hang_s / 4
-            learner.end(END_S)
+            assert time.monotonic() - asked < TIME_OUT_S
+            assert learner.end(END_S) == STOPPED_STATUS, learner.output[-6000:]
             print(f"ended {time.monotonic() - asked:.1f} s after SIGTERM")
         finally:
             thaw(server)
     assert not [process for process in family if process.is_running() and process.status() != "zombie"]
     last = learner.output[learner.output.rindex(f"run {folder / 'stopped'}: ") :]
+    assert "stopped by SIGTERM after step 1 of 4, saved; interrupted: weight sync " in last, last
+    assert f"rank 0: CallFailed: {proxy.url}: no answer within 5 s after the stop request" in last, last
     assert "it ended after optimizer step 1, generating weights " in last, last
     assert f"newest complete checkpoint: {folder / 'stopped' / 'checkpoint-1'}" in last, last

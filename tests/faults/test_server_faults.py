@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -21,9 +22,11 @@ from tests.faults.proxy import Proxy
 from tools.launch import process_tree
 from tools.make_demo import make_dataset
 from utils.run.rollout_log import read_rollout_log
+from utils.run.shutdown import STOPPED_STATUS
 
 pytestmark = pytest.mark.e2e
 BATCH = 4  # per rank, in two rounds: four slots for two ranks
+LAUNCH = (sys.executable, "-m", "tools.launch")  # what `make train` runs
 PER_STEP = 4  # calls of both ranks together
 TIME_OUT_S = 6.0
 END_S = 90.0  # from the fault to the end of all processes, even on a busy machine; more than all timeouts together
@@ -67,9 +70,10 @@ def config_of(
     url: str,
     time_out_s: float = TIME_OUT_S,
     max_steps: int = 4,
+    save_steps: int = 1,
     **changes,
 ) -> Path:
-    """Full fine-tuning in many small buckets, a checkpoint per step; the server is at `url`."""
+    """Full fine-tuning in many small buckets, a checkpoint per step by default; the server is at `url`."""
     config = yaml.safe_load(server.config.read_text())
     matching = config["custom"]["extra"]["rollout_matching"]
     matching |= {"decode_batch_size": 4, "max_new_tokens": 48}
@@ -84,15 +88,15 @@ def config_of(
         "max_steps": max_steps,
         "per_device_train_batch_size": BATCH,
         "learning_rate": 1e-4,
-        "save_steps": 1,
+        "save_steps": save_steps,
         "save_total_limit": 5,
     }
     return write_yaml(folder / f"{name}.yaml", config | changes)
 
 
 @contextmanager
-def learner_of(config: Path, **options) -> Iterator[LearnerProcess]:
-    learner = LearnerProcess(config, **options)
+def learner_of(config: Path, *arguments: str, **options) -> Iterator[LearnerProcess]:
+    learner = LearnerProcess(config, *arguments, **options)
     try:
         yield learner
     finally:
@@ -234,13 +238,15 @@ def test_a_server_that_is_killed_and_started_again_costs_nothing_CON_4(folder, s
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", list(MOMENTS))
 @pytest.mark.parametrize("what", ["killed", "frozen"])
-def test_a_server_that_does_not_come_back_ends_the_run_in_time_CON_4_CON_5_SYN_3(folder, server, proxy, moment, what):
-    """CON-4, CON-5, SYN-3, LRN-5: killed, or frozen for longer than all timeouts; both ranks end with a report. A
-    server that thaws is ready for the next run."""
+def test_a_server_that_does_not_come_back_ends_the_run_in_time_CON_4_CON_5_SYN_3_LRN_12(
+    folder, server, proxy, moment, what
+):
+    """CON-4, CON-5, SYN-3, LRN-5, LRN-12: killed, or frozen for longer than all timeouts; both ranks end with a report,
+    and save the finished step, although no checkpoint is due. A server that thaws is ready for the next run."""
     name = f"{what}_{moment}"
     count = PER_STEP + 1 if moment == "generating" else 2
     proxy.on_request = Strike(server, moment, count, server.kill if what == "killed" else lambda: freeze(server))
-    with learner_of(config_of(folder, name, server, proxy.url)) as learner:
+    with learner_of(config_of(folder, name, server, proxy.url, save_steps=0)) as learner:
         try:
             assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
             family, start = process_tree(learner.process.pid), time.monotonic()
@@ -252,6 +258,34 @@ def test_a_server_that_does_not_come_back_ends_the_run_in_time_CON_4_CON_5_SYN_3
     if moment == "streaming":
         assert proxy.seen.count("/finish_weight_update/") == 1  # it struck before the second stream ended
     assert proxy.url in learner.output[learner.output.rindex("run /") :]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_sigterm_to_server_and_learner_at_once_saves_and_goes_on_LRN_12(folder, server, proxy):
+    """LRN-12, LRN-5: what a scheduler does, while the second step is generated; `timeout_s` is minutes. The next run,
+    started before its server, is stopped while it waits for it; the one after that goes on."""
+    run, generating = folder / "preempted", PER_STEP + 1
+    proxy.on_request = Strike(server, "generating", generating, server.process.terminate)
+    config = config_of(folder, run.name, server, proxy.url, time_out_s=400.0, max_steps=3, save_steps=0)
+    with learner_of(config, launcher=LAUNCH) as learner:
+        assert learner.wait_for(proxy.on_request.struck.is_set), learner.output[-6000:]
+        learner.process.terminate()
+        start = time.monotonic()
+        assert learner.end(END_S) == STOPPED_STATUS, learner.output[-6000:]
+        print(f"ended {time.monotonic() - start:.1f} s after SIGTERM")
+    words = learner.output[learner.output.rindex(f"run {run}: ") :]
+    assert "stopped by SIGTERM after step 1 of 3, saved; interrupted: preparing step 1" in words, words
+    assert f"newest complete checkpoint: {run / 'checkpoint-1'}" in words, words
+    with learner_of(config, "--resume", "auto", launcher=LAUNCH) as learner:
+        assert learner.wait_for(lambda: "waiting for rollout server" in learner.output), learner.output[-6000:]
+        learner.process.terminate()
+        assert learner.end(END_S) == STOPPED_STATUS, learner.output[-6000:]
+    assert "stopped by SIGTERM before the first step" in learner.output
+    server.start_again()
+    with learner_of(config, "--resume", "auto") as learner:
+        assert learner.end() == 0, learner.output[-6000:]
+    assert_each_sample_answered_once(run, 3)
 
 
 @pytest.mark.slow

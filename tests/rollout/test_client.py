@@ -730,6 +730,64 @@ def test_con_5_slow_health_answers_are_good_answers():
         assert tokens(infer(client, 1)) == [[[100]]]
 
 
+# A stop request
+
+
+def stop_after(client, seconds):
+    client.end_waits_at(stop := threading.Event())
+    threading.Timer(seconds, stop.set).start()
+
+
+def test_LRN_12_a_stop_ends_the_wait_for_a_server_that_is_not_there():
+    """LRN-12: in a recovery."""
+    with setting(1, timeout_s=60.0, ready=False) as (client, (server,)):
+        server.on_health = lambda: (503, {"status": "starting"})
+        stop_after(client, 0.3)
+        start = time.monotonic()
+        with pytest.raises(RolloutError, match="could be reached before the stop request:\n.*503"):
+            client.wait_ready()
+        assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_LRN_12_after_a_stop_a_server_that_is_lost_while_it_generates_is_gone_at_once(monkeypatch, hangs):
+    """LRN-12: frozen, or dead; `timeout_s` is a minute."""
+    monkeypatch.setattr("utils.rollout.round.CONNECT_TIMEOUT_S", 1.0)
+    with setting(1, timeout_s=60.0) as (client, (server,)):
+        client.poll_s = 0.1
+        server.on_infer = server.hang if hangs else lambda body: (500, "no")
+        server.on_health = server.hang if hangs else lambda: (500, "no")
+        stop_after(client, 0.3)
+        start = time.monotonic()
+        with pytest.raises(ServerGone, match="not waited for, since a stop was requested; last: .*/health/"):
+            infer(client, 2)
+        assert time.monotonic() - start < 10
+
+
+def test_LRN_12_after_a_stop_a_healthy_server_may_finish():
+    """LRN-12, LRN-5: the step in which the signal came is finished."""
+    with setting(1) as (client, (server,)):
+        server.on_infer = lambda body: (time.sleep(1.5), server.answer(body))[1]
+        stop_after(client, 0.3)
+        assert tokens(infer(client, 1)) == [[[100]]]
+
+
+def test_LRN_12_a_stop_ends_calls_of_a_sync_that_hang(monkeypatch):
+    """LRN-12: under way, with a little time to finish, and later ones; a connection that was not cut is used again."""
+    monkeypatch.setattr("utils.rollout.client.STOP_S", 0.5)
+    with setting(1) as (client, (server,)):
+        client.post(0, "/good/", {})
+        server.on_infer = server.hang
+        for how, words in (("under way", "no answer within 0.5 s after the stop request"), ("later", "within 0.5 s")):
+            if how == "under way":
+                stop_after(client, 0.3)
+            start = time.monotonic()
+            with pytest.raises(CallFailed, match=words):
+                client.post(0, "/infer/", {"infer_requests": []}, 60.0)
+            assert time.monotonic() - start < 10
+        assert client.post(0, "/good/", {})["path"] == "/good/"
+
+
 def test_con_4_a_dead_server_is_waited_for_then_gone():
     """CON-4: connection refused for `timeout_s`."""
     with setting(1, timeout_s=0.5) as (client, (server,)):

@@ -45,6 +45,7 @@ class Client:
 
     def __init__(self, gone: int = 0, comes_back: bool = True):
         self.gone, self.comes_back, self.waits = gone, comes_back, 0
+        self.stop = threading.Event()
 
     def lost(self) -> list[int]:
         self.gone -= 1
@@ -130,6 +131,23 @@ def test_con_4_a_server_that_dies_again_and_again_ends_the_run():
     with pytest.raises(DistributedError, match="gone"):
         run([ServerGone("gone")] * (MAX_RECOVERIES + 1), client)
     assert client.waits == MAX_RECOVERIES
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_LRN_12_a_lost_server_is_not_waited_for_once_any_rank_is_to_stop(monkeypatch, is_own):
+    """LRN-12: whichever rank the signal reached."""
+
+    def gather(ranks, value):
+        is_lost, may_wait = value
+        return [value, (False, is_own)] if isinstance(may_wait, bool) else [value]  # otherwise of `raise_on_all_ranks`
+
+    client = Client()
+    if is_own:
+        client.stop.set()
+    monkeypatch.setattr(Ranks, "gather", gather)
+    with pytest.raises(DistributedError, match="gone"):
+        run([ServerGone("gone")], client)
+    assert client.waits == 0
 
 
 class Steps:

@@ -181,6 +181,20 @@ def test_a_finishing_that_failed_ahead_is_raised_by_take_not_by_the_checkpoint(e
         prefetcher.get(1)
 
 
+def test_LRN_12_of_a_step_that_was_given_up_a_checkpoint_holds_nothing(engine, prefetch):
+    """LRN-12, LRN-5: its samples are drawn again, and it is made again as a whole."""
+    prefetcher = prefetch(window=1, queue_limit=2)
+    prefetcher.get(0)
+    assert until(lambda: len(engine.asked) == 4)
+    prefetcher.drain()
+    items, num_drawn = prefetcher.prepared_from(1)
+    assert [item[0] for item in items] == [[2], [3]] and num_drawn == 2
+    prefetcher.get(1)
+    prefetcher.drain()
+    items, num_drawn = prefetcher.prepared_from(1)
+    assert items == [] and num_drawn >= 2
+
+
 def test_what_is_prepared_goes_on_in_another_process_with_the_same_samples(engine, prefetch):
     """LRN-5, LRN-8: finished work is kept, the rest is drawn and asked again; no sample is lost or doubled."""
     prefetcher = prefetch(window=2, queue_limit=3)

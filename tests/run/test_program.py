@@ -1,14 +1,22 @@
 """Both training programs from `main()` to their end in this process: what stops them before training, and what a run
 asks for and records. The server is a stand-in that speaks real HTTP; learner and weight sync do nothing."""
 
+import itertools
 import json
 import re
+import signal
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,14 +29,16 @@ from utils.config.load import build_config, load_config
 from utils.config.schema import Data
 from utils.data.encoding import encode_prompt, load_processor
 from utils.data.samples import load_samples
-from utils.dist import Ranks
+from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
 from utils.learner.learner import StepResult
+from utils.learner.model import load_model
 from utils.parsing import TokenTable
-from utils.run import setup
+from utils.run import session, setup
+from utils.run.monitor import Monitor
 from utils.run.rollout_log import read_rollout_log
 from utils.run.session import Session
-from utils.run.shutdown import StopRequest
+from utils.run.shutdown import STOPPED_STATUS, StopRequest
 from utils.sync.adapter_sync import AdapterSync, FallbackSync
 from utils.sync.weight_sync import SyncResult, WeightSync
 from utils.targets import format_objects
@@ -65,7 +75,7 @@ class NoLearner:
         pass
 
     def step(self, rows: list[Any], objective: Any, step: int) -> StepResult:
-        losses = dict.fromkeys(("total", "text", "coord", "w1", "gate"), 1.0)
+        losses = dict.fromkeys(("total", "text", "coord", "w1", "gate", "policy"), 1.0)
         return StepResult(losses, grad_norm=0.5, learning_rates={"llm": 1e-3}, num_tokens=100, fill_ratio=0.75)
 
 
@@ -122,7 +132,7 @@ def write_config(folder: Path, model: Path, server: FaultyServer, **changes: Any
     data = str(folder / "data" / "train.jsonl")
     config = {
         "global_max_length": 1024,
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": changes.pop("dtype", "float32")},
         "custom": {
             "trainer_variant": "rollout_matching_sft",
             "train_jsonl": changes.pop("data", data),
@@ -163,17 +173,23 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """Run a program's `main()` with these arguments; returns exit status, stdout and stderr."""
 
     def start(
-        program: Any, config: Path, *arguments: str, sync: NoSync | None = None, world_size: int = 1
+        program: Any,
+        config: Path,
+        *arguments: str,
+        sync: NoSync | None = None,
+        world_size: int = 1,
+        layout: Any = None,
+        save: Callable[..., None] = lambda *_: None,
     ) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
         monkeypatch.setattr(LikeRanks, "world", world_size)
         monkeypatch.setattr(setup, "Ranks", LikeRanks)
         monkeypatch.setattr(setup, "Learner", NoLearner)
         monkeypatch.setattr(setup, "make_weight_sync", lambda *_: sync or NoSync())
-        monkeypatch.setattr(setup, "make_collate", lambda *_: lambda segments: segments)
+        monkeypatch.setattr(setup, "make_layout", layout or (lambda *_: (lambda segment: segment, lambda row: row)))
         monkeypatch.setattr(setup, "make_probe", lambda *_: None)
-        monkeypatch.setattr(Session, "_save", lambda *_, **__: None)
-        monkeypatch.setattr(StopRequest, "install", lambda self: None)
+        monkeypatch.setattr(Session, "_save", save)
+        monkeypatch.setattr(StopRequest, "install", lambda self: requests.append(self))
         with pytest.raises(SystemExit) as ended:
             program.main()
         return ended.value.code, *capsys.readouterr()
@@ -434,6 +450,180 @@ def test_ROL_3_a_prompt_that_the_engine_saw_otherwise_ends_the_run(
         "the engine's prompt differs from the learner's at token" in error
         and "it ended after optimizer step 0" in error
     )
+
+
+@pytest.mark.parametrize(("program", "write"), [(train_stage2, write_config), (train_grpo, write_grpo_config)])
+def test_LRN_8_the_main_thread_computes_no_positions_and_casts_no_pixels(
+    folder, start_model, server, start, responses, tmp_path, monkeypatch, program, write
+):
+    """LRN-8: both programs leave that to the threads that encode and judge, and the row is what it is without them."""
+    model, make_layout, laid_out = load_model(start_model), setup.make_layout, []
+    calls: set[tuple[str, str]] = set()  # function, thread
+
+    def watch(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*args: Any, **named: Any) -> Any:
+            calls.add((name, threading.current_thread().name))
+            return function(*args, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def layout(*parts: Any) -> tuple[Any, Any]:
+        place, collate = make_layout(*parts)
+        watch(model.model, "get_rope_index")
+        return place, lambda row: laid_out.append((collate, row, collate(row))) or laid_out[-1][-1]
+
+    turns: dict[str, Any] = defaultdict(itertools.count)
+
+    def respond(body: dict[str, Any], respond: Callable[..., Any] = server.on_infer) -> tuple[int, Any]:
+        status, found = respond(body)
+        for request, response in zip(body["infer_requests"], found, strict=True):
+            if next(turns[request["uuid"]]) % 2:  # or GRPO would not train on answers with equal rewards
+                response["response_token_ids"] = [responses.ids[:5]]
+        return status, found
+
+    server.on_infer = respond
+    watch(session, "encode_prompt")
+    monkeypatch.setattr(NoLearner, "model", model)
+    config = write(folder, start_model, server, training={"output_dir": str(tmp_path)}, dtype="bfloat16")
+    status, _, error = start(program, config, sync=responses.sync, layout=layout)
+    assert status == 0 and len(laid_out) >= NUM_STEPS and all(row for _, row, _ in laid_out), error
+    laid_out[0][0]([])  # the dummy has its positions, too
+    assert {name for name, _ in calls} == {"get_rope_index", "encode_prompt"}
+    assert "MainThread" not in {thread for _, thread in calls}, calls
+
+    samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
+    pixels = {sample.id: encode_prompt(sample, load_processor(start_model)).pixel_values for sample in samples}
+    for collate, row, batch in laid_out:
+        assert batch.pixel_values.dtype == torch.bfloat16
+        row = [replace(part, position_ids=None, pixel_values=pixels[part.sample_id].bfloat16()) for part in row]
+        for name, value in vars(collate(row)).items():
+            made = getattr(batch, name)
+            assert torch.equal(value, made) if isinstance(value, torch.Tensor) else value == made, name
+
+
+# A run that ends early
+
+requests: list[StopRequest] = []  # of the programs that ran
+
+
+class Saves:
+    """Stands for `Session._save`: notes the step, and how many requests the server had got by then."""
+
+    def __init__(self, server: FaultyServer) -> None:
+        self.server, self.seen = server, []
+
+    def __get__(self, session: Session, kind: type) -> Callable[..., None]:
+        return partial(self, session)
+
+    def __call__(self, session: Session, program: Any) -> None:
+        assert program.session is session
+        self.seen.append((session.steps_done, sum(len(call["infer_requests"]) for call in self.server.calls)))
+        session.steps_saved = session.steps_done
+
+
+def lose_after(server: FaultyServer, num_requests: int, then: Callable[[], None] = lambda: None) -> None:
+    """Have the server answer so many requests, then nothing any more."""
+    answer = server.on_infer
+
+    def on_infer(body: dict[str, Any]) -> tuple[int, Any]:
+        if sum(len(call["infer_requests"]) for call in server.calls) <= num_requests:
+            return answer(body)
+        server.on_health = lambda: (503, {"status": "dead"})
+        then()
+        return 500, "dead"
+
+    server.on_infer = on_infer
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_LRN_12_a_lost_server_costs_no_finished_step(
+    folder, start_model, server, start, responses, tmp_path, is_stopped
+):
+    """LRN-12: lost for good after the first step, with a checkpoint due at the last one only; the run fails. A stop
+    request ends the wait for it, and the run with a status of its own."""
+    vllm = {"server": {"base_url": server.url, "group_port": 51216, "timeout_s": 60.0 if is_stopped else 2.0}}
+    config = write_config(folder, start_model, server, training={"output_dir": str(tmp_path)}, vllm=vllm)
+    stop = partial(StopRequest._on_signal, number=signal.SIGTERM, frame=None)
+    lose_after(server, SAMPLES_PER_STEP, lambda: stop(requests[-1]) if is_stopped else None)
+    saves, begun = Saves(server), time.monotonic()
+    status, _, error = start(train_stage2, config, sync=responses.sync, save=saves)
+    assert [step for step, _ in saves.seen] == [1], error
+    last = error[error.rindex(f"run {tmp_path}: ") :]
+    if is_stopped:
+        assert status == STOPPED_STATUS and "stopped by SIGTERM after step 1 of 2, saved; interrupted: " in last
+        assert "preparing step 1" in last and time.monotonic() - begun < 50
+    else:
+        assert status == 1 and "not every rollout server could be reached within 2 s" in last
+
+
+def test_LRN_12_a_checkpoint_comes_before_the_evaluation_of_its_step(
+    folder, start_model, server, start, responses, tmp_path
+):
+    """LRN-12: a server lost in the evaluation costs nothing; where only the evaluation is due, it saves the step."""
+    n = SAMPLES_PER_STEP
+    for name, save_steps, lost_after in (("saved", 1, 10 * n), ("due", 1, n), ("not_due", 0, n)):
+        training = {"output_dir": str(tmp_path / name), "eval_steps": 1, "save_steps": save_steps}
+        vllm = {"server": {"base_url": server.url, "group_port": 51216, "timeout_s": 2.0}}
+        config = write_config(folder, start_model, server, training=training, vllm=vllm)
+        answer = server.on_infer
+        server.calls.clear()
+        lose_after(server, lost_after)
+        saves = Saves(server)
+        status, _, error = start(train_stage2, config, sync=responses.sync, save=saves)
+        if name == "saved":  # per step: its samples, then as many to evaluate
+            assert status == 0 and saves.seen == [(1, n), (2, 3 * n)], error
+        else:
+            assert status == 1 and [step for step, _ in saves.seen] == [1], error
+        if name == "due":
+            assert saves.seen == [(1, n)]
+        server.on_infer, server.on_health = answer, lambda: (200, server.health())
+
+
+def test_LRN_12_weights_that_are_not_whole_are_not_saved(
+    folder, start_model, server, start, responses, tmp_path, monkeypatch
+):
+    """LRN-12: the second step fails while it trains."""
+
+    def step(self: NoLearner, rows: list[Any], objective: Any, number: int) -> StepResult:
+        if number == 1:
+            raise DistributedError("the loss is not finite")
+        return learn(self, rows, objective, number)
+
+    learn, saves = NoLearner.step, Saves(server)
+    monkeypatch.setattr(NoLearner, "step", step)
+    config = write_config(folder, start_model, server, training={"output_dir": str(tmp_path)})
+    status, _, error = start(train_stage2, config, sync=responses.sync, save=saves)
+    assert status == 1 and saves.seen == [] and "failed: DistributedError: the loss is not finite" in error
+
+
+def test_LRN_12_the_first_error_is_the_one_that_is_shown(
+    folder, start_model, server, start, responses, tmp_path, monkeypatch
+):
+    """LRN-12: where saving fails, too, and closing the curves; what is open is closed all the same."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    closed: list[str] = []
+    for kind in (Monitor, NoSync):
+        monkeypatch.setattr(kind, "close", lambda self: (closed.append(type(self).__name__), full()))
+    monkeypatch.setattr(LikeRanks, "close", lambda self: closed.append("Ranks"))
+    vllm = {"server": {"base_url": server.url, "group_port": 51216, "timeout_s": 2.0}}
+    answer = server.on_infer
+    for name, save in (("lost", full), ("whole", lambda *_: None)):
+        config = write_config(folder, start_model, server, training={"output_dir": str(tmp_path / name)}, vllm=vllm)
+        if name == "lost":
+            lose_after(server, SAMPLES_PER_STEP)
+        closed.clear()
+        status, _, error = start(train_stage2, config, sync=responses.sync, save=save)
+        assert status == 1 and closed == ["Monitor", "NoSync", "Ranks"]
+        last = error[error.rindex(f"run {tmp_path / name}: failed: ") :]
+        what = "DistributedError: preparing step 1" if name == "lost" else "OSError: [Errno 28]"
+        assert last.startswith(f"run {tmp_path / name}: failed: {what}"), last
+        assert ("and at its end: OSError: [Errno 28] No space left on device" in last) == (name == "lost")
+        server.on_infer, server.on_health = answer, lambda: (200, server.health())
 
 
 # The sync that the programs open

@@ -441,3 +441,21 @@ def test_a_sync_that_had_fallen_back_stays_full_SYN_10_LRN_5(monkeypatch, ranks,
     engine = setup.open_engine(cfg, ranks, "run", client, learner, None, None, resumed)
     assert (engine.mode, engine.fallback) == (("full", fallback) if fallback else ("adapter", None))
     assert opened == [engine.mode]
+
+
+def test_LRN_5_an_old_checkpoint_that_cannot_be_renamed_is_warned_about(tmp_path, monkeypatch, caplog):
+    for step in (1, 2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-1.deleting").write_text("in the way")
+    monkeypatch.setattr(resume, "problem_of_sizes", lambda path: None)
+    resume.delete_old(tmp_path, 1)
+    assert (tmp_path / "checkpoint-1").is_dir()  # stays
+    assert not (tmp_path / "checkpoint-2").exists()
+    assert "checkpoint-1" in caplog.text
+
+
+def test_LRN_5_a_folder_that_is_no_steps_record_is_left_alone_on_resume(tmp_path):
+    for name in ("step_backup", "step_000003"):
+        (tmp_path / "eval" / name).mkdir(parents=True)
+    drop_records_after(tmp_path, 2)
+    assert [path.name for path in (tmp_path / "eval").iterdir()] == ["step_backup"]

@@ -126,3 +126,10 @@ def test_log_1_a_line_torn_by_a_kill_harms_no_other(tmp_path):
     assert [line["step"] for line in read_rollout_log(path)] == [1]
     RolloutLog(tmp_path, Calls(call()), Rank()).write(2, "run:0")
     assert [line["step"] for line in read_rollout_log(path)] == [1, 2]
+
+
+def test_torn_lines_that_are_json_still_are_skipped(tmp_path):
+    """What a kill leaves of a line may read as a number, a list or an object without its keys."""
+    whole = '{"step": 1, "phase": "train"}'
+    (tmp_path / "rollouts.jsonl").write_text("\n".join([whole, "5", "[]", '{"step": 2}', '{"step": 2, "ph', whole, ""]))
+    assert read_rollout_log(tmp_path / "rollouts.jsonl") == [json.loads(whole)] * 2

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -58,13 +60,30 @@ def test_a_signal_only_asks_however_often_it_comes_LRN_5(number):
     """LRN-5: launchers send several."""
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     request = StopRequest()
+    request.is_training = True
     try:
         request.install()
-        assert request.signal_name is None
+        assert request.signal_name is None and not request.requested.is_set()
         for _ in range(3):
             os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)  # what DeepSpeed's launcher sends behind a Ctrl-C
-        assert request.signal_name == number.name
+        assert request.signal_name == number.name and request.requested.is_set()
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def test_LRN_12_before_the_first_step_a_signal_ends_the_process_at_once():
+    """LRN-12: whatever it waits for, and whatever catches exceptions there; nothing is to be saved."""
+    program = """
+import os, signal, threading, utils.run.shutdown
+request = utils.run.shutdown.StopRequest()
+request.install()
+try:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Event().wait(60)
+except BaseException:
+    pass
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == STOPPED_STATUS and "stopped by SIGTERM before the first step" in ended.stderr

@@ -471,6 +471,10 @@ def test_gloo_listens_on_loopback_only_for_a_local_learner(monkeypatch):
     with loopback_if_local("127.0.0.1"):
         assert os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as `Ranks.open` sets it: a remote server is not reached there
+    with loopback_if_local("10.1.2.3"):
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_both_engines_are_registered():

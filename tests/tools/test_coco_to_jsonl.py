@@ -259,6 +259,24 @@ def test_lvis_images_are_found_by_their_url(tmp_path):
         assert "not exhaustively annotated for some category (LVIS): 1" in report.text()
 
 
+def test_TGT_12_lvis_lists_become_annotated(tmp_path):
+    """TGT-12: found or known to be absent, but not those annotated in part, nor one of which an object was left out."""
+    first, second = sorted(CATEGORIES)
+    image = {"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT, "not_exhaustive_category_ids": []}
+    one = annotation() | {"category_id": first}
+    for neg, partial, found, expected in (
+        ([second], [], [one], {first, second}),
+        ([second], [first], [one], {second}),
+        ([], [], [one, one | {"iscrowd": 1}], set()),
+        ([], [], [], set()),
+    ):
+        lists = {"neg_category_ids": neg, "not_exhaustive_category_ids": partial}
+        (row,), _ = converted(tmp_path, found, [image | lists])
+        assert row["annotated"] == sorted(CATEGORIES[category] for category in expected)
+    (row,), _ = converted(tmp_path, [one], [image])
+    assert "annotated" not in row  # COCO's annotation is complete
+
+
 def test_images_that_do_not_fit_are_left_out(tmp_path):
     Image.new("RGB", (9, 9)).save(tmp_path / "other.png")
     (tmp_path / "broken.png").write_text("x")

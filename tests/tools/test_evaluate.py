@@ -5,17 +5,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.answers import make_table
 from tools import evaluate
 from tools.evaluate import COCO_NAMES, coco_scores
 from tools.make_demo import make_dataset
 from utils.data.samples import Sample
 from utils.geometry import Object
+from utils.rollout.backend import RolloutResult
+from utils.targets import format_objects
 
 CAT, CAT_BELOW = Object("cat", "bbox_2d", (0, 0, 300, 300)), Object("cat", "bbox_2d", (500, 500, 900, 900))
 NOTHING_THERE = Object("cat", "bbox_2d", (0, 600, 200, 900))
@@ -47,6 +51,51 @@ def image(*objects: Object, width: int = 640, height: int = 480) -> Sample:
 def test_coco_precision_by_hand(truth: list, answers: list, expected: float) -> None:
     result = coco_scores([image(*objects) for objects in truth], answers)
     assert [result[name] for name in ("AP", "AP50", "AP75")] == pytest.approx([expected] * 3)
+
+
+def test_TGT_12_coco_precision_holds_no_unannotated_label_against_the_model() -> None:
+    """TGT-12: the second image says nothing about cats, so a cat there costs nothing; where cats are annotated it does.
+    Of a label annotated in part, a find counts and anything else costs nothing."""
+    dog = Object("dog", "bbox_2d", (0, 0, 300, 300))
+    answers = [[CAT], [CAT, dog]]
+
+    def precision(first: frozenset | None, second: frozenset | None) -> float | None:
+        images = [replace(image(CAT), annotated=first), replace(image(dog), annotated=second)]
+        return coco_scores(images, [answers[0][::-1], answers[1]])["AP"]
+
+    assert precision(None, None) == pytest.approx(1.0)  # the wrong cat ranks behind the right one
+    wrong_first = [replace(image(dog), annotated=labels) for labels in (frozenset({"dog"}), None)]
+    for sample_, expected in zip(wrong_first, (1.0, 0.75), strict=True):
+        result = coco_scores([sample_, image(CAT)], [[CAT, dog], [CAT]])
+        assert result["AP"] == pytest.approx(expected)
+    in_part = replace(image(CAT), annotated=frozenset())
+    assert coco_scores([in_part], [[NOTHING_THERE, CAT]])["AP"] == pytest.approx(1.0)
+
+
+def test_TGT_12_scores_hold_no_unannotated_label_against_the_model() -> None:
+    """TGT-12: the F1 beside COCO's numbers."""
+    table, answer = make_table("qwen"), format_objects([CAT, replace(CAT_BELOW, desc="dog")])
+    response = RolloutResult(table.encode(answer), [], answer, "stop", None)
+    images = [replace(image(CAT), annotated=labels) for labels in (None, frozenset({"cat"}))]
+    precisions = [evaluate.score([sample], [response], table, 0.5)[0]["precision"] for sample in images]
+    assert precisions == [0.5, 1.0]
+
+
+def test_TGT_14_coco_ranks_by_confidence() -> None:
+    """TGT-14: written first but doubted, the wrong box ranks behind the right one; without confidences it does not."""
+    images, answers = [image(CAT, CAT_BELOW)], [[NOTHING_THERE, CAT]]
+    assert coco_scores(images, answers)["AP"] == pytest.approx(HALF / 2)
+    assert coco_scores(images, answers, [[0.2, 0.9]])["AP"] == pytest.approx(HALF)
+    table = make_table("qwen")
+    ids = table.encode(format_objects(answers[0]))
+    middle = next(i for i, token in enumerate(ids) if b"]}," in table.bytes_of[token])
+    logprobs = [-2.0] * middle + [-0.1] * (len(ids) - middle)
+    with_logprobs, without = (RolloutResult(ids, [], "", "stop", None, logprobs=own) for own in (logprobs, None))
+    found, (record,) = evaluate.score(images, [with_logprobs], table, 0.5)
+    assert (found["coco"]["AP"], found["coco_constant"]["AP"]) == pytest.approx((HALF, HALF / 2))
+    assert [obj["score"] for obj in record["pred"]] == pytest.approx([0.1353, 0.9048])
+    found, _ = evaluate.score(images, [without], table, 0.5)
+    assert "coco" not in found and found["coco_constant"]["AP"] == pytest.approx(HALF / 2)
 
 
 def test_coco_thresholds_run_from_half_to_95_percent() -> None:
@@ -136,13 +185,14 @@ def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, cap
         assert result[name] == pytest.approx(2 * matched / num_objects)
     assert 0 < result["f1_no_label"] < 1  # the model finds something, and not everything is right
     assert (result["num_images"], result["iou_threshold"], result["dtype"]) == (6, 0.3, "float32")
-    assert set(result["coco"]) == set(COCO_NAMES)
+    assert set(result["coco_constant"]) == set(COCO_NAMES)
     assert "f1_no_label" in (shown := capsys.readouterr().out) and "COCO AP50" in shown
 
 
 @pytest.mark.slow
 def test_answers_are_the_same_by_vllm_and_transformers_ROL_1(warm_model, tmp_path) -> None:
-    """ROL-1: in float32, images in the config's size. vLLM changes the process it runs in, so it gets its own."""
+    """ROL-1: in float32, images in the config's size. vLLM changes the process it runs in, so it gets its own.
+    TGT-14: vLLM's have confidences."""
     data, config = run_files(tmp_path, warm_model)
     answers = {}
     for backend in ("hf", "vllm"):
@@ -153,7 +203,9 @@ def test_answers_are_the_same_by_vllm_and_transformers_ROL_1(warm_model, tmp_pat
         run = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr[-5000:]
         answers[backend] = [json.loads(line)["pred"] for line in output.with_suffix(".jsonl").read_text().splitlines()]
+    marks = [obj.pop("score") for pred in answers["vllm"] for obj in pred]
     assert answers["hf"] == answers["vllm"] and any(answers["hf"])
+    assert all(0 < mark < 1 for mark in marks) and len(set(marks)) > 1
 
 
 def test_images_prompt_and_length_are_the_configs_CFG_17(start_model, tmp_path) -> None:

@@ -174,7 +174,7 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
         assert process.poll() is None, (tmp_path / "log").read_text()
         seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
         private = [*(tmp_path / "run").glob(".launch-*")]
-        assert len(private) == 2 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
+        assert len(private) == 3 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
     finally:
@@ -187,20 +187,27 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
         del expected["UNRELATED"]
         assert {name: environment.get(name) for name in expected} == expected and "UNRELATED" not in environment
         assert (environment["MASTER_ADDR"], environment["WORLD_SIZE"]) == ("10.0.0.1", "2")
+    assert len({environment["LEARNER_SECRET"] for _, environment in seen}) == 1  # LRN-11
     shown = (tmp_path / "pdsh.log").read_text() + (tmp_path / "log").read_text()
     assert "export ROLLOUT_SERVER_TOKEN=" in shown and SECRET not in shown and "x$HOME" not in shown
+    assert seen[0][1]["LEARNER_SECRET"] not in shown
     assert not [*(tmp_path / "run").glob(".launch-*")], "a secret outlives the run"
     assert sorted((tmp_path / "pkill.log").read_text().splitlines()) == ["node 0: 0", "node 1: 0"]
 
 
 def test_one_machine_needs_no_files(tmp_path, monkeypatch):
-    """Without a hostfile, and where every node starts its own ranks, nothing is forwarded."""
+    """Without a hostfile, and where every node starts its own ranks, nothing is forwarded. The ranks of one launcher
+    get a secret of their own (LRN-11)."""
     monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    monkeypatch.delenv("LEARNER_SECRET", raising=False)
+    secrets = set()
     (tmp_path / "hosts").write_text("node-a slots=1\n")
     hosts = ["--hostfile", str(tmp_path / "hosts")]
     for arguments in (["--num_gpus", "2"], ["--hostfile", str(tmp_path / "none")], [*hosts, "--no_ssh"]):
         with environment_for([*arguments, "train_stage2.py", "--config", str(write_config(tmp_path))]) as environment:
+            secrets.add(environment.pop("LEARNER_SECRET", None))
             assert environment == dict(os.environ) and not (tmp_path / "run").exists()
+    assert len(secrets) == 3 and None in secrets  # where each node is launched by hand there is none
     with environment_for([*hosts, "train_stage2.py", "--config", str(write_config(tmp_path))]) as environment:
         file = Path(environment["DS_ENV_FILE"])
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and f"PATH={os.environ['PATH']}\n" in file.read_text()

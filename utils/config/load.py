@@ -246,6 +246,9 @@ def require_server(cfg: Config, index: int) -> ServerAddress:
 # ---- single fields --------------------------------------------------------------------------------------------------
 
 _RETIRED = {
+    f"{RM}.targets.trim_trailing_unmatched": (
+        f"was replaced; use {RM}.targets.unmatched: trim for true (only where annotation is complete), keep for false"
+    ),
     f"{RM}.temperature": f"was renamed; use {RM}.decoding.temperature",
     f"{RM}.top_p": f"was renamed; use {RM}.decoding.top_p",
     f"{RM}.top_k": f"was renamed; use {RM}.decoding.top_k",

@@ -1,6 +1,6 @@
 """Estimated memory of learners and engines, from tensor shapes and the ZeRO stage (CFG-16).
 
-The estimate leaves out the vision tower's activations, the optimizer's temporaries, CUDA's and NCCL's own memory and
+A learner's leaves out the vision tower's activations, the optimizer's temporaries, CUDA's and NCCL's own memory and
 fragmentation. Where there is no checkpoint, released Qwen3-VL models are recognized by name, with the numbers in
 `config.json` of Qwen/Qwen3-VL-{2B,4B,8B,32B}-Instruct (2.13, 4.44, 8.77, 33.36 billion parameters, as on their cards).
 """
@@ -19,6 +19,9 @@ from utils.config.schema import Config, Tuner
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that a plan assumes
 AUTO_FREE = 0.2  # fraction of it that `gradient_checkpointing: auto` leaves to what estimates leave out
+# Of an engine's GPU beside vLLM's share: CUDA's context, NCCL's buffers, and graphs beyond vLLM's own estimate. Not
+# measured: the first two are expected to take 1.5.
+RUNTIME_GIB = 3
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -32,6 +35,8 @@ class ModelSize:
     can_change: int = 0  # in tensors that training changes, adapters merged
     source: str = ""  # of the shapes, if not the files of the weights
     num_layers: int = 0  # of the language model
+    largest: int = 0  # numbers in the largest tensor
+    flops: tuple[int, int, int] = (1, 2, 1)  # `layer_flops`
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,6 @@ class CacheSize:
     max_model_len: int
 
     def __str__(self) -> str:
-        if self.num_bytes <= 0:
-            return f"none: a device of {DEVICE_GIB} GiB cannot even hold the weights; use more devices per engine"
         responses = f"{self.num_tokens // self.max_model_len} of {self.max_model_len}" if self.max_model_len else "any"
         left = f"at most {self.num_bytes / GIB:.2f} GiB are left on one of {DEVICE_GIB} GiB"
         return f"{left}; an engine holds {self.num_tokens:,} tokens ({responses})"
@@ -68,8 +71,32 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
     # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
     dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
     layers = set(re.findall(r"language_model\.layers\.(\d+)\.", " ".join(shapes)))
-    total = sum(map(prod, shapes.values()))
-    return ModelSize(total, sum(trainable.values()), dora_values, can_change, source, len(layers))
+    numbers = list(map(prod, shapes.values()))
+    learn, flops = sum(trainable.values()), layer_flops(shapes, trainable, tuner)
+    return ModelSize(sum(numbers), learn, dora_values, can_change, source, len(layers), max(numbers), flops)
+
+
+def layer_flops(shapes: dict[str, list[int]], trainable: dict[str, int], tuner: Tuner) -> tuple[int, int, int]:
+    """Multiplications per token in the linear layers of the language model: forward, backward, and what backward
+    recomputes if it recomputes all layers. Attention over the length, vision tower, head and DoRA's norms are left out.
+
+    A frozen weight needs no gradient of its own. torch stops recomputing a layer at the last tensor that backward
+    needs: before the product of its last linear layer, unless that has an adapter, or ZeRO-3 runs its own products.
+    """
+    linear = [name for name, shape in shapes.items() if "language_model.layers." in name and len(shape) == 2]
+    adapted = {name for name in linear if _is_adapted(name, shapes[name], tuner)}
+    forward = sum(prod(shapes[name]) + trainable[name] * (name in adapted) for name in linear)
+    last = sum(prod(shapes[name]) for name in linear if name.endswith("down_proj.weight") and name not in adapted)
+    return forward, forward + sum(trainable[name] for name in linear), forward - last
+
+
+def relative_flops(size: ModelSize, num_checkpointed: int | None, zero_stage: int) -> tuple[float, float]:
+    """FLOPs of backward, and of what it recomputes, where forward's are 1."""
+    forward, backward, recomputed = size.flops
+    recomputed = forward if zero_stage == 3 else recomputed
+    layers = max(size.num_layers, 1)
+    num = layers if num_checkpointed is None else min(num_checkpointed, layers)
+    return backward / max(forward, 1), recomputed / max(forward, 1) * num / layers
 
 
 def _architecture(path: Path) -> tuple[dict[str, Any], str]:
@@ -166,7 +193,7 @@ def learner_memory(
         "activations": _row_tokens(cfg) * _activations(cfg, num_checkpointed) * bytes_each,
         "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
         "DoRA norms": size.dora_values * bytes_each,
-        "sync buckets (rank 0)": (2 * cfg.rm.vllm.sync.bucket_mib << 20) * cfg.generates,
+        "sync buckets (rank 0)": _bucket_bytes(cfg, size) * cfg.generates,
     }
     for part, knob in (("weights", "offload_param"), ("optimizer", "offload_optimizer")):
         if zero.get(knob, {}).get("device", "none") != "none":
@@ -212,6 +239,19 @@ def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
     # An engine over t devices holds t times the responses (CFG-11), so the cache per device does not depend on t.
     cache = _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size
     return {"weights": weights, "keys and values": cache}
+
+
+def outside_memory(cfg: Config, size: ModelSize) -> dict[str, int]:
+    """Bytes per GPU of a rollout server outside vLLM's share. A tensor that arrived is laid out anew before it replaces
+    the old one."""
+    loading = size.largest * _DTYPE_BYTES[cfg.model.dtype]
+    runtime = RUNTIME_GIB * GIB
+    return {"CUDA, NCCL, graphs": runtime, "sync buckets": _bucket_bytes(cfg, size), "loading": loading}
+
+
+def _bucket_bytes(cfg: Config, size: ModelSize) -> int:
+    """Two buckets of a sync, at either end; a tensor larger than a bucket travels in one of its own size (SYN-5)."""
+    return 2 * max(cfg.rm.vllm.sync.bucket_mib << 20, size.largest * _DTYPE_BYTES[cfg.model.dtype])
 
 
 def cache_size(cfg: Config, size: ModelSize) -> CacheSize | None:

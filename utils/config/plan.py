@@ -19,10 +19,12 @@ from utils.config.memory import (
     checkpointed_layers,
     learner_memory,
     model_size,
+    outside_memory,
+    relative_flops,
     rollout_memory,
 )
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
-from utils.config.schema import RM, SCRIPTS, Config
+from utils.config.schema import RM, RS, SCRIPTS, Config
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,13 @@ class Plan:
     layout: Layout | None = None
     cache: CacheSize | None = None
     num_checkpointed: int | None = None  # language-model layers; None: all
+    outside_memory: dict[str, int] | None = None  # of the servers' GPUs, beside vLLM's share
 
 
 def make_plan(cfg: Config, world_size: int) -> Plan:
-    """Derive the plan for `world_size` learners. Raises `ConfigError` as `check_launch` does, and for more learners
-    than the rollout devices can serve (DIS-2)."""
+    """Derive the plan for `world_size` learners. Raises `ConfigError` as `check_launch` does, for more learners than
+    rollout devices can serve (DIS-2), where vLLM's share of a device leaves too little for a sync (SYN-5), and for what
+    a GPU of `DEVICE_GIB` cannot hold."""
     check_launch(cfg, world_size)
     engine, servers, training = engine_json(cfg, world_size), _servers(cfg), cfg.training
     chunk, num_samples = _chunk(cfg, servers, world_size), _samples_per_epoch(cfg)
@@ -87,7 +91,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     has_num_steps = training.max_steps is not None or num_samples is not None
     device_bytes = 0 if cfg.rs is not None and cfg.server_settings().device == "cpu" else DEVICE_GIB * GIB
     num_checkpointed = checkpointed_layers(cfg, engine, size, world_size, device_bytes)
-    return Plan(
+    plan = Plan(
         world_size=world_size,
         zero_stage=engine.get("zero_optimization", {}).get("stage", 0),
         servers=servers,
@@ -105,7 +109,24 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         layout=plan_layout(cfg, world_size, cfg._origin.file),
         cache=size and cache_size(cfg, size),
         num_checkpointed=num_checkpointed,
+        outside_memory=_outside(cfg, servers, size or ModelSize(0, 0)),
     )
+    if found := _too_large(cfg, plan, device_bytes):
+        raise ConfigError(found)
+    return plan
+
+
+def _too_large(cfg: Config, plan: Plan, device_bytes: int) -> list[str]:
+    """What no GPU of `device_bytes` holds (0: there are none), with the ways out."""
+    found = []
+    if device_bytes and plan.learner_memory and sum(plan.learner_memory.values()) > device_bytes:
+        way_out = "use zero3" if plan.zero_stage < 3 else "use zero3_offload or more learners"
+        needs = f"a learner needs {_format_memory(plan.learner_memory)}, and a GPU has {DEVICE_GIB} GiB"
+        found.append(problem(cfg, "deepspeed", f"{needs}; {way_out}, shorter rows, or train fewer weights (tuner)"))
+    if plan.cache and plan.cache.num_bytes <= 0:
+        key = f"{RM}.vllm.tensor_parallel_size" if cfg.is_colocate else f"{RS}.vllm_tensor_parallel_size"
+        found.append(problem(cfg, key, f"vLLM's share of {DEVICE_GIB} GiB cannot even hold the weights; raise it"))
+    return found
 
 
 def max_tokens_per_step(cfg: Config, world_size: int) -> int:
@@ -166,6 +187,23 @@ def _chunk(cfg: Config, servers: list[ServerPlan], world_size: int) -> int | Non
     return chunk_size(cfg.rm.decode_batch_size, num_devices, world_size)
 
 
+def _outside(cfg: Config, servers: list[ServerPlan], size: ModelSize) -> dict[str, int] | None:
+    """Memory of the servers' GPUs beside vLLM's share. Raises `ConfigError` for a share that leaves less."""
+    parts, name, found = outside_memory(cfg, size), "vllm_gpu_memory_utilization", []
+    on_gpu = [(i, own.settings) for i, own in enumerate(servers) if own.settings and own.settings.device != "cpu"]
+    for index, settings in on_gpu:
+        needed, left = sum(parts.values()) / GIB, DEVICE_GIB * (1 - settings.vllm_gpu_memory_utilization)
+        if left < needed:
+            is_own = any(name in override.model_fields_set for override in cfg.rs.servers[index : index + 1])
+            rule = f"leaves {left:.2f} of {DEVICE_GIB} GiB, but outside vLLM's share lie {_format_memory(parts)}"
+            way_out = f"lower it to {int(100 - 100 * needed / DEVICE_GIB) / 100:g}"
+            path = f"{RS}.servers[{index}].{name}" if is_own else f"{RS}.{name}"
+            found.append(problem(cfg, path, f"{rule}; {way_out}"))
+    if found:
+        raise ConfigError(list(dict.fromkeys(found)))
+    return parts if on_gpu else None
+
+
 def _samples_per_epoch(cfg: Config) -> int | None:
     """Lines of the training files, each file times its weight; None if one cannot be read."""
     total = 0
@@ -201,14 +239,22 @@ def format_plan(plan: Plan) -> str:
         lines.append(("parameters", f"{total:,}, of which {trainable:,} learn ({trainable / total:.2%}){source}"))
         layers = plan.model_size.num_layers
         num = layers if plan.num_checkpointed is None else min(plan.num_checkpointed, layers)
-        repeated = total * num / max(layers, 1)  # FLOPs / 2 per token, as forward and gradients are counted
-        useful = 1 - repeated / (2 * total + trainable + repeated)
-        lines.append(("checkpointed layers", f"{num} of {layers}; {useful:.0%} of a learner's FLOPs do not recompute"))
+        lines.append(("checkpointed layers", f"{num} of {layers}; {_utilisation(plan)}"))
     for name, parts in (("learner memory", plan.learner_memory), ("rollout memory", plan.rollout_memory)):
         lines.append((f"{name} per device", _known(parts and _format_memory(parts), " (model.path)")))
     if plan.cache:
         lines.append(("rollout cache per device", str(plan.cache)))
+    if plan.outside_memory:
+        lines.append(("outside vLLM's share", _format_memory(plan.outside_memory)))
     return "\n".join(["# plan", *(f"# {name + ':':<34}{text}" for name, text in lines)]) + "\n"
+
+
+def _utilisation(plan: Plan) -> str:
+    """Useful FLOPs of a learner, compared with backward keeping everything."""
+    backward, recomputed = relative_flops(plan.model_size, plan.num_checkpointed, plan.zero_stage)
+    share = (1 + backward) / (1 + backward + recomputed)
+    parts = f"per token: forward 1, backward {backward:.2f}, recomputed {recomputed:.2f}"
+    return f"FLOP utilisation {share:.2f} of that without checkpointing ({parts})"
 
 
 def _known(value: object, missing: str = "") -> str:

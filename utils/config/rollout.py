@@ -112,7 +112,9 @@ class ServerSettings(Section):
     vllm_data_parallel_size: PositiveInt | Literal["auto"] = key(
         "auto", "number of engines; auto: visible devices / tensor_parallel_size, 1 on CPU"
     )
-    vllm_gpu_memory_utilization: float = key(0.9, "fraction of a device's memory for vLLM", gt=0, le=1)
+    vllm_gpu_memory_utilization: float = key(
+        0.85, "fraction of a device's memory for vLLM; CUDA, NCCL and two sync buckets lie outside", gt=0, le=1
+    )
     vllm_max_model_len: PositiveInt = key(..., "longest prompt + response in tokens", examples=[32768])
     vllm_max_num_seqs: PositiveInt | None = key(None, "sequences an engine runs at once; null: vLLM's")
     vllm_enable_lora: bool = key(False, "LoRA slots; must equal rollout_matching.vllm.enable_lora")

@@ -416,3 +416,21 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     if theirs not in (None, "auto", ours):
         rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
         yield "deepspeed", f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"
+
+
+@_rule("custom.train_jsonl", "custom.val_jsonl", "custom.trainer_variant")
+def _only_stage2_forces_files(cfg: Config) -> Found:
+    for name, files in (("train_jsonl", cfg.custom.train_jsonl), ("val_jsonl", cfg.custom.val_jsonl or [])):
+        for i, file in enumerate(files):
+            if file.teacher_forced_ratio is not None and (cfg.is_grpo or name == "val_jsonl"):
+                rule = "counts for stage 2's training data only; delete it"
+                yield f"custom.{name}[{i}].teacher_forced_ratio", rule
+
+
+@_rule(f"{RM}.targets", f"{RM}.matching.label")
+def _true_labels_are_learnt(cfg: Config) -> Found:
+    if cfg.rm.targets.label_context == "truth" and cfg.rm.matching.label == "ignore":
+        yield (
+            f"{RM}.targets.label_context",
+            "truth writes labels to learn them; set matching.label: correct, or own here",
+        )

@@ -67,6 +67,12 @@ class DataFile(Section):
 
     path: str = key(..., "JSONL file")
     weight: PositiveFloat = key(1.0, "how often each of its samples is used per epoch")
+    teacher_forced_ratio: Ratio | None = key(
+        None, "training, stage 2: this file's own share of RM.teacher_forced_ratio"
+    )
+    annotated: list[str] | None = key(
+        None, "labels for which its annotation is complete, where a line does not say so itself; null: all"
+    )
 
 
 def _as_data_files(value: Any) -> Any:
@@ -90,9 +96,20 @@ class Matching(Section):
 
 
 class Targets(Section):
-    """How the training target is built; both options are off by default."""
+    """How the training target is built."""
 
-    trim_trailing_unmatched: bool = key(False, "cut false positives at the end of the prefix")
+    unmatched: Literal["keep", "drop_duplicates", "trim", "redirect"] = key(
+        "keep",
+        "predictions that match nothing: stay without loss; leave if they repeat an object; are cut off at the end "
+        "(only where annotation is complete); or learn what to write in their place",
+    )
+    duplicate_iou: Ratio = key(0.5, "drop_duplicates: smallest IoU with an earlier object of the same label")
+    place: Literal["end", "order"] = key(
+        "end", "missed objects stand at the end, or where the order of the data puts them"
+    )
+    label_context: Literal["own", "truth"] = key(
+        "own", "the label written for a matched object: the model's own, or the true one, which then is learnt whole"
+    )
     supervise_structure: bool = key(False, "also train the format tokens around matched objects")
 
 
@@ -129,6 +146,7 @@ class Evaluation(Section):
     """How rollouts on `custom.val_jsonl` are scored."""
 
     iou_threshold: Ratio = key(0.5, "smallest IoU of a pair that counts as a match")
+    new_labels: list[str] = key([], "labels that training teaches; scored apart from all others as f1_new and f1_old")
 
 
 class RolloutMatching(Section):
@@ -288,7 +306,9 @@ class Config(Section):
     @property
     def generates(self) -> bool:
         """False where no sample asks for a rollout and nothing is evaluated: no engine is needed (LRN-10)."""
-        return self.rm.teacher_forced_ratio < 1 or bool(self.training.eval_steps) or self.training.eval_at_start
+        own = [file.teacher_forced_ratio for file in self.custom.train_jsonl]
+        ratios = [self.rm.teacher_forced_ratio if ratio is None else ratio for ratio in own]
+        return min(ratios) < 1 or bool(self.training.eval_steps) or self.training.eval_at_start
 
     @property
     def uses_vllm(self) -> bool:

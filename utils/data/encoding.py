@@ -64,7 +64,7 @@ def prompt_chat(sample: Sample) -> list[dict[str, Any]]:
     return to_chat_messages(sample.messages, len(sample.images))
 
 
-def encode_prompt(sample: Sample, processor: Any) -> EncodedPrompt:
+def encode_prompt(sample: Sample, processor: Any, pixel_dtype: torch.dtype = torch.float32) -> EncodedPrompt:
     """Encode exactly the prompt that vLLM's Qwen3-VL sees for the same messages and images (ROL-3).
 
     Only placeholders are replaced; text is never tokenized a second time.
@@ -80,7 +80,7 @@ def encode_prompt(sample: Sample, processor: Any) -> EncodedPrompt:
     grid = features["image_grid_thw"]
     counts = (grid.prod(dim=1) // processor.image_processor.merge_size**2).tolist()
     token_ids = _expand(token_ids, counts, processor, f"{sample.source}: ")
-    return EncodedPrompt(token_ids, features["pixel_values"], grid)
+    return EncodedPrompt(token_ids, features["pixel_values"].to(pixel_dtype), grid)
 
 
 def num_prompt_tokens(sample: Sample, processor: Any) -> int:

@@ -11,17 +11,20 @@ import io
 import os
 import re
 import stat
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_IMAGE_BYTES = 64 << 20
 MAX_IMAGE_PIXELS = 64 << 20  # as the header declares them; a few kilobytes can unpack to any number of pixels
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS, which runs a program
-URL_TIMEOUT_S = 20.0
+URL_TIMEOUT_S = 20.0  # without a byte
+URL_TOTAL_S = 60.0  # for the body
 EXIF_ORIENTATION = 0x0112
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*\Z")
@@ -102,10 +105,29 @@ class ImageStore:
                 f"image URL {_short(url)} refused: only http(s), and only with rollout_server.allow_image_urls: true"
             )
         try:
-            with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as response:
-                return _bounded(response.read(MAX_IMAGE_BYTES + 1), url)
+            with urllib.request.build_opener(_CheckedRedirects).open(url, timeout=URL_TIMEOUT_S) as response:
+                return _bounded(_read_in_time(response), url)
         except OSError as error:  # URLError, timeouts and refused connections are all OSErrors
             raise ValueError(f"cannot fetch image {_short(url)}: {error}") from error
+
+
+class _CheckedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects only where the first URL could have led: urllib alone would go on to ftp."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if not re.match(r"(?i)https?://", newurl):
+            raise ImageRefused(f"image URL {_short(req.full_url)} redirects to {_short(newurl)}: only http(s)")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _read_in_time(response: Any) -> bytes:
+    """Read a body; TimeoutError after `URL_TOTAL_S`: a byte now and then would hold the thread for ever."""
+    deadline, data = time.monotonic() + URL_TOTAL_S, bytearray()
+    while len(data) <= MAX_IMAGE_BYTES and (part := response.read1(1 << 20)):
+        data += part
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not whole within {URL_TOTAL_S:g} s")
+    return bytes(data)
 
 
 def _looks_like_base64(source: str) -> bool:

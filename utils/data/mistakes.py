@@ -25,6 +25,7 @@ KINDS = {
     "desc": "desc empty, not a string, or spells a special token",
     "geometry": "not exactly one well-formed bbox_2d or poly",
     "outside": "object outside its image",
+    "annotated": "annotated is not a list of labels",
 }
 SKIPPED_FILE = "skipped.jsonl"
 

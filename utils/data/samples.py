@@ -24,7 +24,7 @@ from utils.answer_format import COORD_TOKENS, AnswerFormat
 from utils.data.images import image_size
 from utils.data.mistakes import BadLine
 from utils.data.prompts import IMAGE_MARKER, to_chat_messages
-from utils.geometry import Object, bounding_box, pixels_to_bins
+from utils.geometry import Object, bounding_box, normal_label, pixels_to_bins
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ EDGE_TOLERANCE_PX = 0.5
 SPECIAL_TOKEN = re.compile(r"<\|[^|>]*\|>")
 # JSON escapes can spell lone surrogates, which no tokenizer accepts and no file can hold.
 SURROGATE = re.compile("[\ud800-\udfff]")
-FORMAT_KEYS = frozenset({"id", "images", "width", "height", "objects", "messages", "prompt"})
+FORMAT_KEYS = frozenset({"id", "images", "width", "height", "objects", "messages", "prompt", "annotated"})
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
@@ -55,7 +55,8 @@ class Sample:
     `images` are absolute paths or `data:` URIs, `image_sizes` their (height, width) as opened. `objects` are in bins of
     `width` x `height` on the answer format's grid. `messages` are the prompt only, as strings with `<image>` markers.
     `source` is "file:line". `extra` holds all other keys of the line unchanged, for rewards: `domain`, `summary` and
-    any of the user's own.
+    any of the user's own. `annotated` are the labels for which annotation is complete, as `normal_label` gives them;
+    None: all (TGT-12). `teacher_forced_ratio` is that of the file, if it has its own (DAT-5).
     """
 
     id: str
@@ -67,6 +68,26 @@ class Sample:
     messages: list[dict[str, str]]
     source: str
     extra: dict[str, Any] = field(default_factory=dict)
+    annotated: frozenset[str] | None = None
+    teacher_forced_ratio: float | None = None
+
+
+def with_file_defaults(
+    samples: list[Sample], annotated: Sequence[str] | None, teacher_forced_ratio: float | None
+) -> list[Sample]:
+    """The samples of a file with what its entry in the config says of all of them (DAT-5); a line's own `annotated`
+    wins."""
+    if annotated is None and teacher_forced_ratio is None:
+        return samples
+    labels = None if annotated is None else frozenset(map(normal_label, annotated))
+    return [
+        replace(
+            sample,
+            annotated=labels if sample.annotated is None else sample.annotated,
+            teacher_forced_ratio=teacher_forced_ratio,
+        )
+        for sample in samples
+    ]
 
 
 def load_samples(
@@ -234,6 +255,7 @@ def _read_sample(
     size = read_part(_read_size, row, sizes)
     objects = read_part(_read_objects, row, sizes, size, max_bin)
     sample_id = read_part(_read_id, row, source)
+    annotated = read_part(_read_annotated, row)
     if messages is not None and images is not None:
         try:
             to_chat_messages(messages, len(images))
@@ -244,7 +266,16 @@ def _read_sample(
     if object_order == "sorted":
         objects = sorted(objects, key=lambda item: (bounding_box(item)[1], bounding_box(item)[0]))
     extra = {key: value for key, value in row.items() if key not in FORMAT_KEYS}
-    return Sample(sample_id, images, sizes, *size, objects, messages, source, extra)
+    return Sample(sample_id, images, sizes, *size, objects, messages, source, extra, annotated)
+
+
+def _read_annotated(row: dict[str, Any]) -> frozenset[str] | None:
+    value = row.get("annotated")
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
+        raise _Mistake("annotated", "annotated: must be a list of labels; leave it out where annotation is complete")
+    return frozenset(map(normal_label, value))
 
 
 def _read_id(row: dict[str, Any], source: str) -> str:

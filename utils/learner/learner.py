@@ -2,6 +2,8 @@
 
 import logging
 import math
+import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ from typing import Any, NamedTuple
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 from transformers import set_seed
 
@@ -26,6 +31,7 @@ from utils.learner.model import (
     fuse_kernels,
     load_model,
     param_groups,
+    partition,
     start_policy,
 )
 from utils.learner.objectives import Objective, last_logprobs, text_logprobs
@@ -35,6 +41,7 @@ from utils.packing import Batch
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 10  # bad steps in a row mean that the model itself is broken
+SHARD_CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]  # in DeepSpeed 0.19's shards
 
 
 class NotFinite(DistributedError):
@@ -80,7 +87,10 @@ class Learner:
         groups = param_groups(self.model, training)
         betas = (training.adam_beta1, training.adam_beta2)
         optimizer = _optimizer_class(config, ranks)(groups, betas=betas, eps=training.adam_epsilon)
-        self.engine, *_ = deepspeed.initialize(model=RowModel(self.model), optimizer=optimizer, config=config)
+        row_model = RowModel(self.model)
+        if config["zero_optimization"]["stage"] == 3:
+            partition(row_model, config)
+        self.engine, *_ = deepspeed.initialize(model=row_model, optimizer=optimizer, config=config)
         torch.manual_seed(training.seed + ranks.rank)  # dropout differs between ranks
         self._base_lrs = {group["name"]: group["lr"] for group in groups}
         self._cfg = cfg
@@ -113,7 +123,7 @@ class Learner:
             grad_norm = self.engine.get_global_grad_norm() if grad_norm is None else grad_norm
         else:  # DeepSpeed's own optimizers skip such a step; torch's would write nan into all weights
             self.engine.zero_grad()
-        rows = [row for part in self._ranks.gather(rows) for row in part]
+        rows = [_RowLoss(*row) for part in self._ranks.gather(rows) for row in part]
         self._check_finite(step, grad_norm is None or math.isfinite(grad_norm), rows)
         num_tokens = sum(batch.num_tokens for batch in batches)
         # A padded batch without a limit holds what it does, padding included.
@@ -191,13 +201,17 @@ class Learner:
         """Load the state of `save_state(folder)`, except learning rates, decay and Adam's settings (collective).
 
         Raises:
-            ValueError: the checkpoint lacks trained parameters of this model.
+            ValueError: the checkpoint lacks trained parameters of this model, or a shard would execute something.
         """
         groups = self.engine.optimizer.param_groups
         settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        path, _ = self.engine.load_checkpoint(
-            str(folder.parent), tag=folder.name, custom_load_fn=_load_trained, load_lr_scheduler_states=False
-        )
+        self.engine.checkpoint_engine.load = _load_shard
+        try:
+            path, _ = self.engine.load_checkpoint(
+                str(folder.parent), tag=folder.name, custom_load_fn=_load_trained, load_lr_scheduler_states=False
+            )
+        finally:
+            del self.engine.checkpoint_engine.load
         if path is None:
             raise ValueError(f"{folder}: DeepSpeed finds no checkpoint there")
         for group, configured in zip(self.engine.optimizer.param_groups, settings, strict=True):
@@ -247,6 +261,20 @@ def lr_factor(step: int, num_steps: int, training: Training) -> float:
     progress = min((step - training.warmup_steps) / max(1, num_steps - training.warmup_steps), 1.0)
     remaining = 1 - progress if training.lr_scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return training.min_lr_ratio + (1 - training.min_lr_ratio) * remaining
+
+
+def _load_shard(path: str, map_location: Any = None) -> Any:
+    """DeepSpeed's `torch.load`, which unpickles whatever the file says. Here only tensors, plain values and DeepSpeed's
+    own records are made."""
+    try:
+        with torch.serialization.safe_globals(SHARD_CLASSES):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0] if "GLOBAL" not in str(error) else re.search(r"GLOBAL \S+", str(error))[0]
+        raise ValueError(
+            f"{path}: holds what DeepSpeed does not write ({reason}) and could execute something: nothing of it was "
+            "loaded; resume from another checkpoint"
+        ) from None
 
 
 def _load_trained(src: dict[str, torch.Tensor], dst: nn.Module) -> None:

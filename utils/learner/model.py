@@ -253,6 +253,29 @@ def dummy_segment(model: nn.Module) -> Segment:
     return policy_segment("", ids, [], torch.zeros(merge**2, patch_dim), torch.tensor([[1, merge, merge]]))
 
 
+def partition(module: nn.Module, config: dict[str, Any]) -> None:
+    """Leave every rank its part of each parameter, one parameter after the other (ZeRO-3; collective).
+
+    `deepspeed.initialize` by itself would first move the whole model to every GPU. Before, the parameters are pages of
+    the mapped checkpoint; DeepSpeed writes rank 0's values into what it partitions, which would make them memory of
+    this process for good. So each passes through one buffer.
+
+    Args:
+        config: DeepSpeed's.
+    """
+    import deepspeed
+
+    buffer = torch.empty(max(p.numel() for p in module.parameters()), dtype=next(module.parameters()).dtype)
+
+    class InTurn(nn.Module):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            for parameter in module.parameters():
+                parameter.data = buffer[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
+                yield parameter
+
+    deepspeed.zero.Init(InTurn(), config_dict_or_path=config)
+
+
 class RowModel(nn.Module):
     """The module that DeepSpeed wraps: hidden states of a batch, and a function of them and the head.
 

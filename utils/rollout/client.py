@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 200  # requests over which `max_failed_fraction` is computed (CON-3)
 LOG_EVERY_S = 10.0  # while servers are waited for
-UNREACHABLE = """not every rollout server could be reached within {timeout_s:g} s:
+STOP_S = 5.0  # what calls of a weight sync have left after a stop request
+UNREACHABLE = """not every rollout server could be reached {limit}:
 {servers}
 Ways out:
   start the server: make server GPUS=<ids> CONFIG=<this file> \
@@ -63,11 +64,13 @@ class RolloutClient:
         self.boot_ids: list[str] = []  # the server processes whose responses are accepted
         self.owner: str | None = None  # the run that opened the communicators, set when it did; no other may (CON-4)
         self.run_tokens: dict[int, str] = {}  # by server, from `/init_communicator/`; sent with every `post` (SRV-3)
+        self.stop = threading.Event()  # set: the run is to stop, so a server that does not answer is not waited for
         self.stats: Counter[str] = Counter(calls=0, retries=0, timeouts=0, splits=0, given_up=0)  # given_up: requests
         self.calls: deque[dict[str, Any]] = deque(maxlen=10_000)  # records of `/infer/`, for `pop_calls`
         self._healths: list[dict[str, Any]] = []  # of `wait_ready`
         self._failed: deque[bool] = deque(maxlen=FAILURE_WINDOW)
-        self._lock = threading.Lock()  # guards the counters and the idle links
+        self._lock = threading.Lock()  # guards the counters and the links
+        self._posting: set[Link] = set()
         self._idle: defaultdict[int, list[Link]] = defaultdict(list)  # by server
 
     def url(self, index: int) -> str:
@@ -87,8 +90,29 @@ class RolloutClient:
     def post(self, index: int, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
         """Return the decoded JSON of one POST, sent once. Raises: CallFailed, with the url and the response."""
         headers = {"Run-Token": self.run_tokens[index]} if index in self.run_tokens else None
+        if self.stop.is_set():
+            timeout_s = min(timeout_s or STOP_S, STOP_S)
         with self.link(index) as link:
-            return read_json(*link.request("POST", path, timeout_s, json=body, headers=headers))
+            try:
+                with self._lock:
+                    self._posting.add(link)
+                return read_json(*link.request("POST", path, timeout_s, json=body, headers=headers))
+            finally:
+                with self._lock:  # a late cut must not reach the link's next user
+                    self._posting.discard(link)
+
+    def end_waits_at(self, stop: threading.Event) -> None:
+        """Wait for no server that does not answer any more, once `stop` is set (LRN-12)."""
+        self.stop = stop
+        threading.Thread(target=self._cut_posts, name="stop", daemon=True).start()
+
+    def _cut_posts(self) -> None:
+        """Body of the `stop` thread; later posts are as short by themselves."""
+        self.stop.wait()
+        time.sleep(STOP_S)
+        with self._lock:
+            for link in self._posting:
+                link.cancel(CallFailed(link.base_url, f"no answer within {STOP_S:g} s after the stop request"))
 
     def health(self, index: int, timeout_s: float = CONNECT_TIMEOUT_S, allow_dirty: bool = False) -> dict[str, Any]:
         """Return the response of `/health/`, with its `latency_s` (LOG-6); see `read_health`. Raises: CallFailed."""
@@ -159,7 +183,8 @@ class RolloutClient:
             for index, (server, health) in enumerate(zip(self.servers, found, strict=True)):
                 state = health.detail if isinstance(health, CallFailed) else "ready"
                 lines.append(f"  {index}: {server.base_url} (group port {server.group_port}): {state}")
-            raise RolloutError(UNREACHABLE.format(timeout_s=self.timeout_s, servers="\n".join(lines)))
+            limit = "before the stop request" if self.stop.is_set() else f"within {self.timeout_s:g} s"
+            raise RolloutError(UNREACHABLE.format(limit=limit, servers="\n".join(lines)))
         self._check_same(found)
         world_sizes = [health["world_size"] for health in found]
         check_capacity(self.decode_batch_size, sum(world_sizes), self.world_size)
@@ -205,7 +230,8 @@ class RolloutClient:
                 return {**health, "world_size": answer["world_size"]}
             except CallFailed as error:
                 failure = error
-            if failure.status in (401, 403) or stopped.is_set() or time.monotonic() + self.poll_s >= deadline:
+            is_over = stopped.is_set() or self.stop.is_set() or time.monotonic() + self.poll_s >= deadline
+            if failure.status in (401, 403) or is_over:
                 return failure
             if time.monotonic() >= next_log and self.rank == 0:
                 log.info("waiting for rollout server %s", failure)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from utils.capacity import call_seed, requests_per_server
-from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError
+from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, CallTimeout, Link, RolloutError
 from utils.rollout.responses import excerpt, is_dirty, read_health, read_outputs
 
 log = logging.getLogger(__name__)
@@ -251,9 +251,12 @@ class HealthWatch:
             raise self._gone(f"no good answer for {self.client.timeout_s:g} s; last: {self.last_failure}")
         start = time.monotonic()
         try:
-            health = read_health(*self._link.request("GET", "/health/", left_s), allow_dirty=True)
+            answer = self._link.request("GET", "/health/", min(left_s, CONNECT_TIMEOUT_S))
+            health = read_health(*answer, allow_dirty=True)
         except CallFailed as error:
             self.last_failure = str(error)
+            if self.client.stop.is_set():
+                raise self._gone(f"not waited for, since a stop was requested; last: {error}") from error
             self.round.cancelled.wait(min(0.25, self.client.poll_s))
             self._wake.set()
             return

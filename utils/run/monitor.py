@@ -126,7 +126,7 @@ def evaluation_file(run_dir: Path, step: int) -> Path:
 
 
 def write_evaluation(
-    run_dir: Path, step: int, result: Mapping[str, float], answers: Sequence[Mapping[str, Any]], is_best: bool
+    run_dir: Path, step: int, result: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], is_best: bool
 ) -> None:
     """`eval/step_N.json` (scores) and `eval/step_N.jsonl` (every answer, by `id`) under the run directory."""
     path = evaluation_file(run_dir, step)

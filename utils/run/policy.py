@@ -48,7 +48,8 @@ class Policy:
         send full weights before any request.
 
         Raises:
-            DistributedError: on all ranks, for any other failure, or for servers that do not come back as they were.
+            DistributedError: on all ranks, for any other failure, or for servers that do not come back as they were, or
+                not before a stop request. The model is as it was.
         """
         where = f"{where} with weights of step {step}"
         for recovery in range(MAX_RECOVERIES + 1):
@@ -71,7 +72,7 @@ class Policy:
                     logger.warning("%s: done after recovery; nothing was lost", where)
                 return result
             except DistributedError as failure:
-                if recovery == MAX_RECOVERIES or not any(self.ranks.gather(self._lost_server(failure))):
+                if recovery == MAX_RECOVERIES or not self._can_recover(failure):
                     raise
                 logger.warning("%s\nwaiting for the rollout servers, then continuing", failure)
             self.drain()
@@ -128,5 +129,10 @@ class Policy:
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
 
-    def _lost_server(self, failure: DistributedError) -> bool:
-        return self.client is not None and (isinstance(failure.__cause__, ServerGone) or bool(self.client.lost()))
+    def _can_recover(self, failure: DistributedError) -> bool:
+        """Was a server lost, and may all ranks wait for it, since none is to stop (collective)?"""
+        is_lost = may_wait = False
+        if self.client is not None and (may_wait := not self.client.stop.is_set()):
+            is_lost = isinstance(failure.__cause__, ServerGone) or bool(self.client.lost())
+        found = self.ranks.gather((is_lost, may_wait))
+        return any(is_lost for is_lost, _ in found) and all(may_wait for _, may_wait in found)

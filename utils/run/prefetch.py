@@ -116,10 +116,12 @@ class Prefetcher(Generic[Item]):
 
     def prepared_from(self, step: int) -> tuple[list[Item], int]:
         """State for a checkpoint taken before `step`: finished micro-steps from there on, in order and without a gap,
-        and how many have been drawn, these included. A failed one is left to the `get` that raises its error."""
+        and how many have been drawn, these included. A failed one is left to the `get` that raises its error. Of a step
+        that was begun and given up there is nothing: it is made again as a whole, on record as any other."""
         with self._changed:
             drawn = sorted(key for key in self._samples if key[0] >= step)
-            generated = [self._items[key] for key in itertools.takewhile(lambda key: key in self._items, drawn)]
+            kept = drawn if self._current_step < step else []
+            generated = [self._items[key] for key in itertools.takewhile(lambda key: key in self._items, kept)]
         finished = itertools.takewhile(lambda item: item.exception() is None, generated)
         return [item.result() for item in finished], len(drawn)
 

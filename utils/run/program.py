@@ -9,8 +9,9 @@ from typing import NoReturn, TypeVar
 
 from utils.config.load import Config, load_config_or_exit, require_variant
 from utils.config.plan import print_dry_run
+from utils.dist import capture_error
 from utils.run.session import Program
-from utils.run.shutdown import end_with
+from utils.run.shutdown import StopRequest, end_with
 
 AnyProgram = TypeVar("AnyProgram", bound=Program)
 
@@ -36,16 +37,25 @@ def run_program(
     if args.dry_run:
         print_dry_run(cfg, args.world_size)
         sys.exit(0)
-    run, status = None, 0
+    stop, run, status = StopRequest(), None, 0
+    stop.install()
+
+    def end(error: Exception) -> int:
+        facts = (run.session.steps_done, run.session.policy.version) if run else (None, None)
+        return end_with(error, Path(cfg.training.output_dir), args.config, *facts)
+
     try:
         run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint)
+        run.session.stop = stop
         train(run)
     except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
-        facts = (run.session.steps_done, run.session.policy.version) if run else (None, None)
-        status = end_with(error, Path(cfg.training.output_dir), args.config, *facts)
+        status = end(error)
     finally:
-        if run is not None:
-            run.session.close()
+        if run is not None and (error := capture_error(run.session.close)) is not None:
+            if status:  # the first error is the one that counts
+                print(f"and at its end: {type(error).__name__}: {error}", file=sys.stderr)
+            else:
+                status = end(error)
     sys.exit(status)
 
 

@@ -149,10 +149,17 @@ def _fsync(path: Path) -> None:
 def delete_old(run_dir: Path, save_total_limit: int) -> None:
     """Delete complete checkpoints but the newest `save_total_limit`; damaged ones are neither counted nor deleted."""
     whole = [path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None]
-    doomed = [path.rename(path.with_name(path.name + ".deleting")) for path in whole[save_total_limit:]]
-    for path in {*doomed, *run_dir.glob("checkpoint-*.deleting")}:  # including those of a process killed halfway
-        if (error := capture_error(shutil.rmtree, path)) is not None:
-            logger.warning("an old checkpoint could not be deleted: %s", error)
+    for path in run_dir.glob("checkpoint-*.deleting"):  # of a process killed halfway; in the way of a rename
+        _delete(path)
+    for path in whole[save_total_limit:]:
+        _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, by its `.deleting` name. One that cannot be deleted is named in a warning and stays."""
+    doomed = path.with_suffix(".deleting")
+    if (error := capture_error(path.rename, doomed) or capture_error(shutil.rmtree, doomed)) is not None:
+        logger.warning("an old checkpoint could not be deleted: %s", error)
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
@@ -216,7 +223,7 @@ def _problem_of_files(path: Path, files: Iterable[tuple[str, dict[str, Any]]], r
 def newest_complete(run_dir: Path, ranks: Ranks) -> tuple[Checkpoint | None, dict[str, str]]:
     """The newest complete checkpoint, and `{name: reason}` of all that were passed over (collective)."""
     passed_over = {path.name: "it was never finished" for path in sorted(run_dir.glob("checkpoint-*.partial"))}
-    for path in ranks.gather(checkpoint_folders(run_dir) if ranks.is_main else None)[0]:
+    for path in map(Path, ranks.gather([str(path) for path in checkpoint_folders(run_dir)])[0]):
         if (problem := problem_of(path, ranks)) is None:
             return read_manifest(path), passed_over
         passed_over[path.name] = problem
@@ -349,7 +356,7 @@ def drop_records_after(run_dir: Path, step: int, keep_evaluation: bool = True) -
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         partial.replace(log)
     for path in [*run_dir.glob("eval/step_*"), *run_dir.glob("dumps/step_*")]:
-        if int(re.match(r"step_(\d+)", path.name)[1]) > step:
+        if (found := re.match(r"step_(\d+)", path.name)) and int(found[1]) > step:  # others are not ours
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in ("finished.json", "weights.json"):
         (run_dir / name).unlink(missing_ok=True)

@@ -95,11 +95,13 @@ class RolloutLog:
 
 
 def read_rollout_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `rollouts.jsonl`, in order; lines torn by a kill are skipped."""
+    """The lines of a `rollouts.jsonl`, in order; lines torn by a kill are skipped, even where JSON is left of them."""
     lines = []
     for text in path.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
+            line = json.loads(text)
+            if isinstance(line, dict) and {"step", "phase"} <= line.keys():
+                lines.append(line)
     return lines
 
 

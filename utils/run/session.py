@@ -5,9 +5,10 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from utils.config.load import Config, exit_with
 from utils.data.encoding import EncodedPrompt, encode_prompt
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
-from utils.dist import Ranks, capture_error
+from utils.dist import DistributedError, Ranks, capture_error
 from utils.learner.checkpoint import save_adapter, save_merged
 from utils.learner.learner import Learner, StepResult
 from utils.packing import Batch
@@ -56,12 +57,13 @@ class Data:
     val_samples: list[Sample]  # of all ranks
     processor: Any
     table: TokenTable | None  # None where the tokenizer has no coordinate tokens; stage 2 never allows that
+    pixel_dtype: torch.dtype  # the model's: it would cast them itself, in the main thread
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def encode(self, samples: Sequence[Sample]) -> list[EncodedPrompt]:
         """Encode prompts, from any thread: a fast tokenizer cannot be used by two at once."""
         with self._lock:
-            return [encode_prompt(sample, self.processor) for sample in samples]
+            return [encode_prompt(sample, self.processor, self.pixel_dtype) for sample in samples]
 
 
 @dataclass(kw_only=True)
@@ -69,9 +71,10 @@ class Session:
     """Everything a run holds; `utils.run.setup.open_session` builds it.
 
     Attributes:
+        place: gives a finished segment its positions, in the thread that finishes it (LRN-8).
         metric: of an evaluation, that decides which step was the best.
         resumed: this rank's state in the checkpoint that the run continues from.
-        owes_evaluation: an earlier process was stopped before the evaluation due at `steps_done`.
+        owes_evaluation: an earlier process ended before the evaluation due at `steps_done`.
     """
 
     cfg: Config
@@ -81,6 +84,7 @@ class Session:
     data: Data
     policy: Policy
     learner: Learner
+    place: Callable[[Segment], Segment]
     collate: Callable[[list[Segment]], Batch]
     monitor: Monitor
     watch: ServerWatch
@@ -88,7 +92,9 @@ class Session:
     metric: str
     lock: RunLock | None = None  # on the run directory, rank 0's
     resumed: dict[str, Any] | None = None
+    program: Program | None = None  # from `begin` on
     steps_done: int = 0
+    steps_saved: int = 0  # those that the newest checkpoint holds
     owes_evaluation: bool = False
     best: float = -math.inf  # of `metric`, so far
     prefetcher: Prefetcher | None = None
@@ -139,10 +145,38 @@ class Session:
             exit_with(f"training.resume_from_checkpoint: {problem}", self.ranks.is_main)
 
     def begin(self, program: Program) -> None:
-        """Install the signal handlers and run an evaluation that is due before the first step."""
-        self.stop.install()
+        """Have signals ask for a checkpoint from now on, and run an evaluation that is due before the first step."""
+        self.program, self.steps_saved, self.stop.is_training = program, self.steps_done, True
+        self.stop.install()  # again: a library may have taken the signals
+        if self.policy.client is not None:
+            self.policy.client.end_waits_at(self.stop.requested)
         if self.owes_evaluation or (self.cfg.training.eval_at_start and self.resumed is None):
             program.evaluate(self.steps_done)
+
+    # A step
+
+    def prepare(self, step: int) -> list[Any]:
+        """Return the micro-steps of `step`, made with its weights by the program's `Stages` (collective)."""
+        get = partial(self.prefetcher.get, step)
+        with self._finished_steps_saved():
+            return self.policy.with_current_weights(step, get, f"preparing step {step}")
+
+    @contextmanager
+    def _finished_steps_saved(self) -> Iterator[None]:
+        """Save the finished steps before an error of `Policy.with_current_weights` ends the run (LRN-12).
+
+        Raises:
+            Stopped: instead of it, where a signal came.
+        """
+        try:
+            yield
+        except DistributedError as failure:  # on all ranks, and nothing of an unfinished step has been trained
+            signal_name = self._stop_signal()
+            if (error := capture_error(self._save_unsaved)) is not None:
+                logger.error("the finished steps could not be saved: %s", error)
+            elif signal_name:
+                raise Stopped(f"{self._stop_words(signal_name)}; interrupted: {failure}") from failure
+            raise
 
     # After a step
 
@@ -178,7 +212,7 @@ class Session:
             logger.warning("step %d: %s", step, warning)
 
     def end_step(self, program: Program, signal_name: str | None) -> None:
-        """Do what is due after step `steps_done`: evaluation, checkpoint, and the end where a signal requests it.
+        """Do what is due after step `steps_done`: checkpoint, evaluation, and the end where a signal requests it.
 
         Args:
             signal_name: of the signal, the same on all ranks.
@@ -188,13 +222,26 @@ class Session:
         """
         cfg, step = self.cfg.training, self.steps_done
         is_last = step == self.num_steps
-        is_due = bool(cfg.eval_steps) and (is_last or step % cfg.eval_steps == 0)
-        if is_due and not signal_name:
+        if is_last or (cfg.save_steps and step % cfg.save_steps == 0):
+            self._save(program)
+        if (is_due := self._evaluates_at(step)) and not signal_name:
             program.evaluate(step)
-        if is_last or signal_name or (cfg.save_steps and step % cfg.save_steps == 0):
-            self._save(program, owes_evaluation=is_due and bool(signal_name))
+            signal_name, is_due = self._stop_signal(), False
         if signal_name and (is_due or not is_last):
-            raise Stopped(f"stopped by {signal_name} after step {step} of {self.num_steps}, saved")
+            self._save_unsaved()
+            raise Stopped(self._stop_words(signal_name))
+
+    def _evaluates_at(self, step: int) -> bool:
+        every = self.cfg.training.eval_steps
+        return bool(every) and (step == self.num_steps or step % every == 0)
+
+    def _stop_signal(self) -> str | None:
+        """Name a signal that any rank has received (collective)."""
+        return next(filter(None, self.ranks.gather(self.stop.signal_name)), None)
+
+    def _stop_words(self, signal_name: str) -> str:
+        saved = ", saved" if self.steps_done else ""
+        return f"stopped by {signal_name} after step {self.steps_done} of {self.num_steps}{saved}"
 
     # Evaluation
 
@@ -204,14 +251,23 @@ class Session:
         def generate_and_score() -> list[Score]:
             with self.timed("eval"):
                 samples = self.data.val_samples[self.ranks.rank :: self.ranks.world_size]
-                greedy = RolloutSampling(max_new_tokens=self.cfg.rm.max_new_tokens)
+                new_tokens, reports_logprobs = self.cfg.rm.max_new_tokens, self.cfg.uses_vllm
+                greedy = RolloutSampling(max_new_tokens=new_tokens, logprobs=reports_logprobs)
                 results = self.policy.generate(samples, self.data.encode(samples), greedy, step, EVAL_MICRO_STEP)
                 return [score(sample, result) for sample, result in zip(samples, results, strict=True)]
 
-        return self.policy.with_current_weights(step, generate_and_score, f"evaluation at step {step}")
+        with self._finished_steps_saved():
+            return self.policy.with_current_weights(step, generate_and_score, f"evaluation at step {step}")
 
-    def log_evaluation(self, step: int, result: dict[str, float], responses: list[dict[str, Any]]) -> None:
-        """Write an evaluation to disk and to the curves, `responses` of all ranks together (collective)."""
+    def log_evaluation(
+        self,
+        step: int,
+        result: dict[str, float],
+        responses: list[dict[str, Any]],
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write an evaluation to disk and to the curves, `responses` of all ranks together (collective). `more` stands
+        in the file only."""
         metrics = {f"eval/{name}": value for name, value in result.items()}
         metrics |= self.policy.log_calls(step, "eval") | self.policy.pop_sync_metrics()
         gathered = [response for part in self.ranks.gather(responses) for response in part]
@@ -220,28 +276,36 @@ class Session:
         if self.ranks.is_main:
             self.monitor.scalars(step, metrics)
             self.monitor.flush()
-            write_evaluation(self.run_dir, step, result, gathered, is_best)
+            write_evaluation(self.run_dir, step, {**result, **(more or {})}, gathered, is_best)
             shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
             logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
 
     # Checkpoints and the end
 
-    def _save(self, program: Program, owes_evaluation: bool) -> None:
+    def _save_unsaved(self) -> None:
+        """Save the finished steps unless a checkpoint holds them (collective)."""
+        if self.steps_saved < self.steps_done:
+            self._save(self.program)
+
+    def _save(self, program: Program) -> None:
         """Write the checkpoint of `steps_done` (LRN-5, LRN-6; collective).
 
-        Args:
-            owes_evaluation: the one due at this step is left to the resumed run.
+        An evaluation that is due comes after it, so a resumed run owes it unless its file is there.
 
         Raises:
             DistributedError: on all ranks, where any could not write.
         """
-        own = {
-            "random": random_states(self.ranks.device),
-            "best": self.best,
-            "owes_evaluation": owes_evaluation,
-            "sync": {"mode": self.policy.engine.mode, "fallback": self.policy.engine.fallback},
-            **program.state_dict(),
-        }
+        own: dict[str, Any] = {}
+
+        def collect() -> None:
+            self.monitor.flush()  # a kill after the checkpoint must not lose the curves before it
+            own.update(program.state_dict())
+            own["random"] = random_states(self.ranks.device)
+            own["best"] = self.best
+            own["owes_evaluation"] = self._evaluates_at(self.steps_done)
+            own["sync"] = {"mode": self.policy.engine.mode, "fallback": self.policy.engine.fallback}
+
+        self.ranks.raise_on_all_ranks(capture_error(collect), f"saving step {self.steps_done}")
 
         def write(folder: Path) -> None:
             self.learner.save_state(folder / "state")
@@ -250,11 +314,11 @@ class Session:
             save_merged(self.learner.model, self.cfg.model.path, folder / "merged", self.ranks)
             save_adapter(self.learner.model, folder / "adapter", self.ranks)
 
-        self.monitor.flush()  # a kill after the checkpoint must not lose the curves before it
         config, limit = self.cfg.model_dump(mode="json", by_alias=True), self.cfg.training.save_total_limit
         facts = {"run_id": self.run_id, "config": config, "save_total_limit": limit}
         with self.timed("save"):
             write_checkpoint(self.run_dir, self.steps_done, self.ranks, write, **facts)
+        self.steps_saved = self.steps_done
 
     def finish(self, **facts: Any) -> None:
         """Say where the time went, what was left in the buffers (LRN-1), and what to look at."""
@@ -273,11 +337,12 @@ class Session:
         logger.info("checkpoint: %s; curves: tensorboard --logdir %s", checkpoint, self.run_dir)
 
     def close(self) -> None:
-        """Leave servers and process groups; the servers stay up (GRP-4)."""
-        self.prefetcher.drain(timeout_s=10.0)
-        self.watch.close()
-        self.monitor.close()
-        self.policy.engine.close()
-        self.ranks.close()
-        if self.lock is not None:
-            self.lock.close()
+        """Leave servers and process groups; the servers stay up (GRP-4). What fails is raised when all is done."""
+        with ExitStack() as last_first:
+            if self.lock is not None:
+                last_first.callback(self.lock.close)
+            last_first.callback(self.ranks.close)
+            last_first.callback(self.policy.engine.close)
+            last_first.callback(self.monitor.close)
+            last_first.callback(self.watch.close)
+            self.prefetcher.drain(timeout_s=10.0)

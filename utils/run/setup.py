@@ -23,12 +23,12 @@ from utils.config.load import Config, ConfigError, check_launch, exit_with, prob
 from utils.config.rules import length_limit
 from utils.data.encoding import encode_prompt, load_processor, model_digest, num_prompt_tokens, prompt_chat
 from utils.data.mistakes import BadLine, report_skipped
-from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples
+from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples, with_file_defaults
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
 from utils.learner.learner import Learner
 from utils.learner.model import dummy_segment, position_ids_for
-from utils.packing import NO_IDS, Batch, collate_packed, collate_padded
+from utils.packing import NO_IDS, Batch, collate_packed, collate_padded, place
 from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import Engine, NoEngine, ServerEngine
@@ -93,7 +93,7 @@ def open_session(
     learner = Learner(cfg, ranks, num_steps)
     if checkpoint is not None:
         learner.load_state(checkpoint.path / "state")
-    collate = make_collate(cfg, learner, table)
+    place_segment, collate = make_layout(cfg, learner, table)
     probe = make_probe(datasets[0][0], processor, table, learner, collate)
     engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
@@ -106,9 +106,10 @@ def open_session(
         ranks=ranks,
         run_id=run_id,
         num_steps=num_steps,
-        data=Data(stream, val_samples, processor, table),
+        data=Data(stream, val_samples, processor, table, pixel_dtype=getattr(torch, cfg.model.dtype)),
         policy=Policy(engine, client, ranks, run_id, cfg.training.seed, processor.tokenizer.decode, rollout_log, timer),
         learner=learner,
+        place=place_segment,
         collate=collate,
         monitor=monitor,
         watch=ServerWatch(client, ranks.is_main),
@@ -132,12 +133,12 @@ def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLoc
             nonce.touch()
         except (ValueError, OSError) as error:
             problem = str(error)
-    problem, nonce = ranks.gather((problem, nonce))[0]
+    problem, nonce = ranks.gather((problem, str(nonce)))[0]
     if problem:
         exit_with(problem, ranks.is_main)
     blind = ranks.places(ranks.spans_nodes and ranks.local_rank == 0 and not os.path.exists(nonce))
     if ranks.is_main:
-        nonce.unlink()
+        Path(nonce).unlink()
     if blind:
         rule = "does not see what rank 0 writes there; choose a directory that all nodes share"
         exit_with(f"training.output_dir={run_dir}: {blind} {rule}", ranks.is_main)
@@ -187,6 +188,10 @@ def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[floa
         train_specs, val_specs = cfg.custom.train_jsonl, cfg.custom.val_jsonl or []
         paths = [spec.path for spec in train_specs + val_specs]
         loaded = load_samples(paths, cfg.data.prompt, cfg.data.object_order, skipped, cfg.rm.format)
+        loaded = [
+            with_file_defaults(samples, spec.annotated, spec.teacher_forced_ratio)
+            for samples, spec in zip(loaded, train_specs + val_specs, strict=True)
+        ]
         datasets, validation = loaded[: len(train_specs)], loaded[len(train_specs) :]
     except DataError as error:
         exit_with(str(error), is_main)
@@ -255,14 +260,17 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
     return client
 
 
-def make_collate(cfg: Config, learner: Learner, table: TokenTable | None) -> Callable[[list[Segment]], Batch]:
-    """Segments to a batch of one row, or of padded rows without packing."""
-    return partial(
+def make_layout(
+    cfg: Config, learner: Learner, table: TokenTable | None
+) -> tuple[Callable[[Segment], Segment], Callable[[list[Segment]], Batch]]:
+    """What gives a segment its positions; what makes segments a batch of one row, or padded rows without packing."""
+    place_segment = partial(place, position_ids_fn=position_ids_for(learner.model))
+    return place_segment, partial(
         collate_packed if cfg.training.packing else collate_padded,
-        position_ids_fn=position_ids_for(learner.model),
+        **place_segment.keywords,
         coord_ids=table.coord_ids if table else NO_IDS,
         digit_ids=table.digit_ids if table else NO_IDS,
-        dummy=dummy_segment(learner.model),
+        dummy=place_segment(dummy_segment(learner.model)),
     )
 
 
@@ -347,6 +355,7 @@ def make_probe(
 def learner_host(base_url: str) -> str:
     """Address at which a server reaches this learner: loopback from loopback, else that of our interface."""
     host = urlsplit(base_url).hostname
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing; picks the outgoing interface
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing; picks the outgoing interface
         return probe.getsockname()[0]

@@ -4,6 +4,7 @@ way rank 0's last lines say what happened and how to continue."""
 import os
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -24,10 +25,16 @@ class StopRequest:
     """SIGTERM or SIGINT as a request that the training loop reads once per step; the ranks must agree on it.
 
     A second signal changes nothing: launchers send several. SIGQUIT and SIGKILL end the process at once.
+
+    Attributes:
+        requested: set by the signal, for threads that wait for a server meanwhile.
+        is_training: False as long as there is nothing to save: until then a signal ends the process, status 75.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self.requested = threading.Event()
+        self.is_training = False
 
     def install(self) -> None:
         """Install the handlers; only in a process's main thread."""
@@ -38,8 +45,14 @@ class StopRequest:
         if self.signal_name is not None:  # the first one counts: launchers send SIGTERM after a Ctrl-C
             return
         self.signal_name = signal.Signals(number).name
+        words = "stop requested: finishing this optimizer step unless a server hangs, then saving a checkpoint"
+        if not self.is_training:
+            words = f"stopped by {self.signal_name} before the first step; start again with the same command"
         if _is_main():  # not by print, which the signal may have interrupted
-            os.write(2, b"\nstop requested: finishing this optimizer step, then saving a checkpoint\n")
+            os.write(2, f"\n{words}\n".encode())
+        if not self.is_training:
+            os._exit(STOPPED_STATUS)  # an exception could be caught by whoever waits here
+        self.requested.set()
 
 
 def end_with(error: Exception, run_dir: Path, config: str, step: int | None, version: str | None) -> int:

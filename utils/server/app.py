@@ -184,8 +184,8 @@ def _weight_routes(updates: WeightUpdates) -> APIRouter:
     owned = APIRouter(route_class=StrictJson, dependencies=[Depends(check_token)])
 
     @public.post("/init_communicator/")
-    async def init_communicator(call: InitCommunicator, run_token: RunToken = "") -> dict[str, Any]:
-        return await updates.init(call, run_token)
+    async def init_communicator(call: InitCommunicator, request: Request, run_token: RunToken = "") -> dict[str, Any]:
+        return await _unless_hung_up(request, updates.init(call, run_token))
 
     owned.post("/close_communicator/")(updates.close)
     owned.post("/start_weight_update/")(updates.start)

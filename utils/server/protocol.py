@@ -161,7 +161,7 @@ class InitCommunicator(OwnedCall):
     rank_offset: Annotated[int, Field(ge=1)] = 1
     bucket_bytes: Annotated[int, Field(ge=1, le=2**50)]
     timeout_s: Annotated[float, Field(gt=0, le=86400)]
-    open_timeout_s: Annotated[float, Field(gt=0, le=86400)]
+    open_timeout_s: Annotated[float, Field(gt=0, le=600)]
 
 
 class FinishWeightUpdate(OwnedCall):

@@ -15,6 +15,9 @@ from utils.sync.wire import is_adapter_tensor
 
 logger = logging.getLogger(__name__)
 
+MAX_SILENCE_S = 600.0  # between two steps of an update, whatever its run allows
+WATCH_INTERVAL_S = 1.0  # between two looks at an update that waits for its next step
+
 
 class WeightUpdates:
     """Brings new weights into all replicas: idle -> updating -> idle, or dirty when anything goes wrong in between.
@@ -35,6 +38,7 @@ class WeightUpdates:
         self._carries_adapter = False  # the update in progress fills the LoRA slot (SYN-10)
         self._as_loaded = True  # no update has touched the engine's own weights since its start
         self._keeps_running = False  # requests are held over the update ("keep")
+        self._watch: asyncio.Task | None = None  # of the update in progress
 
     def check_token(self, token: str) -> None:
         """Raise `NotOwner` unless `token` is that of the run that opened the communicator."""
@@ -72,8 +76,15 @@ class WeightUpdates:
             self._token = secrets.token_urlsafe(32)
             self.engine.update_s = call.timeout_s  # how long the learner waits for each step
             left_s = {"open_timeout_s": max(0.1, deadline - time.monotonic())}
-            await self.engine.on_all_workers("init", call.model_dump(exclude={"run_id"}) | left_s)
+            step, payload = "init", call.model_dump(exclude={"run_id"}) | left_s
+            while any(await self.engine.on_all_workers(step, payload)):
+                step, payload = "opening", {}
+                await asyncio.sleep(0.05)
             return {"boot_id": self.engine.boot_id, "transport": self.transport, "run_token": self._token}
+        except asyncio.CancelledError:  # the caller is gone
+            self.owner = self._token = None
+            await self.engine.on_all_workers("close")
+            raise
         finally:
             self.lock.release()
 
@@ -97,6 +108,7 @@ class WeightUpdates:
             # Caches stay: nobody reads them before the end of the update drops them.
             await self.engine.llm.engine_core.pause_scheduler_async(mode=call.pause, clear_cache=False)
             await self.engine.on_all_workers("start")
+            self._watch = asyncio.create_task(self._end_if_abandoned(self.weights.num_updates))
         return {}
 
     async def update(self, call: UpdateWeights) -> dict[str, Any]:
@@ -166,6 +178,21 @@ class WeightUpdates:
             except Exception as error:
                 await self._fail(f"{name} failed: {error}")
                 raise
+            finally:
+                self._last_step = time.monotonic()
+
+    async def _end_if_abandoned(self, number: int) -> None:
+        """Fail update `number` when its learner is gone or sends no next step: requests wait for its end (SRV-12)."""
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            async with self.lock:
+                if self.weights.state != "updating" or self.weights.num_updates != number:
+                    return
+                silent_s = time.monotonic() - self._last_step
+                if silent_s > min(self.engine.update_s, MAX_SILENCE_S):
+                    return await self._fail(f"run {self.owner} sent no next step of its update for {silent_s:.0f} s")
+                if not any(await self.engine.on_all_workers("learner_is_alive")):
+                    return await self._fail(f"the learner of run {self.owner} is gone")
 
     async def _fail(self, reason: str) -> None:
         """Mark the weights dirty. Workers leave the communicator, which tells a learner that is still sending."""

@@ -1,7 +1,5 @@
 """Rendezvous of learner and engine workers, without vLLM's pickles, used by both sides."""
 
-import re
-import socket
 import threading
 from datetime import timedelta
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 from vllm.distributed.utils import StatelessProcessGroup
 
-from utils.dist import capture_error
+from utils.dist import capture_error, host_store
 from utils.sync import nccl
 
 
@@ -26,22 +24,6 @@ class PlainGroup(StatelessProcessGroup):
             self.store.set(key, bytes(obj))
             return obj
         return type(obj).from_buffer_copy(self.store.get(key))
-
-
-def host_store(host: str, port: int, world_size: int, timeout_s: float) -> torch.distributed.TCPStore:
-    """Host a store on `host:port` only, where vLLM's listens on every interface; return when all workers have come.
-
-    Raises TimeoutError, with the address and how many workers came.
-    """
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    limit, own = timedelta(seconds=timeout_s), {"multi_tenant": True, "master_listen_fd": listener.detach()}
-    try:
-        return torch.distributed.TCPStore(host, port, world_size, True, limit, **own)
-    except torch.distributed.DistStoreError as error:
-        if (joined := re.search(r"(\d+)/\d+ clients joined", str(error))) is None:
-            raise
-        came = f"{int(joined[1]) - 1} of {world_size - 1} workers"  # without rank 0
-        raise TimeoutError(f"timed out: {came} came to {host}:{port} in {timeout_s:g} s") from None
 
 
 def open_nccl(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> nccl.Channel:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from utils.dist import host_store
 from utils.sync import nccl
 from utils.sync.merged_weights import MergedWeights, WeightEntry
 from utils.sync.wire import bucket_layouts, loopback_if_local, tensor_digest
@@ -105,8 +106,6 @@ class GlooTransport(Transport):
     def open_group(self, address: tuple[str, int], world_size: int, timeout_s: float) -> torch.distributed.ProcessGroup:
         """Open rank 0's end of vLLM's `stateless_init_torch_distributed_process_group`."""
         from vllm.distributed.utils import get_tcp_uri, init_gloo_process_group
-
-        from utils.sync.rendezvous import host_store
 
         store = torch.distributed.PrefixStore(get_tcp_uri(*address), host_store(*address, world_size, timeout_s))
         return init_gloo_process_group(store, 0, world_size, timedelta(seconds=timeout_s))

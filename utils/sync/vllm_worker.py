@@ -12,6 +12,7 @@ Both take buckets as `utils.sync.wire` lays them out, and load them through `uti
 import contextlib
 import ctypes
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
+from utils.dist import capture_error
 from utils.sync import nccl
 from utils.sync.rendezvous import open_nccl
 from utils.sync.vllm_reload import NamedTensor, StreamBroken, StreamedUpdates
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 UPDATES_PER_TRIM = 10  # how often a CPU engine returns what malloc keeps in pieces to the system
 LEARNER_TIMEOUT_S = 5.0  # a learner whose store has not answered for so long counts as dead
+OPEN_SLICE_S = 0.1  # how long a worker answers nothing else while a communicator is being opened
 WATCH_INTERVAL_S = 1.0  # between two questions to the learner's store during an update over NCCL
 
 
@@ -72,13 +75,34 @@ class BucketStream(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInfo]):
 
     _bucket_bytes = 0
     _timeout_s = 300.0
+    _opener: int | None = None  # the thread whose opening is wanted
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()  # left over from a learner that died
         self._bucket_bytes = init_info.bucket_bytes
         self._timeout_s = init_info.timeout_s
         rank = _global_worker_rank(self.parallel_config) + init_info.rank_offset
-        self._open(init_info, rank, init_info.open_timeout_s)
+        self._opener = threading.get_ident()
+        deadline = time.monotonic() + init_info.open_timeout_s
+        self._await_learner(init_info, deadline)
+        self._open(init_info, rank, max(0.1, deadline - time.monotonic()))
+
+    def _await_learner(self, init_info: InitInfo, deadline: float) -> None:
+        """Wait until the learner listens: the calls after this one block in C, which nobody could call back."""
+        address = init_info.master_address, init_info.master_port
+        while True:
+            self._check_wanted()
+            try:
+                return socket.create_connection(address, timeout=1.0).close()
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    where = f"{address[0]}:{address[1]} in {init_info.open_timeout_s:g} s"
+                    raise TimeoutError(f"timed out: no learner at {where}: {error}") from None
+            time.sleep(0.1)
+
+    def _check_wanted(self) -> None:
+        if self._opener != threading.get_ident():
+            raise RuntimeError("the opening of this communicator was given up")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises StreamBroken when the sender is gone or `timeout_s` passes; the group is unusable afterwards."""
@@ -123,7 +147,7 @@ class StreamGlooEngine(BucketStream):
 
     def _open(self, init_info: InitInfo, rank: int, timeout_s: float) -> None:
         with loopback_if_local(init_info.master_address):
-            self._group, self.learner_store = stateless_init_torch_distributed_process_group(
+            group, store = stateless_init_torch_distributed_process_group(
                 init_info.master_address,
                 init_info.master_port,
                 rank=rank,
@@ -132,6 +156,8 @@ class StreamGlooEngine(BucketStream):
                 timeout=timedelta(seconds=timeout_s),
                 return_store=True,
             )
+        self._check_wanted()
+        self._group, self.learner_store = group, store
 
     def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, torch.distributed.Work]:
         bucket = torch.empty(layout.num_bytes, dtype=torch.uint8)  # vLLM keeps views until their module is complete
@@ -150,6 +176,7 @@ class StreamGlooEngine(BucketStream):
                 ctypes.CDLL(None).malloc_trim(0)
 
     def shutdown(self) -> None:
+        self._opener = None
         if self._group is not None:
             with contextlib.suppress(RuntimeError, KeyError):
                 stateless_destroy_torch_distributed_process_group(self._group)
@@ -168,7 +195,11 @@ class StreamNcclEngine(BucketStream):
 
     def _open(self, init_info: InitInfo, rank: int, timeout_s: float) -> None:
         address = init_info.master_address, init_info.master_port
-        self._channel = open_nccl(*address, rank, init_info.world_size, timeout_s)
+        channel = open_nccl(*address, rank, init_info.world_size, timeout_s)
+        if self._opener != threading.get_ident():
+            channel.close()
+        self._check_wanted()
+        self._channel = channel
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         store, deadline = self.learner_store, time.monotonic() + self._timeout_s
@@ -195,6 +226,7 @@ class StreamNcclEngine(BucketStream):
             nccl.release_memory()
 
     def shutdown(self) -> None:
+        self._opener = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -216,9 +248,29 @@ class WorkerExtension:
             logger.exception("weight update: %s failed on worker %d", step, rank)
             return {"result": None, "error": f"engine worker {rank}: {type(error).__name__}: {error}"}
 
-    def _weight_init(self, **init_info: Any) -> None:
+    def _weight_init(self, **init_info: Any) -> bool:
+        """Open in a thread, which the next `abort` or `close` leaves behind; return as `_weight_opening` does."""
         self._weight_abort()
-        self.init_weight_transfer_engine(init_info)
+        device = getattr(self, "device", None)
+
+        def open_it() -> None:
+            if device is not None and device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
+            self.init_weight_transfer_engine(init_info)
+
+        outcome: list[Exception | None] = []
+        thread = threading.Thread(target=lambda: outcome.append(capture_error(open_it)), daemon=True)
+        self._opening = thread, outcome
+        thread.start()
+        return self._weight_opening()
+
+    def _weight_opening(self) -> bool:
+        """Return whether the communicator is still being opened. Raises what ended the attempt."""
+        thread, outcome = self._opening
+        thread.join(OPEN_SLICE_S)
+        if not thread.is_alive() and outcome[0] is not None:
+            raise outcome[0]
+        return thread.is_alive()
 
     def _weight_learner_is_alive(self) -> bool:
         return ask_store(self.weight_transfer_engine.learner_store, nccl.ABORT_KEY) is not None

@@ -91,8 +91,8 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         kind = NcclTransport if self.ranks.device.type == "cuda" else GlooTransport
-        # The servers' own answers still arrive in time.
-        self._join_s = max(self.open_timeout_s / 2, self.open_timeout_s - 4 * REFUSAL_WAIT_S)
+        # The servers' own answers still arrive in time; they accept 600 s at most.
+        self._join_s = min(600.0, max(self.open_timeout_s / 2, self.open_timeout_s - 4 * REFUSAL_WAIT_S))
         self.transport = kind(self.bucket_bytes, self.timeout_s, self._join_s)
 
     def open(self) -> None:

@@ -67,20 +67,27 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 @contextlib.contextmanager
 def loopback_if_local(address: str) -> Iterator[None]:
-    """Have Gloo groups opened inside listen on loopback only, if the learner's `address` is on this machine.
+    """Have Gloo groups opened inside listen on loopback only if, and only if, the learner's `address` is on it.
 
-    Gloo knows no passwords. Not thread-safe: Gloo reads its interface from the environment.
+    Gloo knows no passwords. A learner on one node has its own groups on loopback (`Ranks.open`), where a server on
+    another machine is not reached. Not thread-safe: Gloo reads its interface from the environment.
     """
     key = "GLOO_SOCKET_IFNAME"
-    local = address in ("127.0.0.1", "localhost") and key not in os.environ
-    if not local or "lo" not in (name for _, name in socket.if_nameindex()):
-        yield
-        return
-    os.environ[key] = "lo"
+    given = os.environ.get(key)
+    is_local = address in ("127.0.0.1", "localhost") and "lo" in (name for _, name in socket.if_nameindex())
+    wanted = "lo" if is_local and given is None else None if not is_local and given == "lo" else given
     try:
+        _set_variable(key, wanted)
         yield
     finally:
+        _set_variable(key, given)
+
+
+def _set_variable(key: str, value: str | None) -> None:
+    if value is None:
         os.environ.pop(key, None)
+    else:
+        os.environ[key] = value
 
 
 def _mix(words: torch.Tensor, start: int) -> torch.Tensor:

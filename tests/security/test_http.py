@@ -1,0 +1,116 @@
+"""SRV-10, SRV-11: what a connection may cost, and for whom a request is meant, over real sockets."""
+
+import contextlib
+import http.server
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from fastapi.responses import JSONResponse
+
+from utils.data import images
+from utils.run.setup import learner_host
+from utils.server import front
+
+
+@pytest.fixture
+def port():
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            await JSONResponse({"path": scope["path"]})(scope, receive, send)
+
+    config = front.front_config(front.require_host(app, front.own_hosts("127.0.0.1")))
+    config.lifespan = "off"
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    thread.join(10)
+
+
+def ask(port: int, head: bytes) -> bytes:
+    """Send a head and return what comes until the server closes, or for 5 s."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        with contextlib.suppress(OSError):  # it may hang up before the end
+            client.sendall(head)
+        with contextlib.suppress(OSError):
+            return client.recv(65536)
+    return b""
+
+
+def test_an_endless_head_is_refused_SRV_10(port):
+    lines = b"".join(b"X-%d: %s\r\n" % (i, b"a" * 1000) for i in range(2000))
+    assert b" 200 " not in ask(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n")
+    assert b" 200 " in ask(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+@pytest.mark.parametrize("start", [b"GET /a", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET /a"])
+def test_a_head_that_does_not_end_is_cut_off_SRV_10(port, start, monkeypatch):
+    """Also one that sends a byte now and then, and on a connection that had an answer already."""
+    monkeypatch.setattr(front, "HEAD_S", 0.5)
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(start)
+        deadline = time.monotonic() + 5
+        with pytest.raises(OSError):
+            while time.monotonic() < deadline:
+                client.sendall(b"P")
+                time.sleep(0.1)
+
+
+def test_connections_are_bounded_SRV_10(port, monkeypatch):
+    monkeypatch.setattr(front, "MAX_CONNECTIONS", 3)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(4)]
+        with contextlib.suppress(ConnectionResetError):
+            assert clients[3].recv(1) == b""
+
+
+@pytest.mark.parametrize(("host", "status"), [("localhost:1", 200), ("[::1]:8", 200), ("evil.example", 421), ("", 421)])
+def test_the_host_header_must_be_the_servers_SRV_11(port, host, status):
+    assert b" %d " % status in ask(port, b"GET / HTTP/1.1\r\nHost: %b\r\n\r\n" % host.encode())
+
+
+def test_redirects_of_images_are_checked_SRV_11():
+    class Redirect(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(302)
+            self.send_header("Location", "ftp://127.0.0.1:9/a.png")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Redirect) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(images.ImageRefused, match=r"redirects to .* only http"):
+            images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{server.server_port}/")
+
+
+def test_an_image_that_drips_ends_SRV_10(monkeypatch):
+    monkeypatch.setattr(images, "URL_TOTAL_S", 0.3)
+
+    class Drip(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"x")
+                    time.sleep(0.05)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Drip) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(ValueError, match="not whole within 0.3 s"):
+            images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{server.server_port}/")
+
+
+def test_a_learner_reaches_an_ipv6_server():
+    assert learner_host("http://[::1]:8000") == "::1"

@@ -1,0 +1,94 @@
+"""What a connection may cost before a request is understood: heads, waits, connections; and for whom it is meant."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import h11
+import psutil
+import uvicorn
+from fastapi.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from utils.config.rollout import is_loopback
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_CONNECTIONS = 1024
+HEAD_S = 20.0  # from a connection's start, or a head's first byte, to the end of the head
+BODY_S = 300.0  # from the end of the head to the end of the body
+
+
+class BoundedHttp(H11Protocol):
+    """Closes connections beyond `MAX_CONNECTIONS`, and those whose head or body is not whole in time.
+
+    Nothing limits an answer: `/infer/` may take hours.
+    """
+
+    _awaited: Any = None  # what the running timer waits for, a state of h11
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self._bound_wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._bound_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _bound_wait(self) -> None:
+        state = self.conn.their_state
+        if state is self._awaited and self._timer is not None:
+            return  # a byte now and then gains no time
+        self._stop_timer()
+        limits = {h11.IDLE: HEAD_S, h11.SEND_BODY: BODY_S}
+        if state in limits:
+            self._awaited = state
+            self._timer = self.loop.call_later(limits[state], self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+
+def front_config(app: Callable[..., Awaitable[None]]) -> uvicorn.Config:
+    """Return uvicorn's settings. h11, because httptools reads heads without end."""
+    return uvicorn.Config(
+        app,
+        http=BoundedHttp,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        limit_concurrency=MAX_CONNECTIONS,
+        log_level="warning",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,
+    )
+
+
+def own_hosts(host: str) -> set[str]:
+    """Return what requests to a server on `host` may name in `Host`: beyond loopback also this machine's own names."""
+    names = {host.lower(), "localhost"}
+    if not is_loopback(host):
+        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+        names |= {a.address.partition("%")[0].lower() for own in psutil.net_if_addrs().values() for a in own}
+    return names
+
+
+def require_host(app: Callable[..., Awaitable[None]], hosts: set[str]) -> Callable[..., Awaitable[None]]:
+    """Refuse requests whose Host header names another machine: a web page could otherwise have its own name resolve
+    to this server and use it through a browser (SRV-11)."""
+    refusal = JSONResponse({"detail": "the Host header is no address of this server; use the one in base_url"}, 421)
+
+    async def checked(scope: dict, receive: Callable, send: Callable) -> None:
+        given = dict(scope.get("headers", [])).get(b"host", b"").decode("latin-1").lower()
+        name = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
+        is_ours = name in hosts or is_loopback(name)
+        await (app if is_ours or scope["type"] == "lifespan" else refusal)(scope, receive, send)
+
+    return checked
