@@ -92,10 +92,11 @@ class Ranks:
         if not self.spans_nodes and "lo" in (name for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for DeepSpeed's later groups, too
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        place: dict[str, Any] = {"store": self._open_store(), "rank": self.rank, "world_size": self.world_size}
-        if backend == "nccl" and self.world_size > 1:
-            place["device_id"] = self.device  # as DeepSpeed does
-        dist.init_process_group(backend, timeout=self._timeout, **place)
+        if not dist.is_initialized():  # an earlier run in this process may have left them open
+            place: dict[str, Any] = {"store": self._open_store(), "rank": self.rank, "world_size": self.world_size}
+            if backend == "nccl" and self.world_size > 1:
+                place["device_id"] = self.device  # as DeepSpeed does
+            dist.init_process_group(backend, timeout=self._timeout, **place)
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
         atexit.register(self.close)  # a user's mistake ends the set-up; the threads of open groups may then abort it
         if self.local_rank == 0:
@@ -110,6 +111,8 @@ class Ranks:
 
     def _open_store(self) -> Any:
         """Where the ranks meet. torch's own would listen on every interface, as torchrun's does."""
+        if self.world_size == 1:
+            return dist.HashStore()  # nobody else comes, so nothing listens
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return next(dist.rendezvous("env://", timeout=self._timeout))[0]  # type: ignore[attr-defined]
         host = os.environ["MASTER_ADDR"] if self.spans_nodes else "127.0.0.1"

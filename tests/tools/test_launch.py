@@ -49,7 +49,8 @@ def test_the_launcher_reports_the_run_of_a_killed_rank_LRN_5(tmp_path, ranks):  
     ]
     save(run, 4, ranks)
     with Path(run / "rollouts.jsonl").open("w") as file:
-        file.writelines(json.dumps({"step": step, "weight_version": f"r:{step - 1}"}) + "\n" for step in (4, 5))
+        lines = [{"step": step, "phase": "train", "weight_version": f"r:{step - 1}"} for step in (4, 5)]
+        file.writelines(json.dumps(line) + "\n" for line in lines)
     lines = killed_rank_message(signal.SIGKILL, [*arguments, "--resume", "auto"])
     assert lines[0].startswith(f"run {run}: a rank was ended by SIGKILL; the kernel does this when memory runs out")
     assert lines[1:] == [
