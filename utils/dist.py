@@ -112,7 +112,7 @@ class Ranks:
     def _open_store(self) -> Any:
         """Where the ranks meet. torch's own would listen on every interface, as torchrun's does."""
         if self.world_size == 1:
-            return dist.HashStore()  # nobody else comes, so nothing listens
+            return dist.HashStore()  # type: ignore[attr-defined]  # nobody else comes, so nothing listens
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return next(dist.rendezvous("env://", timeout=self._timeout))[0]  # type: ignore[attr-defined]
         host = os.environ["MASTER_ADDR"] if self.spans_nodes else "127.0.0.1"
