@@ -1,8 +1,9 @@
-"""`make demo`: stage 2 from start to end on this machine's CPU, with the real server and the real learner.
+"""`make demo`: a model learns a new class, once by supervised training and once by stage 2, on this machine's CPU.
 
-Makes data and a start model (cached), starts `rollout_server.py`, runs `deepspeed train_stage2.py` with two ranks
-against it, stops the server and shows the result: a table, runs/demo/summary.json and runs/demo/before_after.png.
-It only starts the commands that a user would type; nothing here takes part in training.
+Makes data and a start model (cached), which has never seen anything yellow; the training images have only their yellow
+objects annotated. Starts `rollout_server.py`, runs `deepspeed train_stage2.py` with two ranks against it once for each
+way, with equal steps, stops the server and shows what each has learnt and forgotten: a table, runs/demo/summary.json
+and runs/demo/comparison.png. It only starts the commands that a user would type; nothing here takes part in training.
 """
 
 import json
@@ -13,9 +14,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import requests
 from PIL import Image
@@ -23,14 +25,17 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.launch import process_tree
+from tools.make_demo import NEW_COLOUR
 from utils.config.load import load_config_or_exit
 from utils.geometry import Object
 from utils.run.draw import GROUND_TRUTH, PREDICTION, draw_objects, sheet
 
-CONFIG = "configs/demo/stage2.yaml"
+CONFIGS = {"sft": "configs/demo/sft.yaml", "after": "configs/demo/stage2.yaml"}  # by their names in the summary
+ARMS = {"before": "start model", "sft": "supervised", "after": "stage 2"}
+ROOT = Path("runs/demo")
 WORLD_SIZE = 2
 NUM_SHOWN = 6
-METRICS = ("f1", "f1_no_label", "precision", "recall", "parse_rate")
+METRICS = ("f1", "f1_old", "f1_new", "precision", "recall", "duplicates_per_image", "parse_rate")
 PARTS = ("rollout", "sync", "train", "prepare", "eval", "total")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 ALL_CORES = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count())}  # for steps that run alone: data, warm-up
@@ -39,39 +44,53 @@ ALL_CORES = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count())}  # for steps
 def main() -> None:
     exit_on_sigterm()
     start = time.monotonic()
-    output = Path(load_config_or_exit(CONFIG).training.output_dir)
-    say("1/3 data and start model (made once, kept under runs/demo)")
+    say("1/4 data and start model (made once, kept under runs/demo)")
     run([sys.executable, "-m", "tools.make_demo"], ALL_CORES)
     seconds = {"make_demo": time.monotonic() - start}
-    seconds |= serve_and_train("train_stage2.py", CONFIG, ENVIRONMENT)
+    server = CONFIGS["after"]
+    say("2/4 rollout server: python rollout_server.py --config " + server)
+    with serving(server, ROOT / "server.log", ENVIRONMENT):
+        seconds["server_start"] = time.monotonic() - start - seconds["make_demo"]
+        for number, (arm, config) in enumerate(CONFIGS.items()):
+            say(f"{number + 3}/4 learner, {ARMS[arm]}: {' '.join(learner_command('train_stage2.py', config))}")
+            seconds[f"learner_{arm}"] = train("train_stage2.py", config, ENVIRONMENT)
     seconds["total"] = time.monotonic() - start
-    report(output, Path("runs/demo"), seconds)
+    report(ROOT, seconds)
+
+
+@contextmanager
+def serving(config: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
+    """Run the rollout server of `config` as a user would, from the moment it is healthy."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    server = start_server(config, environment, log)
+    try:
+        wait_healthy(server, load_config_or_exit(config).servers()[0].base_url, log)
+        yield
+    finally:
+        stop(server)
+
+
+def train(script: str, config: str, environment: dict[str, str]) -> float:
+    """Run the learner of `config` as a user would, in a fresh run directory; return its seconds."""
+    began = time.monotonic()
+    shutil.rmtree(load_config_or_exit(config).training.output_dir, ignore_errors=True)
+    run(learner_command(script, config), environment)
+    return time.monotonic() - began
+
+
+def learner_command(script: str, config: str) -> list[str]:
+    deepspeed = Path(sys.executable).parent / "deepspeed"
+    return [str(deepspeed), "--num_gpus", str(WORLD_SIZE), script, "--config", config]
 
 
 def serve_and_train(script: str, config: str, environment: dict[str, str]) -> dict[str, float]:
-    """Run server and learner of `config` as a user would, in a fresh run directory, until the learner ends.
-
-    Returns:
-        Seconds until the server was healthy (`server_start`) and of the learner's process (`learner`).
-    """
-    cfg, seconds = load_config_or_exit(config), {}
-    output = Path(cfg.training.output_dir)
+    """Run server and learner of `config`; return the seconds until the server was healthy, and those of the learner."""
     say("2/3 rollout server: python rollout_server.py --config " + config)
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
     began = time.monotonic()
-    server = start_server(config, environment, output / "server.log")
-    try:
-        wait_healthy(server, cfg.servers()[0].base_url, output / "server.log")
-        seconds["server_start"] = time.monotonic() - began
-        command = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", str(WORLD_SIZE), script]
-        say("3/3 learner: deepspeed " + " ".join(command[1:]) + " --config " + config)
-        began = time.monotonic()
-        run([*command, "--config", config], environment)
-        seconds["learner"] = time.monotonic() - began
-    finally:
-        stop(server)
-    return seconds
+    with serving(config, Path(load_config_or_exit(config).training.output_dir).parent / "server.log", environment):
+        start = time.monotonic() - began
+        say("3/3 learner: " + " ".join(learner_command(script, config)))
+        return {"server_start": start, "learner": train(script, config, environment)}
 
 
 def free_ports(count: int) -> list[int]:
@@ -130,27 +149,31 @@ def stop(server: subprocess.Popen) -> None:
         server.wait()
 
 
-def report(output: Path, demo: Path, seconds: dict[str, float]) -> None:
-    """Write `summary.json` and `before_after.png`, and print tables."""
-    finished, before, after = read_results(output)
-    last, seconds = finished["steps"], finished["seconds"] | seconds
-    keys = (*METRICS, "mean_iou", "num_images")
-    summary = {
-        "before": {key: before[key] for key in keys},
-        "after": {key: after[key] for key in keys},
-        "steps": last,
-        "world_size": finished["world_size"],
-        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+def report(root: Path, seconds: dict[str, float]) -> None:
+    """Write `summary.json` and `comparison.png`, and print a table."""
+    runs = {arm: Path(load_config_or_exit(config).training.output_dir) for arm, config in CONFIGS.items()}
+    results = {arm: read_results(run_dir) for arm, run_dir in runs.items()}
+    finished, before, _ = results["after"]
+    ends = {"before": before} | {arm: after for arm, (_, _, after) in results.items()}
+    summary: dict[str, Any] = {
+        name: {key: scores[key] for key in METRICS} | {"duplicates": scores["duplicates_per_image"]}
+        for name, scores in ends.items()
     }
-    (demo / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    picture(output, last).save(demo / "before_after.png")
-    title = f"{before['num_images']:.0f} held-out images, {last} optimizer steps"
-    print_changes(title, ("before", "after"), {name: (before[name], after[name]) for name in METRICS})
-    print_seconds(seconds)
+    summary |= {"num_images": before["num_images"], "steps": finished["steps"], "world_size": finished["world_size"]}
+    for arm, (own, _, _) in results.items():
+        seconds |= {f"{arm}_{part}": value for part, value in own["seconds"].items()}
+    summary["seconds"] = {name: round(value, 2) for name, value in seconds.items()}
+    (root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    picture(runs["after"], runs["sft"], finished["steps"]).save(root / "comparison.png")
+
+    title = f"{before['num_images']:.0f} held-out images, all classes annotated; {finished['steps']} optimizer steps"
+    rows = [[name, *(f"{scores[name]:.3f}" for scores in ends.values())] for name in METRICS]
+    print_table(title, ("", *(ARMS[name] for name in ends)), rows)
+    times = [[ARMS[arm], *(f"{own['seconds'].get(part, 0.0):.1f}" for part in PARTS)] for arm, (own, _, _) in results.items()]
+    print_table("seconds", ("", *PARTS), times)
     print(
-        "This shows that everything works together, not that stage 2 is better: plain supervised training for the\n"
-        "same number of steps gains as much on this task (docs/results.md).\n"
-        f"picture: {demo / 'before_after.png'}   numbers: {demo / 'summary.json'}\n"
+        f"f1_new: {NEW_COLOUR} objects, which the training images annotate. f1_old: all others, which they show, too, but\n"
+        f"do not annotate. picture: {root / 'comparison.png'}   numbers: {root / 'summary.json'}\n"
         "curves:  .venv/bin/tensorboard --logdir runs"
     )
 
@@ -181,22 +204,16 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     Console().print(table)
 
 
-def picture(output: Path, last: int) -> Image.Image:
-    """Validation images with the ground truth, and the predictions before and after training."""
-    before, after = (
-        [json.loads(line) for line in (output / f"eval/step_{step:06d}.jsonl").open()][:NUM_SHOWN] for step in (0, last)
-    )
+def picture(stage2: Path, sft: Path, last: int) -> Image.Image:
+    """Validation images with the ground truth, and the answers of the start model and of both arms."""
+    files = (stage2 / "eval/step_000000.jsonl", *(arm / f"eval/step_{last:06d}.jsonl" for arm in (sft, stage2)))
+    answers = [[json.loads(line) for line in file.open()][:NUM_SHOWN] for file in files]
     rows = []
-    for first, second in zip(before, after, strict=True):
-        image = Image.open(first["images"][0])
-        rows.append(
-            [
-                draw_objects(image, to_objects(first["gt"]), GROUND_TRUTH),
-                draw_objects(image, to_objects(first["pred"]), PREDICTION),
-                draw_objects(image, to_objects(second["pred"]), PREDICTION),
-            ]
-        )
-    return sheet(rows, ("ground truth", "before stage 2", "after stage 2"))
+    for same in zip(*answers, strict=True):
+        image = Image.open(same[0]["images"][0])
+        predicted = [draw_objects(image, to_objects(answer["pred"]), PREDICTION) for answer in same]
+        rows.append([draw_objects(image, to_objects(same[0]["gt"]), GROUND_TRUTH), *predicted])
+    return sheet(rows, ("ground truth", *ARMS.values()))
 
 
 def to_objects(records: list[dict]) -> list[Object]:

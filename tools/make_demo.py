@@ -14,6 +14,7 @@ PEFT, DeepSpeed) treats it like the 8B model.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ SHAPES = ("ring", "square", "triangle")
 # The warm-up learns from cheap data: only this share of its scenes lists all objects, the others only the first one.
 # So the start model can find several objects but mostly stops after one, which is what stage 2 then corrects.
 FULLY_ANNOTATED = 0.45
-NUM_TRAIN, NUM_VAL, NUM_WARMUP = 4000, 256, 8000
+NEW_COLOUR = "yellow"  # of the classes that the demo teaches
+NUM_TRAIN, NUM_VAL, NUM_WARMUP = 1600, 256, 8000
 PROMPT = Data().prompt  # the config's default: demo data has no prompts of its own
 
 NUM_COORD_TOKENS = 1000
@@ -238,11 +240,13 @@ class Scenes:
         max_objects: a scene has 1 to this many (fewer if no room is found).
         sizes: smallest and largest width of an object, as shares of the side.
         max_labels: a scene has 1 to this many labels, which its objects repeat; None: each object draws its own.
+        colours: what labels are drawn from.
     """
 
     max_objects: int = 4
     sizes: tuple[float, float] = (0.20, 0.42)
     max_labels: int | None = None
+    colours: tuple[str, ...] = tuple(COLOURS)
 
 
 def make_dataset(
@@ -253,24 +257,35 @@ def make_dataset(
     seed: int = 0,
     image_size: int = 128,
     scenes: Scenes = Scenes(),
+    new_colour: str | None = None,
 ) -> tuple[Path, Path, Path]:
     """Write `train.jsonl`, `val.jsonl`, `warmup.jsonl` and their PNG files; return the three JSONL paths.
 
     The same seed gives the same files, byte for byte. No scene is in two files: each has its own number in one random
-    sequence. `warmup.jsonl` is only partly annotated, see `FULLY_ANNOTATED`.
+    sequence. `val.jsonl` is fully annotated.
+
+    Args:
+        new_colour: the warm-up has no object of this colour, and each of its scenes is fully annotated. Each training
+            scene has one at least, and only those are annotated. None: `train.jsonl` is fully annotated, `warmup.jsonl`
+            only partly (see `FULLY_ANNOTATED`).
     """
-    out_dir = Path(out_dir)
+    old = replace(scenes, colours=tuple(colour for colour in scenes.colours if colour != new_colour))
+    draws = {"val": scenes, "train": scenes, "warmup": old}
+    numbers = itertools.count()
     paths = []
-    first = 0
     for name, count in (("val", num_val), ("train", num_train), ("warmup", num_warmup)):
-        numbers, first = range(first, first + count), first + count
-        folder = out_dir / name
+        folder = Path(out_dir) / name
         folder.mkdir(parents=True, exist_ok=True)
-        rows = []
-        for number in numbers:
+        rows: list[dict] = []
+        while len(rows) < count:
+            number = next(numbers)
             rng = random.Random(f"{seed}-{number}")
-            image, objects = draw_scene(rng, image_size, scenes)
-            if name == "warmup" and rng.random() >= FULLY_ANNOTATED:
+            image, objects = draw_scene(rng, image_size, draws[name])
+            if name == "train" and new_colour:
+                objects = [item for item in objects if item["desc"].startswith(new_colour)]
+                if not objects:
+                    continue
+            if name == "warmup" and not new_colour and rng.random() >= FULLY_ANNOTATED:
                 objects = objects[:1]
             file = folder / f"{number:06d}.png"
             image.save(file, compress_level=1)
@@ -283,7 +298,7 @@ def make_dataset(
                     "objects": objects,
                 }
             )
-        path = out_dir / f"{name}.jsonl"
+        path = folder.with_suffix(".jsonl")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths.append(path)
     val, train, warmup = paths
@@ -302,17 +317,18 @@ def draw_scene(rng: random.Random, side: int, scenes: Scenes) -> tuple[Image.Ima
     draw = ImageDraw.Draw(image)
     objects = []
     boxes = _place_boxes(rng, side, rng.randint(1, scenes.max_objects), scenes.sizes)
-    labels = [_draw_label(rng) for _ in range(rng.randint(1, scenes.max_labels))] if scenes.max_labels else []
+    colours, most = list(scenes.colours), scenes.max_labels
+    labels = [_draw_label(rng, colours) for _ in range(rng.randint(1, most))] if most else []
     for box in boxes:
-        colour, shape = rng.choice(labels) if labels else _draw_label(rng)
+        colour, shape = rng.choice(labels) if labels else _draw_label(rng, colours)
         fill = tuple(max(0, min(255, value + rng.randint(-25, 25))) for value in COLOURS[colour])
         _draw_shape(draw, shape, box, fill)
         objects.append({"desc": f"{colour} {shape}", "bbox_2d": list(box)})
     return image, sorted(objects, key=lambda item: (item["bbox_2d"][1], item["bbox_2d"][0]))
 
 
-def _draw_label(rng: random.Random) -> tuple[str, str]:
-    return rng.choice(list(COLOURS)), rng.choice(SHAPES)
+def _draw_label(rng: random.Random, colours: list[str]) -> tuple[str, str]:
+    return rng.choice(colours), rng.choice(SHAPES)
 
 
 def _place_boxes(
@@ -355,10 +371,11 @@ def make_demo(
     num_train: int = NUM_TRAIN,
     num_val: int = NUM_VAL,
     num_warmup: int = NUM_WARMUP,
+    new_colour: str | None = NEW_COLOUR,
 ) -> None:
     """Make `data`, `start` and `model` below `root`, each only if its settings have changed since the last time.
 
-    `warmup` gives the training settings; its paths are replaced.
+    `warmup` gives the training settings; its paths are replaced. `new_colour` is that of `make_dataset`.
     """
     warmup = warmup.model_copy(
         update={
@@ -368,11 +385,15 @@ def make_demo(
         }
     )
     this_file = Path(__file__).read_text()
-    sizes = [num_train, num_val, num_warmup]
-    cached(root / "data", [this_file, sizes], "synthetic scenes", lambda folder: make_dataset(folder, *sizes))
+    scenes = [num_train, num_val, num_warmup, new_colour]
+
+    def make_scenes(folder: Path) -> None:
+        make_dataset(folder, num_train, num_val, num_warmup, new_colour=new_colour)
+
+    cached(root / "data", [this_file, scenes], "synthetic scenes", make_scenes)
     cached(root / "start", [this_file], "an untrained Qwen3-VL", build_start_model)
 
-    settings = [this_file, sizes, warmup.model_dump()]
+    settings = [this_file, scenes, warmup.model_dump()]
     cached(root / "model", settings, f"supervised warm-up, {warmup.steps} steps", lambda _: warm_up(warmup))
 
 
