@@ -74,7 +74,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         llm = AsyncLLM.from_engine_args(engine_args(launch), usage_context=UsageContext.OPENAI_API_SERVER)
         model = launch.model
         processor = load_processor(model.path, model.image_min_pixels, model.image_max_pixels)
-        images = ImageStore(launch.image_roots, launch.settings.allow_image_urls)
+        images = ImageStore(launch.image_roots, launch.settings.allow_image_urls, launch.settings.max_image_pixels)
         engine = RolloutEngine(llm, processor, images, model.path, launch.world_size, launch.stuck_s)
         await engine.warm_up()
     updates = WeightUpdates(engine, "nccl" if launch.device == "cuda" else "gloo")

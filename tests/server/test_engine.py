@@ -33,7 +33,7 @@ class FakeLLM:
     def __init__(self, replicas: int = 2, seconds: float = 0.01):
         self.seconds = seconds
         self.errored = False
-        self.model_config = SimpleNamespace(get_diff_sampling_param=dict, is_multimodal_model=False)
+        self.model_config = SimpleNamespace(get_diff_sampling_param=dict, is_multimodal_model=False, max_model_len=512)
         self.engine_core = SimpleNamespace(
             core_engines=list(range(replicas)), _call_utility_async=self._utility, pause_scheduler_async=self._pause
         )
@@ -562,5 +562,6 @@ def test_what_is_not_quite_json_gets_a_short_4xx(body):
 def test_a_422_lists_the_first_mistakes_only():
     """SRV-5"""
     _, engine, updates = make()
-    answer = TestClient(make_app(engine, updates, None)).post("/infer/", json={"infer_requests": [3] * 10_000})
+    client = TestClient(make_app(engine, updates, None))
+    answer = client.post("/infer/", json={"infer_requests": [dict.fromkeys("abcdefghijklmnopqrstuvw", 1)]})
     assert answer.status_code == 422 and len(answer.json()["detail"]) == 20

@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from utils.data.encoding import model_digest
-from utils.data.images import ImageRefused, ImageStore
-from utils.data.prompts import render_prompt, to_chat_messages
+from utils.data.images import ImageRefused, ImageStore, PixelBudget
+from utils.data.prompts import TooLarge, render_prompt, to_chat_messages
 from utils.server.protocol import (
     ChatCompletionResponse,
     ChatMessage,
@@ -40,6 +41,7 @@ from utils.sync.wire import ADAPTER_ID
 logger = logging.getLogger(__name__)
 
 ADAPTER = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # vLLM uses a filled slot without a look at the path
+CALL_IMAGES = 16  # a call's images have at most so many times the pixels of a request's
 NO_VERSION = "default"  # vLLM's name for weights that were never updated
 WATCH_INTERVAL_S = 5.0  # at most, between two checks that the engines are alive
 
@@ -130,15 +132,27 @@ class RolloutEngine:
         self.ids_in_flight: set[str] = set()  # `_generate` runs an aborted request again or, if dirty, fails
 
     async def infer(self, requests: list[RolloutInferRequest], config: RequestConfig) -> list[RolloutOutput]:
-        """Answer in request order; request i samples with `seed + i`. Raises `Unavailable` for all or none."""
+        """Answer in request order; request i samples with `seed + i`.
+
+        Raises:
+            Unavailable: for all or none.
+            BadCall: every request is too large.
+        """
         self.check_alive()
-        answers = [asyncio.ensure_future(self._answer(r, config, config.seed_of(i))) for i, r in enumerate(requests)]
+        pixels = PixelBudget(CALL_IMAGES * self.images.max_pixels, "call")
+        answers = [
+            asyncio.ensure_future(self._answer(request, config, config.seed_of(index), pixels))
+            for index, request in enumerate(requests)
+        ]
         try:
-            return await asyncio.gather(*answers)
+            outputs = await asyncio.gather(*answers)
         except BaseException:  # the caller hung up or the engine died: nobody can use what still runs
             for answer in answers:
                 answer.cancel()
             raise
+        if outputs and all("too_large" in output.rollout_infos for output in outputs):
+            raise BadCall(outputs[0].rollout_infos["error"])
+        return outputs
 
     async def probe(self, call: ProbeCall) -> dict[str, Any]:
         """Score every prompt token (null for the first) on every replica, without reading the prefix cache (SYN-7).
@@ -217,24 +231,32 @@ class RolloutEngine:
             raise UpdateFailed("; ".join(errors))
         return [answer["result"] for answer in answers]
 
-    async def _answer(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> RolloutOutput:
+    async def _answer(
+        self, request: RolloutInferRequest, config: RequestConfig, seed: int | None, pixels: PixelBudget
+    ) -> RolloutOutput:
         """Answer one request, which fails alone unless the whole server cannot generate."""
         try:
-            prompt = await asyncio.to_thread(self._prepare, request)
+            prompt = await asyncio.to_thread(self._prepare, request, budgets=[pixels])
             output = await self._generate(prompt, sampling_params(config, seed, self._defaults))
         except (ValueError, VLLMClientError) as error:
-            refused = isinstance(error, ImageRefused)
-            return RolloutOutput.failed(self.model_path, self.weights.version, str(error), refused)
+            kind = {ImageRefused: "refused", TooLarge: "too_large"}.get(type(error))
+            return RolloutOutput.failed(self.model_path, self.weights.version, str(error), kind)
         sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
         return self._rollout_output(output, sizes)
 
-    def _prepare(self, request: RolloutInferRequest, extra_ids: list[int] | tuple[int, ...] = ()) -> dict[str, Any]:
+    def _prepare(
+        self,
+        request: RolloutInferRequest,
+        extra_ids: list[int] | tuple[int, ...] = (),
+        budgets: Sequence[PixelBudget] = (),
+    ) -> dict[str, Any]:
         """Return vLLM's prompt: token ids, one placeholder per image, and the images. Blocking; raises ValueError."""
         sources = collect_images(request.messages, request.images)
-        token_ids = render_prompt(self.processor, to_chat_messages(request.messages, len(sources)))
+        messages = to_chat_messages(request.messages, len(sources))
+        token_ids = render_prompt(self.processor, messages, self.llm.model_config.max_model_len)
         prompt: dict[str, Any] = {"prompt_token_ids": [*token_ids, *extra_ids]}
         if sources:
-            prompt["multi_modal_data"] = {"image": [self.images.open(source) for source in sources]}
+            prompt["multi_modal_data"] = {"image": self.images.open_all(sources, budgets)}
         return prompt
 
     async def _generate(
