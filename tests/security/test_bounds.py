@@ -17,9 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+from pydantic import ValidationError
 
 from tools.demo import free_ports
-from utils.server import app
+from utils.server import app, protocol
 
 MAX_MODEL_LEN = 512  # of the fake engine
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -157,19 +158,33 @@ def test_the_images_of_a_call_have_a_limit_together_SRV_10(server):
     assert seen["wait"] < 1.0
 
 
+OPENING = {"master_address": "x", "master_port": 1, "world_size": 2, "bucket_bytes": 1, "timeout_s": 1.0}
+OPENING |= {"run_id": "a", "open_timeout_s": 1.0}
+TENSOR = {"run_id": "a", "names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
+
+
 @pytest.mark.parametrize(
-    ("path", "fields"),
+    ("model", "fields", "wrong"),
     [
-        ("/start_weight_update/", {"run_id": "a\nFAKE: ready", "version": "v"}),
-        ("/start_weight_update/", {"run_id": "a" * 10**6, "version": "v"}),
-        ("/init_communicator/", {"run_id": "a", "master_address": "x" * 10**6, "master_port": 1, "world_size": 2}),
-        ("/init_communicator/", {"run_id": "a", "master_address": "x", "master_port": 1, "world_size": 2**70 + 1}),
-        ("/update_weights/", {"run_id": "a", "names": ["w"], "dtype_names": ["float32"], "shapes": [[2**70]]}),
-        ("/update_weights/", {"run_id": "a", "names": ["w\n"], "dtype_names": ["float32"], "shapes": [[2]]}),
+        (protocol.StartWeightUpdate, {"run_id": "a", "version": "v"}, {"run_id": "a\nFAKE: ready"}),
+        (protocol.StartWeightUpdate, {"run_id": "a", "version": "v"}, {"version": "a" * 10**6}),
+        (protocol.InitCommunicator, OPENING, {"master_address": "x" * 10**6}),
+        (protocol.InitCommunicator, OPENING, {"world_size": 2**70 + 1}),
+        (protocol.InitCommunicator, OPENING, {"rank_offset": 2**63 - 1}),
+        (protocol.UpdateWeights, TENSOR, {"shapes": [[2**70]]}),
+        (protocol.UpdateWeights, TENSOR, {"shapes": [[1] * 9]}),
+        (protocol.UpdateWeights, TENSOR, {"names": ["w\x1b[2K"]}),
     ],
 )
-def test_names_and_numbers_of_weight_calls_have_bounds_SRV_10(server, path, fields):
-    answer = server.post(path, json.dumps(fields | {"bucket_bytes": 1, "timeout_s": 1, "open_timeout_s": 1}).encode())
+def test_names_and_numbers_of_weight_calls_have_bounds_SRV_10(model, fields, wrong):
+    model(**fields)
+    with pytest.raises(ValidationError) as error:
+        model(**fields | wrong)
+    assert error.value.errors()[0]["loc"][0] in wrong
+
+
+def test_a_refused_field_is_not_repeated_SRV_10(server):
+    answer = server.post("/init_communicator/", json.dumps(OPENING | {"a" * 10**6: 1}).encode())
     assert answer.status_code == 422 and len(answer.content) < 5000
 
 
@@ -230,8 +245,9 @@ def hostile(draw: random.Random) -> tuple[str, bytes]:
         body = {"infer_request": asked[0], "token_ids": [draw.randrange(-1, 2000) for _ in range(3)]}
     elif path != "/infer/":
         body = {"run_id": "r", "version": "v", "names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
+    messages = [request["messages"][0] for request in asked]
     for _ in range(draw.randrange(3)):
-        place = draw.choice([body, *asked, *(message for request in asked for message in request["messages"])])
+        place = draw.choice([body, *asked, *messages])
         place[draw.choice([*place, draw.choice(KEYS)])] = value(draw)
     data = json.dumps(body).encode()
     if draw.random() < 0.1:
