@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 IMAGE_MARKER = "<image>"
+MAX_REASON = 200  # characters of a template's own error, which may repeat the messages
 
 
 def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
@@ -46,8 +47,15 @@ def render_prompt(processor_or_tokenizer: Any, chat_messages: Sequence[dict[str,
     """Return the token ids of the prompt by the model's own chat template, up to the assistant's first token.
 
     `chat_messages` are as `to_chat_messages` returns them. Each image is still one placeholder token.
+
+    Raises:
+        ValueError: the template refuses these messages, or fails on them.
     """
-    text = processor_or_tokenizer.apply_chat_template(list(chat_messages), tokenize=False, add_generation_prompt=True)
+    chat = list(chat_messages)
+    try:
+        text = processor_or_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's: besides jinja2's own errors it raises anything
+        raise ValueError(f"the chat template does not take these messages: {str(error)[:MAX_REASON]}") from error
     tokenizer = getattr(processor_or_tokenizer, "tokenizer", processor_or_tokenizer)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
+
+import torch
 
 from utils.server.engine import ADAPTER, BadCall, Conflict, NotOwner, RolloutEngine, UpdateFailed
 from utils.server.protocol import FinishWeightUpdate, InitCommunicator, OwnedCall, StartWeightUpdate, UpdateWeights
@@ -16,6 +19,8 @@ from utils.sync.wire import is_adapter_tensor
 logger = logging.getLogger(__name__)
 
 MAX_SILENCE_S = 600.0  # between two steps of an update, whatever its run allows
+MAX_RANKS = 1 << 16  # of one communicator
+MAX_UPDATE_BYTES = 1 << 50  # of all tensors of one update call
 WATCH_INTERVAL_S = 1.0  # between two looks at an update that waits for its next step
 
 
@@ -53,11 +58,13 @@ class WeightUpdates:
             `run_token`, which all other calls of this run have to carry; boot id and transport.
 
         Raises:
-            BadCall: `world_size` does not fit this server.
+            BadCall: `world_size` does not fit this server, or nobody has so many ranks.
             Conflict: another run's update is in progress, or its learner is alive and `token` is not its token.
             UpdateFailed: no rendezvous within `open_timeout_s`.
         """
         deadline = time.monotonic() + call.open_timeout_s
+        if call.rank_offset > MAX_RANKS:
+            raise BadCall(f"rank_offset is at most {MAX_RANKS}")
         expected = call.rank_offset + self.engine.world_size
         if call.world_size != expected:
             raise BadCall(f"world_size must be rank_offset + the server's devices = {expected}")
@@ -116,7 +123,12 @@ class WeightUpdates:
 
         Returns `digests`, per worker, of all tensors that it holds by now, if requested (SYN-7); `parameters`: those of
         the engine that each of these tensors went into, on any worker (SYN-6).
+
+        Raises:
+            BadCall: a tensor cannot exist as described. The update goes on.
+            UpdateFailed: a worker did not receive or load the tensors.
         """
+        _check_tensors(call)
         async with self._step(call, "update"):
             self._carries_adapter = any(is_adapter_tensor(name) for name in call.names)
             if self._carries_adapter and not self._as_loaded:
@@ -213,3 +225,17 @@ class WeightUpdates:
     def _check_owner(self, call: OwnedCall) -> None:
         if call.run_id != self.owner:
             raise Conflict(f"this server belongs to run {self.owner}, not {call.run_id}; open the communicator first")
+
+
+def _check_tensors(call: UpdateWeights) -> None:
+    """Raise `BadCall` for tensors that cannot exist, which workers would find out only in the middle of the update."""
+    num_bytes = 0
+    for i, (dtype_name, shape) in enumerate(zip(call.dtype_names, call.shapes, strict=True)):
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise BadCall(f"dtype_names[{i}] is no dtype of torch")
+        if not all(0 <= size <= MAX_UPDATE_BYTES for size in shape):
+            raise BadCall(f"shapes[{i}]: a size lies between 0 and {MAX_UPDATE_BYTES}")
+        num_bytes += math.prod(shape) * dtype.itemsize
+        if num_bytes > MAX_UPDATE_BYTES:
+            raise BadCall(f"shapes: the tensors up to number {i} take more than {MAX_UPDATE_BYTES >> 40} TiB")
