@@ -1,7 +1,13 @@
-"""SRV-10: what is the caller's mistake is answered with a 4xx, or fails alone; its neighbours are answered."""
+"""SRV-10, SRV-11: what is the caller's mistake is answered with a 4xx, or fails alone; its neighbours are answered, and
+nothing it says forges a line of the log."""
 
 import asyncio
+import io
+import logging
 import math
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +17,11 @@ pytest.importorskip("vllm")
 import jinja2  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 
-from tests.server.test_engine import INIT, START, UPDATE, FakeLLM, FakeTokenizer, make  # noqa: E402
+from tests.server.test_engine import FINISH, INIT, START, UPDATE, FakeLLM, FakeTokenizer, make  # noqa: E402
 from utils.server.app import MAX_BODY_BYTES, make_app  # noqa: E402
+from utils.server.process import escape_logs  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 TEMPLATE = """{% for m in messages %}
 {%- if m.content == 'refused' %}{{ raise_exception('no such ' + 'x' * 9999) }}{% endif -%}
@@ -134,3 +143,95 @@ def test_a_length_of_4501_digits_is_a_length_SRV_10(length, status):
 
     asyncio.run(app(scope, receive, send))
     assert sent[0]["status"] == status
+
+
+def test_finish_fits_its_start_and_something_was_sent_SRV_10():
+    """SRV-10, SYN-8: old weights get no new name, and new ones no other than was announced; the update goes on."""
+    llm, engine, updates = make()
+    client = client_of(engine, updates)
+    headers = {"Run-Token": client.post("/init_communicator/", json=INIT.model_dump()).json()["run_token"]}
+
+    def post(step, call, **change):
+        answer = client.post(f"/{step}/", json=call.model_dump() | change, headers=headers)
+        return answer.status_code, answer.text
+
+    for version in ("a:1", "a:2"):  # what an earlier update received or was named does not count
+        assert post("start_weight_update", START, version=version)[0] == 200
+        status, text = post("finish_weight_update", FINISH, version=version)
+        assert status == 409 and "no tensor was sent" in text
+        assert post("update_weights", UPDATE)[0] == 200
+        status, text = post("finish_weight_update", FINISH, version="a:999")
+        assert status == 409 and "another version" in text
+        assert engine.weights.state == "updating" and not any("finish" in step for step in llm.log)
+        assert post("finish_weight_update", FINISH, version=version)[0] == 200
+        assert client.get("/weight_version/").json()["weight_version"] == version
+        llm.log.clear()
+
+
+FAKE = "x\r\nFAKE: rollout server: ready\x1b[2K\u2028FAKE\x85FAKE\u202e"
+
+
+@pytest.fixture
+def log():
+    """What the server's process writes to its log."""
+    stream, factory, root = io.StringIO(), logging.getLogRecordFactory(), logging.getLogger()
+    handler = logging.StreamHandler(stream)
+    root.addHandler(handler)
+    escape_logs()
+    yield stream
+    logging.setLogRecordFactory(factory)
+    root.removeHandler(handler)
+
+
+def assert_is_safe(text: str, num_lines: int | None = None) -> None:
+    assert "FAKE" in text and text.replace("\n", "").isprintable(), repr(text)
+    assert not any(line.lstrip().startswith("FAKE") for line in text.splitlines())
+    assert num_lines in (None, len(text.splitlines()))
+
+
+def test_nothing_that_a_request_says_forges_a_line_of_the_log_SRV_11(log):
+    llm, engine, updates = make()
+    client = client_of(engine, updates)
+    init = INIT.model_dump() | {"run_id": FAKE}
+    headers = {"Run-Token": client.post("/init_communicator/", json=init).json()["run_token"]}
+    client.post("/probe/", json={"infer_request": ask("x", images=[f"/{FAKE}"])})
+    client.post("/probe/", json={"infer_request": {"messages": [{"role": "user", "content": [{"type": FAKE}]}]}})
+    client.post("/close_communicator/", json={"run_id": f"b{FAKE}"}, headers=headers)
+    client.post("/close_communicator/", json={"run_id": FAKE})
+    assert_is_safe(log.getvalue(), num_lines=4)
+    llm.failing_step = "start"
+    client.post("/start_weight_update/", json={"run_id": FAKE, "version": FAKE}, headers=headers)
+    assert_is_safe(log.getvalue(), num_lines=6)
+
+
+def test_a_traceback_keeps_its_lines_and_its_messages_have_one_each_SRV_11(log):
+    try:
+        try:
+            raise KeyError("cause") from ValueError(FAKE)
+        except KeyError:
+            raise ValueError(FAKE) from None
+    except ValueError as error:
+        error.add_note(FAKE)
+        logging.getLogger("vllm.x").exception("loading %s failed", FAKE)
+    text = log.getvalue()
+    assert_is_safe(text)
+    assert "\nTraceback (most recent call last):\n  File " in text and "\nValueError: x\\r\\nFAKE" in text
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "import rollout_server, sys; sys.argv = ['x', '--config', '/nowhere.yaml']\n"
+        "try: rollout_server.main()\nexcept SystemExit: pass",
+        "import utils.server.process; utils.server.process.begin_as_child()",
+    ],
+)
+def test_every_process_of_the_server_escapes_its_log_SRV_11(begin):
+    """The front and those that vLLM spawns, also through vLLM's own loggers, which are set up later."""
+    say = f"import logging, vllm.logger; vllm.logger._configure_vllm_root_logger()\nfake = {FAKE!r}\n"
+    say += "for name in ('utils.x', 'vllm.x'): logging.getLogger(name).error('told %s', fake)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{begin}\n{say}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    told = [line for line in (done.stdout + done.stderr).splitlines() if "FAKE" in line]
+    assert len(told) == 2 and all("told x\\r\\nFAKE" in line for line in told), done.stderr

@@ -292,7 +292,7 @@ class RolloutEngine:
         # An end-of-sequence token has no stop_reason, another stop token its id; both are the last generated token. A
         # stop string is cut from the text only: it need not end at a token border.
         if answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str) and token_ids:
-            stop_id = infos["stop_token_id"] = token_ids.pop()
+            infos["stop_token_id"] = token_ids.pop()
             if steps:
                 infos["stop_logprob"] = logprobs.pop()
                 steps.pop()

@@ -42,6 +42,8 @@ class WeightUpdates:
         self._must_be_full = False
         self._carries_adapter = False  # the update in progress fills the LoRA slot (SYN-10)
         self._as_loaded = True  # no update has touched the engine's own weights since its start
+        self._coming: str | None = None  # version that the update in progress was started for
+        self._has_received = False  # tensors, in the update in progress
         self._keeps_running = False  # requests are held over the update ("keep")
         self._watch: asyncio.Task | None = None  # of the update in progress
 
@@ -109,6 +111,7 @@ class WeightUpdates:
         """Pause generation as `call.pause` says and prepare the workers for new weights."""
         async with self._step(call, f"start of {call.version}", is_first=True):
             self._must_be_full = self.weights.state == "dirty"
+            self._coming, self._has_received = call.version, False
             self._keeps_running = call.pause == "keep"
             self.weights.move("updating", self.weights.version)
             # vLLM's `pause_generation` without its 20 ms of sleep: answers carry the version that made them.
@@ -135,6 +138,7 @@ class WeightUpdates:
                 raise UpdateFailed("an adapter fits only weights as loaded; restart the server, or sync in full")
             self._as_loaded = self._carries_adapter
             workers = await self.engine.on_all_workers("update", call.model_dump(exclude={"run_id"}))
+            self._has_received = True
         goes = [worker["parameters"] for worker in workers]
         parameters = {name: sorted(set().union(*(own.get(name, ()) for own in goes))) for name in call.names}
         return {"digests": [worker["digests"] for worker in workers] if call.digest else [], "parameters": parameters}
@@ -143,9 +147,18 @@ class WeightUpdates:
         """Put the received weights in force, drop every cache made with the old ones, admit requests again.
 
         Returns the version, and the engine's parameters that this update did not touch.
+
+        Raises:
+            Conflict: another version than `start` named, or nothing was sent: old weights would get a new name. The
+                update goes on.
+            UpdateFailed: the weights are not whole.
         """
         engine = self.engine
         async with self._step(call, f"finish of {call.version}"):
+            if call.version != self._coming:
+                raise Conflict("this update was started for another version; finish that one, or abort")
+            if not self._has_received:
+                raise Conflict("no tensor was sent in this update; send some first, or abort")
             missing = sorted(set().union(*await engine.on_all_workers("finish")))
             if missing and self._must_be_full:
                 names = ", ".join(missing[:5])
@@ -187,6 +200,8 @@ class WeightUpdates:
                 raise Conflict(f"no weight update is in progress (state: {self.weights.state}); start one first")
             try:
                 yield
+            except Conflict:  # refused before anything was done
+                raise
             except Exception as error:
                 await self._fail(f"{name} failed: {error}")
                 raise
