@@ -207,11 +207,10 @@ def test_nothing_that_a_request_says_forges_a_line_of_the_log_SRV_11(log):
 def test_a_traceback_keeps_its_lines_and_its_messages_have_one_each_SRV_11(log):
     try:
         try:
-            raise KeyError("cause") from ValueError(FAKE)
-        except KeyError:
-            raise ValueError(FAKE) from None
-    except ValueError as error:
-        error.add_note(FAKE)
+            raise KeyError("cause")
+        except KeyError as error:
+            raise ValueError(FAKE) from error
+    except ValueError:
         logging.getLogger("vllm.x").exception("loading %s failed", FAKE)
     text = log.getvalue()
     assert_is_safe(text)
