@@ -87,7 +87,7 @@ def test_a_logprob_that_is_no_json_fails_its_own_request_SRV_10():
     assert ["not finite" in output["rollout_infos"]["error"] for output in bad] == [True, True]
 
 
-@pytest.mark.parametrize("offset", [2**16 + 1, 2**63 - 1, 2**70, int("9" * 4300)])
+@pytest.mark.parametrize("offset", [2**16 + 1, 2**63 - 1, 2**70, int("9" * 4300)], ids=["16", "63", "70", "4300"])
 def test_ranks_that_nobody_has_are_refused_and_the_server_stays_free_SRV_10(offset):
     """The last has as many digits as Python reads, and its successor more than Python prints."""
     llm, engine, updates = make()
@@ -123,7 +123,9 @@ def test_tensors_that_cannot_exist_are_refused_and_the_update_goes_on_SRV_10(cha
 
 
 @pytest.mark.parametrize(
-    ("length", "status"), [(b"0" * 4500 + b"2", 200), (b"9" * 4501, 413), (b"%d" % (MAX_BODY_BYTES + 1), 413)]
+    ("length", "status"),
+    [(b"0" * 4500 + b"2", 200), (b"9" * 4501, 413), (b"0" * 4492 + b"%d" % (MAX_BODY_BYTES + 1), 413)],
+    ids=["two", "huge", "too much"],
 )
 def test_a_length_of_4501_digits_is_a_length_SRV_10(length, status):
     """Sent past the HTTP parser, which refuses more than 20 digits itself."""
@@ -224,6 +226,7 @@ def test_a_traceback_keeps_its_lines_and_its_messages_have_one_each_SRV_11(log):
         "try: rollout_server.main()\nexcept SystemExit: pass",
         "import utils.server.process; utils.server.process.begin_as_child()",
     ],
+    ids=["front", "child"],
 )
 def test_every_process_of_the_server_escapes_its_log_SRV_11(begin):
     """The front and those that vLLM spawns, also through vLLM's own loggers, which are set up later."""
