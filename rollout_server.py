@@ -16,7 +16,7 @@ import sys
 from utils.config.load import ConfigError, exit_with, load_config_or_exit
 from utils.config.plan import print_dry_run
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
-from utils.server.process import answer_loading, begin_as_child, kill_later, listen, set_environment
+from utils.server.process import answer_loading, begin_as_child, escape_logs, kill_later, listen, set_environment
 
 if __name__ == "__mp_main__":  # in a process that vLLM spawned
     begin_as_child()
@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=1, help="learner ranks to plan for (--dry-run only)")
     args = parser.parse_args()
 
+    escape_logs()  # before vLLM's own loggers are set up, which keep this
     cfg = load_config_or_exit(args.config)
     try:
         launch = resolve(cfg, args.server_index)

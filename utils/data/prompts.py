@@ -12,6 +12,7 @@ from typing import Any
 
 IMAGE_MARKER = "<image>"
 CUT_TOKENS = 1024  # by so many at most, a cut text has more tokens than the same text inside a longer one
+MAX_REASON = 200  # characters of a template's own error, which may repeat the messages
 
 
 class TooLarge(ValueError):
@@ -57,8 +58,13 @@ def render_prompt(
     Raises:
         TooLarge: more than `max_tokens`. A long text is found out by its beginning: a tokenizer takes hundreds of
             times the text's memory.
+        ValueError: the template refuses these messages, or fails on them.
     """
-    text = processor_or_tokenizer.apply_chat_template(list(chat_messages), tokenize=False, add_generation_prompt=True)
+    chat = list(chat_messages)
+    try:
+        text = processor_or_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's: besides jinja2's own errors it raises anything
+        raise ValueError(f"the chat template does not take these messages: {str(error)[:MAX_REASON]}") from error
     tokenizer = getattr(processor_or_tokenizer, "tokenizer", processor_or_tokenizer)
 
     def ids_of(part: str) -> list[int]:

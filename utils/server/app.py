@@ -87,7 +87,8 @@ def limit_body(app: Asgi, max_bytes: int) -> Asgi:
 
     async def limited(scope: dict, receive: Callable, send: Callable) -> None:
         length = dict(scope.get("headers", [])).get(b"content-length", b"")
-        announced, received = int(length) if length.isdigit() else 0, 0
+        digits = length.lstrip(b"0")[:20] if length.isdigit() else b""  # int() refuses some thousands of them
+        announced, received = int(digits or b"0"), 0
 
         async def bounded() -> dict:
             nonlocal received

@@ -7,6 +7,7 @@
 import asyncio
 import itertools
 import logging
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -238,11 +239,11 @@ class RolloutEngine:
         try:
             prompt = await asyncio.to_thread(self._prepare, request, budgets=[pixels])
             output = await self._generate(prompt, sampling_params(config, seed, self._defaults))
+            sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
+            return self._rollout_output(output, sizes)
         except (ValueError, VLLMClientError) as error:
             kind = {ImageRefused: "refused", TooLarge: "too_large"}.get(type(error))
             return RolloutOutput.failed(self.model_path, self.weights.version, str(error), kind)
-        sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
-        return self._rollout_output(output, sizes)
 
     def _prepare(
         self,
@@ -301,17 +302,22 @@ class RolloutEngine:
             self.ids_in_flight.discard(request_id)
 
     def _rollout_output(self, output: RequestOutput, images_size: list[tuple[int, int]]) -> RolloutOutput:
+        """Raises ValueError where a generated token has no finite log-probability, which JSON cannot say."""
         answer = output.outputs[0]
         token_ids, steps = list(answer.token_ids), list(answer.logprobs or [])
+        logprobs = [step[token].logprob for token, step in zip(token_ids, steps, strict=True)] if steps else []
+        if not all(map(math.isfinite, logprobs)):
+            raise ValueError("the log-probability of a generated token is not finite under these sampling settings")
         versions = [span.version for span in answer.weight_versions or []]
         versions = [None if version == NO_VERSION else version for version in versions] or [self.weights.version]
         infos = {"weight_version": versions[0]} | ({"last_weight_version": versions[-1]} if len(versions) > 1 else {})
         # An end-of-sequence token has no stop_reason, another stop token its id; both are the last generated token. A
         # stop string is cut from the text only: it need not end at a token border.
         if answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str) and token_ids:
-            stop_id = infos["stop_token_id"] = token_ids.pop()
+            infos["stop_token_id"] = token_ids.pop()
             if steps:
-                infos["stop_logprob"] = steps.pop()[stop_id].logprob
+                infos["stop_logprob"] = logprobs.pop()
+                steps.pop()
         prompt_ids, num_new = list(output.prompt_token_ids), len(answer.token_ids)
         choice = Choice(
             message=ChatMessage(content=answer.text),
@@ -330,7 +336,7 @@ class RolloutEngine:
         return RolloutOutput(
             response=response,
             response_token_ids=[token_ids],
-            rollout_logprobs=[[step[t].logprob for t, step in zip(token_ids, steps, strict=True)]] if steps else [],
+            rollout_logprobs=[logprobs] if steps else [],
             rollout_infos=infos,
         )
 
@@ -360,6 +366,7 @@ def prompt_logprobs(output: RequestOutput) -> list[float | None]:
 
 
 def _logprob_entry(token_id: int, step: dict[int, Any]) -> dict[str, Any]:
-    """Return one position in OpenAI's form, with the token's id."""
-    top = {t: {"token": e.decoded_token, "token_id": t, "logprob": e.logprob} for t, e in step.items()}
-    return top[token_id] | {"top_logprobs": list(top.values()) if len(top) > 1 else []}
+    """Return one position in OpenAI's form, with the token's id, without tokens that sampling ruled out (-inf)."""
+    possible = {token: entry for token, entry in step.items() if math.isfinite(entry.logprob)}
+    top = {t: {"token": e.decoded_token, "token_id": t, "logprob": e.logprob} for t, e in possible.items()}
+    return top[token_id] | {"top_logprobs": list(top.values()) if len(step) > 1 else []}
