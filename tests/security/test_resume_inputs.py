@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,19 @@ def launch(
     """Run a program for so many steps on its own copy of the data, with real checkpoints of nothing."""
     monkeypatch.setattr(NoLearner, "save_state", lambda self, path: path.mkdir(parents=True), raising=False)
     monkeypatch.setattr(NoLearner, "load_state", lambda self, path: None, raising=False)
+    monkeypatch.setattr(train_grpo, "policy_row", lambda weighted, row, collate: row)
     for name in ("save_merged", "save_adapter"):
         monkeypatch.setattr(session, name, lambda *_: None)
     lines = [json.loads(line) for line in (folder / "data" / "train.jsonl").read_text().splitlines()]
     data = folder / "data" / "own.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    turns = itertools.count()
+    turns: dict[str, Any] = defaultdict(itertools.count)
 
     def respond(body: dict[str, Any], respond: Callable[..., Any] = server.on_infer) -> tuple[int, Any]:
         status, found = respond(body)
-        for response in found:
-            if next(turns) % 2:  # or GRPO would not train on answers with equal rewards
+        for request, response in zip(body["infer_requests"], found, strict=True):
+            if next(turns[request["uuid"]]) % 2:  # or GRPO would not train on answers with equal rewards
                 response["response_token_ids"] = [responses.ids[:5]]
         return status, found
 
@@ -138,7 +140,8 @@ def test_finding_7_resume_refuses_other_files_by_name_LRN_12(launch, model, tmp_
 @pytest.mark.parametrize("name", ["grpo", "stage1"])
 def test_finding_7_all_programs_refuse_LRN_12(launch, model, tmp_path, name):
     """LRN-12: GRPO and stage 1, data and base checkpoint in one message; unchanged files go on without a word."""
-    assert launch(name, 1)[0] == 0
+    status, _, error = launch(name, 1)
+    assert status == 0, error
     status, _, error = launch(name, 2, "--resume", "auto")
     assert status == 0, error
     reverse(launch.data)
@@ -190,11 +193,8 @@ def test_finding_7_every_tensor_of_the_base_checkpoint_counts_LRN_12(tmp_path, m
         save_file(tensors | {name: tensors[name] * 1.05}, path, {"format": "pt"})
         new = digests(cfg)
         assert [kind for kind in old if old[kind] != new[kind]] == ["base_model"], name
-    pairs = itertools.combinations(nonzero, 2)
-    first, second = next(
-        pair for pair in pairs if len({(tensors[name].shape, tensors[name].dtype) for name in pair}) == 1
-    )
-    assert not torch.equal(tensors[first], tensors[second])
+    pairs = [(tensors[first], tensors[second], first, second) for first, second in itertools.combinations(nonzero, 2)]
+    first, second = next(names for a, b, *names in pairs if a.shape == b.shape and not torch.equal(a, b))
     save_file(tensors | {first: tensors[second], second: tensors[first]}, path, {"format": "pt"})
     assert digests(cfg) != old
     save_file(tensors, path, {"format": "pt"})
