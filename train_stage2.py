@@ -49,9 +49,9 @@ def main() -> None:
     run_program("train_stage2.py", "rollout_matching_sft", __doc__, set_up, train)
 
 
-def set_up(cfg: Config, resume: str | None = None) -> "Stage2":
+def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[str] = ()) -> "Stage2":
     """Build a run that is ready for its next step; exit status 2 with one message for a user's mistake."""
-    run = Stage2(open_session(cfg, resume, metric=cfg.training.metric_for_best_model))
+    run = Stage2(open_session(cfg, resume, accepted_changes, metric=cfg.training.metric_for_best_model))
     run.session.resume(run)
     return run
 
