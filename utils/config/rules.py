@@ -303,15 +303,16 @@ def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
             yield f"{RM}.{found.alias or key}", "is for stage 2, GRPO takes its settings from rlhf; delete it here"
 
 
-@_rule("rlhf", "tuner")
+@_rule("rlhf", "tuner", f"{RM}.losses")
 def _penalty_has_a_reference(cfg: Config) -> Found:
-    if cfg.rlhf is None or not cfg.rlhf.beta:
-        return
-    if cfg.tuner.type != "lora":
-        yield "rlhf.beta", "the reference is the model with adapters disabled; set tuner.type: lora, or beta: 0"
-    elif cfg.tuner.adapter_path is not None:
-        why = "with adapters disabled the model is the policy before tuner.adapter_path, not the starting policy"
-        yield "rlhf.beta", f"{why}; merge that adapter into model.path and start a new one, or set beta: 0"
+    beta = cfg.rlhf.beta if cfg.rlhf else 0
+    for path, weight in (("rlhf.beta", beta), (f"{RM}.losses.reference_kl", cfg.rm.losses.reference_kl)):
+        key = path.rsplit(".", 1)[-1]
+        if weight and cfg.tuner.type != "lora":
+            yield path, f"the reference is the model with adapters disabled; set tuner.type: lora, or {key}: 0"
+        elif weight and cfg.tuner.adapter_path is not None:
+            why = "with adapters disabled the model is the policy before tuner.adapter_path, not the starting policy"
+            yield path, f"{why}; merge that adapter into model.path and start a new one, or set {key}: 0"
 
 
 @_rule("rlhf", f"{RM}.async")

@@ -122,6 +122,9 @@ class Losses(Section):
     w1: NonNegative = key(1.0, "1-Wasserstein distance of coordinate tokens; not with qwen3vl")
     gate: NonNegative = key(1.0, "probability mass outside the coordinate tokens; not with qwen3vl")
     sigma: PositiveFloat = key(12.0, "width of the Gaussian coordinate target, in bins; not with qwen3vl")
+    reference_kl: NonNegative = key(
+        0.0, "KL divergence from the start policy to the current one, where the answer has no label; 0: no reference"
+    )
 
 
 class Async(Section):

@@ -32,11 +32,12 @@ from utils.learner.model import (
     load_model,
     param_groups,
     partition,
+    start_head,
     start_policy,
 )
-from utils.learner.objectives import Objective, last_logprobs, text_logprobs
+from utils.learner.objectives import Objective, last_logprobs, text_logprobs, unlabelled_states
 from utils.losses import num_chunks_for
-from utils.packing import Batch
+from utils.packing import Batch, StartStates
 
 logger = logging.getLogger(__name__)
 
@@ -230,13 +231,28 @@ class Learner:
         those that training started from (LoRA only). All ranks must call it with equally many batches (ZeRO-3)."""
         _, num_chunks = self._sum_over_ranks({}, batches)
         score = partial(text_logprobs, num_chunks=num_chunks, temperature=temperature)
-        with start_policy(self.model) if of_start_policy else nullcontext():
-            return [logprobs.cpu() for logprobs, _ in self._score(batches, score)]
+        return [logprobs.cpu() for logprobs, _ in self._score(batches, score, of_start_policy)]
 
-    def _score(self, batches: Sequence[Batch], score: Callable[..., Any]) -> list[Any]:
+    @property
+    def start_head(self) -> nn.Module:
+        """The head of the start policy, to be called within `step` alone."""
+        return start_head(self.model)
+
+    def add_start_states(self, batches: Sequence[Batch]) -> None:
+        """Give each batch its `start`, unless no token of any rank lacks a label. All ranks must call it with equally
+        many batches."""
+        counts = self._ranks.gather(max(len(batch.unlabelled_pos) for batch in batches))
+        if not any(counts):
+            return
+        num_chunks = num_chunks_for(max(counts), chunk_labels(self.engine.zero_optimization_stage()))
+        scores = self._score(batches, unlabelled_states, of_start_policy=True)
+        for batch, states in zip(batches, scores, strict=True):
+            batch.start = StartStates(states.cpu(), num_chunks)
+
+    def _score(self, batches: Sequence[Batch], score: Callable[..., Any], of_start_policy: bool = False) -> list[Any]:
         """`score` of each batch, without gradients or dropout."""
         self.engine.eval()
-        with torch.no_grad():
+        with torch.no_grad(), start_policy(self.model) if of_start_policy else nullcontext():
             scores = [self.engine(batch.to(self._ranks.device), score) for batch in batches]
         self.engine.train()
         return scores

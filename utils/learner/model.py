@@ -192,6 +192,12 @@ def start_policy(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(parameter in trained)
 
 
+def start_head(model: nn.Module) -> nn.Module:
+    """The head of the start policy: beside a copy that is trained (`modules_to_save`) PEFT keeps the original."""
+    head = base_model(model).lm_head
+    return getattr(head, "original_module", head)
+
+
 def enable_gradient_checkpointing(model: nn.Module, num_layers: int | None = None) -> None:
     """Recompute the vision tower's layers and the language model's first `num_layers` (None: all) in backward: the
     first ones, because their turn comes when backward has freed what the others kept. Non-reentrant: it works with
