@@ -371,8 +371,7 @@ def _check_indices(segment: Segment, index: Tensor, is_right: Tensor, what: str)
 
 
 def denominators(batches: Iterable[Batch]) -> dict[str, float]:
-    """This rank's total weight per kind of token over an optimizer step's batches; summed over ranks they are PCK-5's.
-    """
+    """This rank's total weight per kind of token in an optimizer step's batches; summed over ranks they are PCK-5's."""
     totals = {"text": 0.0, "coord": 0.0, "reference_kl": 0.0}
     for batch in batches:
         totals["text"] += float(batch.text_weight.double().sum())

@@ -213,7 +213,10 @@ def test_CFG_17_numbers_have_no_coordinate_loss(key: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("tuner", "message"),
     [
-        ({"type": "full"}, "reference_kl=1.0: the reference is the model with adapters disabled; set tuner.type: lora"),
+        (
+            {"type": "full"},
+            "reference_kl=1.0: full fine-tuning keeps no copy of the start policy, as adapters do",
+        ),
         ({"type": "lora", "adapter_path": "a"}, "not the starting policy; merge that adapter"),
     ],
 )
@@ -221,6 +224,8 @@ def test_TGT_16_the_divergence_needs_the_policy_at_the_start(tuner: dict[str, An
     """TGT-16: supervised training may have it, too."""
     assert message in only_problem(edited(RM__losses={"reference_kl": 1.0}, tuner=tuner))
     build_config(edited(RM__losses={"reference_kl": 1.0}, tuner={"type": "lora"}, RM__teacher_forced_ratio=1))
+    build_config(edited(RM__losses={"reference_kl": 1.0}, tuner=tuner, model__reference_path="start"))
+    assert "nothing is compared with it; set " in only_problem(edited(tuner=tuner, model__reference_path="start"))
 
 
 def test_CFG_14_packing_needs_drop_last() -> None:

@@ -17,7 +17,7 @@ from utils.config.load import build_config
 from utils.config.schema import Losses, Tuner
 from utils.dist import Ranks
 from utils.learner.learner import Learner
-from utils.learner.model import RowModel, apply_tuner, base_model, load_model
+from utils.learner.model import apply_tuner, base_model, load_model
 from utils.learner.objectives import MatchingObjective
 from utils.losses import reference_kl_sum
 from utils.packing import Batch, StartStates, denominators
@@ -28,6 +28,7 @@ TUNERS = {
     "lora": LORA,
     "dora": LORA | {"use_dora": True, "freeze_vit": False},
     "embeddings": LORA | {"modules_to_save": ["embed_tokens"]},  # and with them the tied head
+    "full": {"type": "full", "freeze_vit": False},  # beside a frozen checkpoint
 }
 ONLY_KL = {"text": 0.0, "coord": 0.0, "w1": 0.0, "gate": 0.0, "reference_kl": 1.0}
 LAYOUT = [[3, 0], [1], [], [2, 4]]  # rows of segments; one is empty, and segment 4 has a label everywhere
@@ -39,7 +40,7 @@ def learner_of(
     """A learner whose adapters have moved away from the start."""
     matching = {"rollout_backend": "hf", "max_new_tokens": 32, "losses": losses}
     config = {
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32", **reference_of(model, tuner)},
         "global_max_length": 128,
         "tuner": tuner,
         "custom": {
@@ -53,6 +54,10 @@ def learner_of(
     learner = Learner(build_config(config), ranks, num_steps=4)
     move(learner.model)
     return learner
+
+
+def reference_of(model: Path, tuner: dict) -> dict[str, str]:
+    return {"reference_path": str(model)} if tuner["type"] == "full" else {}
 
 
 def move(model: nn.Module) -> None:
@@ -119,7 +124,8 @@ def two_models(start_model: Path, tuner: dict, learner: Learner) -> tuple[nn.Mod
 def test_value_and_gradient_are_those_of_two_plain_models_TGT_16_PCK_4_PCK_5(
     tmp_path, start_model, ranks, kind, checkpointing
 ):
-    """TGT-16, PCK-4, PCK-5: packed rows, in chunks of logits, against each segment alone with all logits of two models."""
+    """TGT-16, PCK-4, PCK-5: packed rows, in chunks of logits, against each segment alone with all logits of two
+    models."""
     tuner = TUNERS[kind]
     learner = learner_of(tmp_path, start_model, ranks, tuner, ONLY_KL, gradient_checkpointing=checkpointing)
     start, current = two_models(start_model, tuner, learner)
@@ -130,7 +136,7 @@ def test_value_and_gradient_are_those_of_two_plain_models_TGT_16_PCK_4_PCK_5(
         row.start.num_chunks = 3
     objective, totals = MatchingObjective(Losses(**ONLY_KL), learner.start_head), denominators(rows)
     learner.model.train()
-    found = [RowModel(learner.model)(row, lambda *args: objective.loss(*args, totals, 2)) for row in rows]
+    found = [learner.engine.module(row, lambda *args: objective.loss(*args, totals, 2)) for row in rows]
     total = sum(loss for loss, _ in found)
     total.backward()
     expected = plain_kl(start, current, segments)
@@ -167,10 +173,13 @@ def count_forwards(learner: Learner) -> list[bool]:
     return forwards
 
 
+@pytest.mark.parametrize("kind", ["embeddings", "full"])
 @pytest.mark.parametrize("deepspeed", ["zero0", "zero2", "zero3"])
-def test_an_optimizer_step_holds_the_answer_to_the_start_policy_TGT_16_LRN_2(tmp_path, start_model, ranks, deepspeed):
+def test_an_optimizer_step_holds_the_answer_to_the_start_policy_TGT_16_LRN_2(
+    tmp_path, start_model, ranks, deepspeed, kind
+):
     """TGT-16, LRN-2: `train_stage2.py`'s own step, by DeepSpeed; in the next step the start is still the start."""
-    tuner = TUNERS["embeddings"]
+    tuner = TUNERS[kind]
     learner = learner_of(tmp_path, start_model, ranks, tuner, ONLY_KL | {"reference_kl": 2.5}, deepspeed)
     run = stage2_of(learner, tmp_path, ranks)
     segments = segments_of(learner.model)
@@ -185,6 +194,22 @@ def test_an_optimizer_step_holds_the_answer_to_the_start_policy_TGT_16_LRN_2(tmp
         assert result.losses["total"] == pytest.approx(2.5 * expected.item(), abs=3e-5)
         assert result.grad_norm == pytest.approx(2.5 * float(norm), rel=1e-4)
     assert forwards == 2 * [*[False] * 4, *[True] * 4]
+
+
+@pytest.mark.parametrize("deepspeed", ["zero2", "zero3"])
+def test_a_checkpoint_leaves_the_frozen_model_out_TGT_16_LRN_5(tmp_path, start_model, ranks, deepspeed):
+    """TGT-16, LRN-5: `model.reference_path` holds it; the trained weights come back."""
+    learner = learner_of(tmp_path, start_model, ranks, TUNERS["full"], ONLY_KL, deepspeed)
+    run, segments = stage2_of(learner, tmp_path, ranks), segments_of(learner.model)
+    rows = [[segments[i] for i in row] for row in LAYOUT]
+    run.learn(rows, 0)
+    learner.save_state(tmp_path / "state")
+    expected = run.learn(rows, 1).losses
+    (shard,) = (tmp_path / "state").glob("*_model_states.pt")
+    names = torch.load(shard, weights_only=False)["module"]
+    assert names and all(name.startswith("model.") for name in names)
+    learner.load_state(tmp_path / "state")
+    assert run.learn(rows, 1).losses == expected
 
 
 @pytest.mark.parametrize("case", ["weight 0", "every token has a label"])

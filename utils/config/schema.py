@@ -30,6 +30,9 @@ class Model(Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key(
         "sdpa", "attention of the learner; each isolates the segments of packed rows"
     )
+    reference_path: str | None = key(
+        None, "frozen checkpoint that is the start policy of reference_kl and rlhf.beta; null: model, adapters disabled"
+    )
     image_min_pixels: PositiveInt | None = key(None, "minimum number of pixels per image; null: the processor's")
     image_max_pixels: PositiveInt | None = key(None, "maximum number of pixels per image; null: the processor's")
 
@@ -305,6 +308,11 @@ class Config(Section):
     @property
     def is_grpo(self) -> bool:
         return self.custom.trainer_variant == "grpo"
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares the policy with the one that training started from."""
+        return bool(self.rlhf.beta if self.is_grpo and self.rlhf else self.rm.losses.reference_kl)
 
     @property
     def generates(self) -> bool:
