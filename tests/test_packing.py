@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.packing import CarryBuffer, choose_row, collate_packed, collate_padded, denominators, place
+from utils.packing import CarryBuffer, StartStates, choose_row, collate_packed, collate_padded, denominators, place
 from utils.targets import Segment
 
 COORD_IDS = np.arange(1000, 2000)
@@ -294,6 +294,9 @@ def test_denominators_are_total_weights_pck_5():
 
 
 def test_batch_moves_to_a_device():
-    batch = collate_padded([labelled_segment("a", 1)], counting_positions, COORD_IDS, DUMMY).to("meta")
+    batch = collate_padded([labelled_segment("a", 1)], counting_positions, COORD_IDS, DUMMY)
+    batch.start = StartStates(torch.zeros(2, 4), num_chunks=3)
+    batch = batch.to("meta")
+    assert batch.start.states.is_meta and batch.start.num_chunks == 3 and batch.unlabelled_pos.is_meta
     assert batch.input_ids.is_meta and batch.attention_mask.is_meta and batch.pixel_values.is_meta
     assert batch.sample_ids == ["a"] and batch.num_tokens == 6

@@ -161,6 +161,15 @@ def test_a_start_policy_of_another_model_ends_the_run_TGT_16(folder, start_model
         assert ended.value.code == 2 and f'model.reference_path="{path}": {what}; it must be one of' in message, message
 
 
+def test_set_up_looks_at_the_start_policy_TGT_16(folder, start_model, capsys):
+    """TGT-16: at the call site."""
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", teacher_forced_ratio=1)
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"reference_path": "nowhere"})})
+    with pytest.raises(SystemExit) as ended:
+        train_stage2.set_up(cfg)
+    assert ended.value.code == 2 and "is no readable checkpoint" in capsys.readouterr().err
+
+
 @pytest.fixture
 def run(folder, start_model):
     return run_of(folder, start_model)

@@ -223,6 +223,16 @@ def test_no_forward_is_made_for_nothing_TGT_16(tmp_path, start_model, ranks, cas
     assert result.losses.get("reference_kl") == (None if case == "weight 0" else 0.0)
 
 
+def test_a_rank_without_such_tokens_runs_as_often_as_the_others_TGT_16_PCK_8(tmp_path, start_model, ranks, monkeypatch):
+    """TGT-16, PCK-8: forwards of the start policy, and chunks of logits; the other rank has 300 tokens in a row."""
+    learner = learner_of(tmp_path, start_model, ranks, LORA, ONLY_KL)
+    rows, forwards = [collate(learner.model, segments_of(learner.model)[-1:])] * 2, count_forwards(learner)
+    monkeypatch.setattr(learner._ranks, "gather", lambda value: [value, 300])
+    learner.add_start_states(rows)
+    assert forwards == [False] * 2
+    assert [(len(row.start.states), row.start.num_chunks) for row in rows] == [(0, 2)] * 2
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 60])
 def test_both_heads_run_equally_often_on_every_rank_and_by_chunks_PCK_8_LRN_4(num_tokens):
     """PCK-8, LRN-4: `num_chunks` times forward, as often in backward, also without any token: ZeRO-3 gathers each time;
@@ -242,7 +252,7 @@ def test_both_heads_run_equally_often_on_every_rank_and_by_chunks_PCK_8_LRN_4(nu
         total = reference_kl_sum(hidden, heads[0], torch.arange(num_tokens), start, heads[1])
     assert len(calls) == 8 and max(calls) == max(1, num_tokens // 4) and max(kept) < 1300
     total.backward()
-    assert len(calls) == 16 and min(calls) >= 1
+    assert len(calls) == 16 and min(calls) >= 1 and heads[1].weight.grad is None
     if not num_tokens:
         assert total == 0 and heads[0].weight.grad.abs().max() == 0 and hidden.grad.abs().max() == 0
 
