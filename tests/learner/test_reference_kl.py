@@ -49,11 +49,18 @@ def learner_of(
             "extra": {"rollout_matching": matching},
         },
         "training": {"output_dir": str(folder), "max_grad_norm": 0.0, "gradient_accumulation_steps": 4, **training},
-        "deepspeed": deepspeed,
+        "deepspeed": str(sharded(folder)) if deepspeed == "zero3" else deepspeed,
     }
     learner = Learner(build_config(config), ranks, num_steps=4)
     move(learner.model)
     return learner
+
+
+def sharded(folder: Path) -> Path:
+    """ZeRO-3 in which every parameter is gathered; by default small ones never are sharded."""
+    path = folder / "zero3.json"
+    path.write_text('{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}')
+    return path
 
 
 def reference_of(model: Path, tuner: dict) -> dict[str, str]:
