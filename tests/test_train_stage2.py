@@ -136,6 +136,41 @@ def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_
     assert "model.path" in message and "coord" in message, message
 
 
+def test_a_start_policy_of_another_model_ends_the_run_TGT_16(folder, start_model, capsys, tmp_path):
+    """TGT-16: before any weights are read; the same model with other weights is what it takes."""
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl")
+
+    def check(path: Path | None) -> None:
+        model = cfg.model.model_copy(update={"reference_path": path and str(path)})
+        setup.check_reference(cfg.model_copy(update={"model": model}), is_main=True)
+
+    other = tmp_path / "other"
+    shutil.copytree(start_model, other)
+    (other / "model.safetensors").unlink()
+    check(None)
+    check(other)
+    found = json.loads((other / "config.json").read_text())
+    found["text_config"]["vocab_size"] += 1
+    (other / "config.json").write_text(json.dumps(found))
+    for path, what in (
+        (other, "differs in architecture or vocabulary"),
+        (tmp_path / "no", "is no readable checkpoint"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            check(path)
+        message = capsys.readouterr().err
+        assert ended.value.code == 2 and f'model.reference_path="{path}": {what}; it must be one of' in message, message
+
+
+def test_set_up_looks_at_the_start_policy_TGT_16(folder, start_model, capsys):
+    """TGT-16: at the call site."""
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", teacher_forced_ratio=1)
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"reference_path": "nowhere"})})
+    with pytest.raises(SystemExit) as ended:
+        train_stage2.set_up(cfg)
+    assert ended.value.code == 2 and "is no readable checkpoint" in capsys.readouterr().err
+
+
 @pytest.fixture
 def run(folder, start_model):
     return run_of(folder, start_model)

@@ -83,6 +83,7 @@ def open_session(
     if problems := problems_of([*chain(*datasets), *val_samples]):
         exit_with(str(DataError(problems)), ranks.is_main)
     processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
+    check_reference(cfg, ranks.is_main)
     num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
 
@@ -224,6 +225,16 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
         if needs_coordinates:
             exit_with(f"model.path={cfg.model.path}: {error}", is_main)
         return processor, None
+
+
+def check_reference(cfg: Config, is_main: bool) -> None:
+    """Exit with status 2 unless the named start policy reads and writes the model's tokens (TGT-16)."""
+    path = cfg.model.reference_path
+    if path is None or model_digest(path) == model_digest(cfg.model.path) is not None:
+        return
+    what = "is no readable checkpoint" if model_digest(path) is None else "differs in architecture or vocabulary"
+    rule = f"{what}; it must be one of the same model as model.path={cfg.model.path}"
+    exit_with(problem(cfg, "model.reference_path", rule), is_main)
 
 
 def check_lengths(cfg: Config, ranks: Ranks, samples: Sequence[Sample], processor: Any) -> None:
