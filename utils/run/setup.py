@@ -69,15 +69,7 @@ def open_session(
 
     Raises SystemExit with status 2, and one message on rank 0, for a user's mistake.
     """
-    ranks = Ranks(cfg.training.rank_timeout_s)
-    try:
-        missing = {name for name in ("vllm", "liger_kernel", "flash_attn") if find_spec(name) is None}
-        check_launch(cfg, ranks.world_size, missing | ({"cuda"} - {ranks.device.type}))
-        ranks.check_port()
-        ranks.check_interface()
-    except (ConfigError, OSError) as error:  # on several nodes each of them speaks
-        exit_with(error if isinstance(error, ConfigError) else str(error), ranks.local_rank == 0)
-    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
+    ranks = check_ranks(cfg)
     skipped: list[BadLine] = []
     datasets, weights, val_samples = load_data(cfg, ranks.is_main, skipped)
     if problems := problems_of([*chain(*datasets), *val_samples]):
@@ -129,6 +121,20 @@ def open_session(
         steps_done=steps_done,
         owes_evaluation=owes_evaluation,
     )
+
+
+def check_ranks(cfg: Config) -> Ranks:
+    """Return this process's rank, nothing opened yet. SystemExit with status 2 if it cannot be part of such a run."""
+    ranks = Ranks(cfg.training.rank_timeout_s)
+    try:
+        missing = {name for name in ("vllm", "liger_kernel", "flash_attn") if find_spec(name) is None}
+        check_launch(cfg, ranks.world_size, missing | ({"cuda"} - {ranks.device.type}))
+        ranks.check_port()
+        ranks.check_interface()
+    except (ConfigError, OSError) as error:  # on several nodes each of them speaks
+        exit_with(error if isinstance(error, ConfigError) else str(error), ranks.local_rank == 0)
+    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
+    return ranks
 
 
 def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLock | None, Checkpoint | None]:
