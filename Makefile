@@ -24,7 +24,7 @@ endif
 # DeepSpeed compiles one small operator for CPU; built here, once, so that two ranks never wait for each other's build.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: help setup lock check-lock demo demo-grpo bench study test test-all test-faults soak lint server train grpo docs clean
+.PHONY: help setup lock check-lock demo demo-grpo bench study test test-all test-faults soak lint audit server train grpo docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -82,6 +82,14 @@ lint: $(READY) ## ruff check and format check, and mypy on the flat modules of u
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+DATABASE = https://pypi.org/pypi
+audit: ## known vulnerabilities of the locked packages of DEVICE, if PyPI's database can be reached
+	@curl -sf -m 10 $(DATABASE)/pip/25.0/json | grep -q '"vulnerabilities"' || { \
+	  echo "nothing audited: $(DATABASE) gives no vulnerabilities, as behind a mirror or without a network"; exit 0; }; \
+	tmp=$$(mktemp -d) && trap "rm -rf $$tmp" EXIT && sed 's/+cpu$$//' constraints-$(DEVICE).txt > $$tmp/lock.txt && \
+	$(PYTHON) -m venv $$tmp/venv && $$tmp/venv/bin/pip install --disable-pip-version-check -q pip-audit && \
+	$$tmp/venv/bin/pip-audit --disable-pip --no-deps -r $$tmp/lock.txt
 
 server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
 	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)

@@ -16,7 +16,7 @@ import sys
 from utils.config.load import ConfigError, exit_with, load_config_or_exit
 from utils.config.plan import print_dry_run
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
-from utils.server.process import answer_loading, begin_as_child, kill_later, listen, set_environment
+from utils.server.process import answer_loading, begin_as_child, escape_logs, kill_later, listen, set_environment
 
 if __name__ == "__mp_main__":  # in a process that vLLM spawned
     begin_as_child()
@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=1, help="learner ranks to plan for (--dry-run only)")
     args = parser.parse_args()
 
+    escape_logs()  # before vLLM's own loggers are set up, which keep this
     cfg = load_config_or_exit(args.config)
     try:
         launch = resolve(cfg, args.server_index)
@@ -74,7 +75,7 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         llm = AsyncLLM.from_engine_args(engine_args(launch), usage_context=UsageContext.OPENAI_API_SERVER)
         model = launch.model
         processor = load_processor(model.path, model.image_min_pixels, model.image_max_pixels)
-        images = ImageStore(launch.image_roots, launch.settings.allow_image_urls)
+        images = ImageStore(launch.image_roots, launch.settings.allow_image_urls, launch.settings.max_image_pixels)
         engine = RolloutEngine(llm, processor, images, model.path, launch.world_size, launch.stuck_s)
         await engine.warm_up()
     updates = WeightUpdates(engine, "nccl" if launch.device == "cuda" else "gloo")

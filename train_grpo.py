@@ -52,12 +52,13 @@ def main() -> None:
     run_program("train_grpo.py", "grpo", __doc__, set_up, train, check=rewards_of)
 
 
-def set_up(cfg: Config, resume: str | None) -> "Grpo":
+def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[str] = ()) -> "Grpo":
     """Build a run that is ready for its next step; exit status 2 with one message for a user's mistake."""
     rewards = rewards_of(cfg)
     session = open_session(
         cfg,
         resume,
+        accepted_changes,
         metric="reward",
         needs_coordinates=any(REWARDS.get(name) and name.startswith("detection_") for name in rewards),
         problems_of=partial(data_problems, list(rewards)),

@@ -49,9 +49,9 @@ def main() -> None:
     run_program("train_stage2.py", "rollout_matching_sft", __doc__, set_up, train)
 
 
-def set_up(cfg: Config, resume: str | None = None) -> "Stage2":
+def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[str] = ()) -> "Stage2":
     """Build a run that is ready for its next step; exit status 2 with one message for a user's mistake."""
-    run = Stage2(open_session(cfg, resume, metric=cfg.training.metric_for_best_model))
+    run = Stage2(open_session(cfg, resume, accepted_changes, metric=cfg.training.metric_for_best_model))
     run.session.resume(run)
     return run
 
@@ -70,7 +70,7 @@ def train(run: "Stage2") -> None:
             micro_steps = session.prepare(step)
             rows = [run.pack(micro_step) for micro_step in micro_steps]  # all of them before the first backward (PCK-5)
             with session.timed("train"):
-                result = session.learner.step([session.collate(row) for row in rows], run.objective, step)
+                result = run.learn(rows, step)
         session.steps_done = step + 1
         session.end_step(run, log_step(run, step + 1, result, micro_steps, rows))
     session.finish(segments_left=sum(session.ranks.gather(len(run.buffer))))
@@ -124,7 +124,7 @@ class Stage2:
         self.buffer = CarryBuffer(cfg.global_max_length, cfg.training.packing_buffer)  # finished, waiting for a row
         dump_options = cfg.rm.monitor_dump.model_dump()
         self.dump = SampleDump(session.run_dir, session.data.table, **dump_options, enabled=session.ranks.is_main)
-        self.objective = MatchingObjective(cfg.rm.losses)
+        self.objective = MatchingObjective(cfg.rm.losses, session.learner.start_head)
         session.prefetch(self)
 
     # A micro-step
@@ -179,6 +179,13 @@ class Stage2:
             return micro_step.segments
         self.buffer.extend(micro_step.segments)
         return self.buffer.pop_row()
+
+    def learn(self, rows: Sequence[list[Segment]], step: int) -> StepResult:
+        """Take one optimizer step over the rows of its micro-steps."""
+        batches, learner = [self.session.collate(row) for row in rows], self.session.learner
+        if self.session.cfg.rm.losses.reference_kl:
+            learner.add_start_states(batches)
+        return learner.step(batches, self.objective, step)
 
     # Evaluation and checkpoints
 

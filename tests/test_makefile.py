@@ -143,3 +143,15 @@ def test_the_demos_hide_gpus_from_server_and_learner():
 
     for environment in (demo.ENVIRONMENT, demo.ALL_CORES, demo_grpo.ENVIRONMENT, demo_grpo.ALL_CORES, os.environ):
         assert environment["DS_ACCELERATOR"] == "cpu" and environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_finding_9_audit_says_in_one_line_where_it_can_audit_nothing(tmp_path):
+    """A database that cannot be reached, and a mirror without vulnerabilities, must not look like a clean result."""
+    mirror = tmp_path / "pip" / "25.0"
+    mirror.mkdir(parents=True)
+    (mirror / "json").write_text('{"info": {}}')
+    for database in ("http://127.0.0.1:9", f"file://{tmp_path}"):
+        command = ["make", "-s", "audit", "DEVICE=cpu", f"DATABASE={database}"]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0 and run.stderr == "", run.stderr
+        assert run.stdout.startswith(f"nothing audited: {database} gives no") and run.stdout.count("\n") == 1

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.packing import CarryBuffer, choose_row, collate_packed, collate_padded, denominators, place
+from utils.packing import CarryBuffer, StartStates, choose_row, collate_packed, collate_padded, denominators, place
 from utils.targets import Segment
 
 COORD_IDS = np.arange(1000, 2000)
@@ -231,6 +231,7 @@ def test_packed_row_moves_everything_with_its_segment_pck_4():
     assert batch.text_pos.tolist() == [3, 12]
     assert batch.text_label.tolist() == [77, 77]
     assert batch.text_weight.tolist() == [0.5, 0.5]
+    assert batch.unlabelled_pos.tolist() == [1, 4, 10, 13]  # `p` is a prompt alone
     assert batch.cu_seqlens.tolist() == [0, 6, 9, 15]
     assert batch.image_grid_thw.tolist() == [[1, 2, 2], [1, 2, 4]]
     assert batch.pixel_values[:, 0].tolist() == [10.0] * 4 + [20.0] * 8
@@ -246,6 +247,7 @@ def test_padded_batch_holds_the_same_labels_pck_6():
     assert batch.input_ids[1].tolist() == [5, 6, 7, 1010, 77, 8, 0, 0]
     assert batch.attention_mask.tolist() == [[1] * 8, [1] * 6 + [0] * 2]
     assert batch.coord_pos.tolist() == [8 + 2] and batch.text_pos.tolist() == [8 + 3]
+    assert batch.unlabelled_pos.tolist() == [8 + 1, 8 + 4]  # neither prompt nor padding
     assert batch.num_tokens == 14
 
 
@@ -260,7 +262,8 @@ def test_dummy_image_only_where_none_is_pck_8(collate):
     empty = collate([], counting_positions, COORD_IDS, DUMMY)
     assert empty.input_ids.tolist() == [[1, 2, 3]]
     assert empty.num_labels == 0 and empty.num_tokens == 0 and empty.sample_ids == []
-    assert denominators([empty]) == {"text": 0.0, "coord": 0.0}
+    assert empty.unlabelled_pos.tolist() == []
+    assert denominators([empty]) == {"text": 0.0, "coord": 0.0, "reference_kl": 0.0}
 
 
 @pytest.mark.parametrize("collate", [collate_packed, collate_padded])
@@ -287,10 +290,13 @@ def test_denominators_are_total_weights_pck_5():
     """PCK-5."""
     rows = [[labelled_segment("a", 1), labelled_segment("b", 2)], [labelled_segment("c", 3)]]
     batches = [collate_packed(row, counting_positions, COORD_IDS, DUMMY) for row in rows]
-    assert denominators(batches) == {"text": 1.5, "coord": 3.0}
+    assert denominators(batches) == {"text": 1.5, "coord": 3.0, "reference_kl": 6.0}
 
 
 def test_batch_moves_to_a_device():
-    batch = collate_padded([labelled_segment("a", 1)], counting_positions, COORD_IDS, DUMMY).to("meta")
+    batch = collate_padded([labelled_segment("a", 1)], counting_positions, COORD_IDS, DUMMY)
+    batch.start = StartStates(torch.zeros(2, 4), num_chunks=3)
+    batch = batch.to("meta")
+    assert batch.start.states.is_meta and batch.start.num_chunks == 3 and batch.unlabelled_pos.is_meta
     assert batch.input_ids.is_meta and batch.attention_mask.is_meta and batch.pixel_values.is_meta
     assert batch.sample_ids == ["a"] and batch.num_tokens == 6

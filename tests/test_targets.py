@@ -478,6 +478,25 @@ def _one() -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_tgt_16_tokens_without_a_label_by_hand() -> None:
+    """TGT-16: of a prefix with a neutral object and a matched one the neutral object, format and choices; nothing of
+    the prompt, nothing that is learnt, be it in the prefix or appended."""
+    table = make_table("qwen")
+    target = rollout_target([BLUE, replace(RED, coords=(11, 21, 31, 41))], [RED, GREEN], [(1, 0)])
+    segment = make_segment("s", [7, 7, 7], target, table)
+    spans, last = [], -2
+    for index in segment.unlabelled_index.tolist():
+        text = text_of([segment.input_ids[index]], table)
+        spans = [*spans[:-1], spans[-1] + text] if index == last + 1 else [*spans, text]
+        last = index
+    coords = "<|coord_500|>, <|coord_500|>, <|coord_700|>, <|coord_700|>"
+    neutral = f'{{"desc": "blue circle", "bbox_2d": [{coords}]}}, '
+    assert "".join(spans) == HEADER + neutral + '{"desc": "' + ' "bbox_2d": [' + ", , , "
+    assert len(segment.unlabelled_index) + len(segment.coord_index) + len(segment.text_index) + 3 == len(segment)
+    whole = make_segment("s", [7, 7, 7], ground_truth_target([RED], table, PLAIN), table)
+    assert whole.unlabelled_index.tolist() == []
+
+
 def test_tgt_8_segment_by_hand() -> None:
     """TGT-8: the answer stands behind the prompt and its indices with it."""
     table = make_table("qwen")

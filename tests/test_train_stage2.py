@@ -15,6 +15,7 @@ import train_stage2
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.data.encoding import encode_prompt
+from utils.data.mistakes import BadLine, report_skipped
 from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
 from utils.run.session import Session
@@ -78,7 +79,7 @@ def test_bad_data_ends_the_run_before_training_with_file_and_line_DAT_3(folder, 
     change, word = MISTAKES[name]
     path = broken_file(folder, name, change)
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=True)
+        setup.load_data(config_of(folder, start_model, path), is_main=True, skipped=[])
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert f"{path}:3" in message and word in message, message
@@ -95,10 +96,10 @@ def test_bad_samples_can_be_skipped_DAT_3(folder, start_model, name, capsys, tmp
             "training": cfg.training.model_copy(update={"output_dir": str(tmp_path / "run")}),
         }
     )
-    datasets, _, _ = setup.load_data(cfg, is_main=False)
-    assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
-    assert setup.load_data(cfg, is_main=True)[0] == datasets and len(datasets[0]) == 5
-    said = capsys.readouterr().out
+    skipped: list[BadLine] = []
+    datasets, _, _ = setup.load_data(cfg, is_main=True, skipped=skipped)
+    assert len(datasets[0]) == 5 and not (tmp_path / "run").exists()
+    said = report_skipped(skipped, cfg.training.output_dir)
     assert said.startswith("1 bad sample(s) skipped (data.on_bad_sample: skip)") and "line 3: " in said, said
     assert word in said
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").open()]
@@ -110,14 +111,14 @@ def test_an_empty_file_ends_the_run_DAT_3(folder, start_model, capsys):
     path = folder / "data" / "empty.jsonl"
     path.write_text("")
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=True)
+        setup.load_data(config_of(folder, start_model, path), is_main=True, skipped=[])
     assert ended.value.code == 2 and str(path) in capsys.readouterr().err
 
 
 def test_only_rank_0_speaks_but_all_ranks_leave(folder, start_model, capsys):
     path = folder / "data" / "nowhere.jsonl"
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=False)
+        setup.load_data(config_of(folder, start_model, path), is_main=False, skipped=[])
     assert ended.value.code == 2 and capsys.readouterr().err == ""
 
 
@@ -135,6 +136,41 @@ def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_
     assert "model.path" in message and "coord" in message, message
 
 
+def test_a_start_policy_of_another_model_ends_the_run_TGT_16(folder, start_model, capsys, tmp_path):
+    """TGT-16: before any weights are read; the same model with other weights is what it takes."""
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl")
+
+    def check(path: Path | None) -> None:
+        model = cfg.model.model_copy(update={"reference_path": path and str(path)})
+        setup.check_reference(cfg.model_copy(update={"model": model}), is_main=True)
+
+    other = tmp_path / "other"
+    shutil.copytree(start_model, other)
+    (other / "model.safetensors").unlink()
+    check(None)
+    check(other)
+    found = json.loads((other / "config.json").read_text())
+    found["text_config"]["vocab_size"] += 1
+    (other / "config.json").write_text(json.dumps(found))
+    for path, what in (
+        (other, "differs in architecture or vocabulary"),
+        (tmp_path / "no", "is no readable checkpoint"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            check(path)
+        message = capsys.readouterr().err
+        assert ended.value.code == 2 and f'model.reference_path="{path}": {what}; it must be one of' in message, message
+
+
+def test_set_up_looks_at_the_start_policy_TGT_16(folder, start_model, capsys):
+    """TGT-16: at the call site."""
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", teacher_forced_ratio=1)
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"reference_path": "nowhere"})})
+    with pytest.raises(SystemExit) as ended:
+        train_stage2.set_up(cfg)
+    assert ended.value.code == 2 and "is no readable checkpoint" in capsys.readouterr().err
+
+
 @pytest.fixture
 def run(folder, start_model):
     return run_of(folder, start_model)
@@ -143,7 +179,7 @@ def run(folder, start_model):
 def run_of(folder: Path, start_model: Path, **matching) -> SimpleNamespace:
     """A run without processes: what `make_segment` needs."""
     cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", **matching)
-    datasets, _, _ = setup.load_data(cfg, is_main=True)
+    datasets, _, _ = setup.load_data(cfg, is_main=True, skipped=[])
     processor, table = setup.load_tokenizer(cfg, is_main=True)
     return SimpleNamespace(cfg=cfg, samples=datasets[0], processor=processor, table=table)
 
@@ -196,7 +232,7 @@ def test_a_file_has_its_own_teacher_forced_ratio_and_annotated_labels_DAT_5(fold
     clean = cfg.custom.train_jsonl[0].model_copy(update={"teacher_forced_ratio": 1.0})
     own = clean.model_copy(update={"path": str(partial), "teacher_forced_ratio": None, "annotated": [" Red Circle"]})
     cfg = cfg.model_copy(update={"custom": cfg.custom.model_copy(update={"train_jsonl": [clean, own]})})
-    (whole, part), _, _ = setup.load_data(cfg, is_main=True)
+    (whole, part), _, _ = setup.load_data(cfg, is_main=True, skipped=[])
     assert {sample.annotated for sample in whole} == {None}
     assert [sample.annotated for sample in part] == [frozenset({"red circle"}), frozenset(), frozenset({"red circle"})]
     assert train_stage2.teacher_forced(cfg, 0, 0, 0, [*whole, *part]).tolist() == [True] * 6 + [False] * 3

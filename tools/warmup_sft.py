@@ -69,10 +69,14 @@ def load_warmup_config(path: str | os.PathLike) -> WarmupConfig:
     data, files = resolve_yaml(path)
     origin = Origin(str(path), data, files)
     try:
-        return WarmupConfig.model_validate(data)
+        cfg = WarmupConfig.model_validate(data)
     except ValidationError as error:
         problems = [origin.problem(tuple(e["loc"]), e["msg"]) for e in error.errors(include_url=False)]
         raise ConfigError(problems) from None
+    if cfg.losses.reference_kl:
+        rule = "the warm-up learns every token of an answer, so nothing is left to compare; delete it"
+        raise ConfigError([origin.problem(("losses", "reference_kl"), rule)])
+    return cfg
 
 
 @dataclass

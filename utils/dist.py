@@ -20,7 +20,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-SECRET_NAME = "LEARNER_SECRET"  # environment variable that tools.launch sets for the ranks of one run
+# Environment variable that tools.launch sets for the ranks of one run.
+SECRET_NAME = "LEARNER_SECRET"  # noqa: S105  (the name, not the secret)
 MAX_MESSAGE_BYTES = 1 << 30  # of one rank in one gather
 _SEAL_BYTES = 32
 
@@ -107,7 +108,7 @@ class Ranks:
         # DeepSpeed 0.19's CPU operator never removes its 66 MiB of shared memory per rank, which would fill the
         # machine's memory after enough runs. All ranks have opened it by now: without a name it is freed at exit.
         name = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{self.rank}"
-        Path("/dev/shm", f"deepspeed_allreduce_buffer_{name}").unlink(missing_ok=True)
+        Path("/dev/shm", f"deepspeed_allreduce_buffer_{name}").unlink(missing_ok=True)  # noqa: S108  (only unlinked)
 
     def _open_store(self) -> Any:
         """Where the ranks meet. torch's own would listen on every interface, as torchrun's does."""

@@ -1,8 +1,9 @@
-"""The loss of a row's supervised positions (TGT-7), without ever holding the logits of a whole row (LRN-4). Pure.
+"""The loss of a row's supervised positions (TGT-7), and the divergence from the start policy at the other tokens of
+its answers (TGT-16), without ever holding the logits of a whole row (LRN-4). Pure.
 
-Shapes: N positions, V vocabulary, D hidden width, Nc coordinates, Nt text tokens. Every part is computed in float32 and
-is a weighted SUM; `total_loss` divides by totals over all ranks and micro-steps of an optimizer step (PCK-5), so the
-gradient does not depend on how samples are laid out in rows.
+Shapes: N positions, V vocabulary, D hidden width, Nc coordinates, Nt text tokens, Nu answer tokens without a label.
+Every part is computed in float32 and is a weighted SUM; `total_loss` divides by totals over all ranks and micro-steps
+of an optimizer step (PCK-5), so the gradient does not depend on how samples are laid out in rows.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, kl_div, pad
 from torch.utils.checkpoint import checkpoint
 
 from utils.geometry import NUM_BINS
 
 if TYPE_CHECKING:
     from utils.config.schema import Losses
-    from utils.packing import Batch
+    from utils.packing import Batch, StartStates
 
 PARTS = ("text", "coord", "w1", "gate")
 
@@ -104,17 +105,62 @@ def loss_sums(
     return dict(zip(PARTS, total.unbind(), strict=True))
 
 
+def reference_kl_sum(
+    hidden: Tensor,
+    lm_head: Callable[[Tensor], Tensor],
+    positions: Tensor,
+    start: StartStates | None,
+    start_head: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Sum of KL(start || current) over the vocabulary at `positions` of `hidden`, a float32 scalar.
+
+    The expectation is over the start policy, as in distillation, so it holds whatever wrote the tokens before.
+
+    Both heads run `start.num_chunks` times, forward and again in backward, as in `loss_sums`.
+
+    Args:
+        hidden: [N, D] final hidden states.
+        positions: int64[Nu], the batch's `unlabelled_pos`.
+        start: None where no rank has such a token.
+        start_head: the start policy's head, called as a module.
+    """
+
+    def score(states: Tensor, start_states: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            start_logprobs = start_head(start_states).float().log_softmax(dim=1)
+        logprobs = lm_head(states).float().log_softmax(dim=1)
+        per_token = kl_div(logprobs, start_logprobs, reduction="none", log_target=True).sum(dim=1)
+        return (per_token * weight).sum()
+
+    total = torch.zeros((), device=hidden.device)
+    if start is None:
+        return total
+    chunks = [chunks_of(column, start.num_chunks) for column in (positions, start.states)]
+    fills = [int(not len(chunk)) for chunk in chunks[0]]  # a chunk without tokens scores one with weight zero
+    filled = [pad(chunk, (0, fill)) for chunk, fill in zip(chunks[0], fills, strict=True)]
+    states = torch.split(hidden[torch.cat(filled)], [len(chunk) for chunk in filled])
+    for own, start_states, fill in zip(states, chunks[1], fills, strict=True):
+        arguments = own, pad(start_states, (0, 0, 0, fill)), own.new_full((len(own),), 1 - fill, dtype=torch.float32)
+        total = total + checkpoint(score, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
 def total_loss(sums: Mapping[str, Tensor], denominators: Mapping[str, float], weights: Losses) -> Tensor:
     """`sum over parts of weight * sum / denominator`, a float32 scalar.
 
     Args:
-        denominators: `{"text": total text weight, "coord": number of coordinates}` of all ranks and micro-steps of the
-            optimizer step. The sum over them is the step's loss; if gradients are averaged, multiply first.
+        sums: of `loss_sums`, and with `weights.reference_kl` that of `reference_kl_sum` under this name.
+        denominators: `{"text": total text weight, "coord": number of coordinates, "reference_kl": number of tokens
+            without a label}` of all ranks and micro-steps of the optimizer step. The sum over them is the step's loss;
+            if gradients are averaged, multiply first.
         weights: of the parts; those of `desc` are in `text_weight` already.
     """
     text = weights.text * sums["text"] / (denominators["text"] or 1.0)
     coord = weights.coord * sums["coord"] + weights.w1 * sums["w1"] + weights.gate * sums["gate"]
-    return text + coord / (denominators["coord"] or 1.0)
+    loss = text + coord / (denominators["coord"] or 1.0)
+    if weights.reference_kl:
+        loss = loss + weights.reference_kl * sums["reference_kl"] / (denominators["reference_kl"] or 1.0)
+    return loss
 
 
 def chunks_of(values: Tensor, num_chunks: int) -> list[Tensor]:

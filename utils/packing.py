@@ -1,6 +1,7 @@
 """Rows: which finished segments share one, and the tensors that a row becomes (section PCK of the contract). Pure.
 
-Shapes: B sequences (1 in a packed row), T tokens, Nc supervised coordinates, Nt supervised text tokens, P patches.
+Shapes: B sequences (1 in a packed row), T tokens, Nc supervised coordinates, Nt supervised text tokens, Nu answer
+tokens without a label, P patches, D hidden width.
 `targets` makes segments; `losses` scores rows.
 """
 
@@ -208,11 +209,19 @@ class Movable:
 
 
 @dataclass
+class StartStates(Movable):
+    """What the start policy makes of a batch's answer tokens without a label (TGT-16)."""
+
+    states: Tensor  # [Nu, D], final hidden states that predict them
+    num_chunks: int  # of logits; the same on all ranks
+
+
+@dataclass
 class Batch(Movable):
     """One micro-step of one rank, as tensors.
 
-    `coord_pos` and `text_pos` index the flattened [B * T] hidden states: the state that PREDICTS the token, the one
-    before it.
+    `coord_pos`, `text_pos` and `unlabelled_pos` index the flattened [B * T] hidden states: the state that PREDICTS the
+    token, the one before it.
     """
 
     input_ids: Tensor  # int64[B, T]
@@ -229,6 +238,8 @@ class Batch(Movable):
     cu_seqlens: Tensor  # int32[num_segments + 1]: borders of the segments if they lie end to end, tokens
     sample_ids: list[str]  # the dummy is not named
     num_tokens: int  # without dummy and padding
+    unlabelled_pos: Tensor  # int64[Nu], of the answers' tokens that carry no label
+    start: StartStates | None = None  # None without `reference_kl`
 
     @property
     def num_labels(self) -> int:
@@ -298,6 +309,7 @@ def collate(
         cu_seqlens=torch.tensor([0, *map(len, parts)]).cumsum(0, dtype=torch.int32),
         sample_ids=[segment.sample_id for segment in segments],
         num_tokens=sum(map(len, segments)),
+        unlabelled_pos=predictors("unlabelled_index"),
     )
     check_row(batch, segments, starts, digit_ids)
     return batch
@@ -359,9 +371,10 @@ def _check_indices(segment: Segment, index: Tensor, is_right: Tensor, what: str)
 
 
 def denominators(batches: Iterable[Batch]) -> dict[str, float]:
-    """This rank's total label weight per kind over an optimizer step's batches; summed over ranks they are PCK-5's."""
-    totals = {"text": 0.0, "coord": 0.0}
+    """This rank's total weight per kind of token in an optimizer step's batches; summed over ranks they are PCK-5's."""
+    totals = {"text": 0.0, "coord": 0.0, "reference_kl": 0.0}
     for batch in batches:
         totals["text"] += float(batch.text_weight.double().sum())
         totals["coord"] += float(len(batch.coord_pos))
+        totals["reference_kl"] += float(len(batch.unlabelled_pos))
     return totals

@@ -94,6 +94,12 @@ class Segment(Supervision):
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def unlabelled_index(self) -> np.ndarray:
+        """int64 [nu], the tokens of the answer that carry no label (TGT-16)."""
+        answer = np.arange(self.answer_start, len(self))
+        return np.setdiff1d(answer, np.concatenate([self.coord_index, self.text_index]))
+
 
 def format_objects(objects: Sequence[Object]) -> str:
     """The answer text of TGT-1. Raises ValueError for an object that could not be read back."""

@@ -169,6 +169,35 @@ def test_CFG_16_adapters_lie_beside_the_weights() -> None:
     assert memory["DoRA norms"] == 14
 
 
+def test_TGT_16_CFG_16_a_plan_names_the_start_policy() -> None:
+    """TGT-16, CFG-16."""
+    assert "start policy" not in format_plan(make_plan(config(), 1))
+    changes = {"RM__losses": {"reference_kl": 1.0}}
+    own = config(tuner={"type": "lora"}, **changes)
+    assert "start policy:                     the adapters disabled; one more" in format_plan(make_plan(own, 1))
+    named = config(model={"path": "gone", "reference_path": "start"}, **changes)
+    assert "start policy:                     start; one more" in format_plan(make_plan(named, 1))
+
+
+def test_TGT_16_CFG_16_a_start_policy_takes_memory(tmp_path: Path) -> None:
+    """TGT-16, CFG-16: bf16, one row of 4096 tokens of 4 numbers; for each logit 20 bytes where labels take 12; the
+    frozen checkpoint is partitioned under ZeRO-3."""
+    (checkpoint(tmp_path) / "config.json").write_text('{"text_config": {"hidden_size": 4, "vocab_size": 3}}')
+    model = {"path": str(tmp_path)}
+    changes = {"model": model | {"reference_path": "start"}, "RM__losses": {"reference_kl": 1.0}}
+    for deepspeed, share in (("zero2", 1), ("zero3", 4), ("zero3_offload", 0)):
+        found = []
+        for own in ({"model": model}, changes):
+            cfg = config(deepspeed=deepspeed, **own)
+            found.append(learner_memory(cfg, engine_json(cfg, 4), ModelSize(1000, 400), world_size=4))
+        plain, with_start = found
+        assert with_start.get("start policy", 0) == (2000 // share if share else 0)
+        assert with_start["start policy's states"] == 4096 * 4 * 2
+        assert with_start["logits"] * 12 == plain["logits"] * 20 > 0
+        extra = sum(with_start.values()) - sum(plain.values())
+        assert extra == (2000 // share if share else 0) + 4096 * 4 * 2 + plain["logits"] * 8 // 12
+
+
 def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
     """CFG-16: bf16. Activations checkpointed: 4096 tokens x 2 bytes x (the first layer's 4 units + all of one layer:
     8 x 4 units, 6 x 4 of queries, 5 x 2 of keys). Cache per token: keys and values x 2 layers x 1 head x 2 x 2 bytes =

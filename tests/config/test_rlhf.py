@@ -41,16 +41,18 @@ def test_CFG_4_grpo_is_the_other_program() -> None:
     [
         (
             {"beta": 0.1},
-            "rlhf.beta=0.1: the reference is the model with adapters disabled; set tuner.type: lora",
+            "rlhf.beta=0.1: full fine-tuning keeps no copy of the start policy, as adapters do; name the checkpoint",
         ),
         ({"beta": 0.1, "tuner": {"type": "lora", "adapter_path": "a"}}, "not the starting policy; merge that adapter"),
+        ({"model": {"path": "m", "reference_path": "m"}}, 'model.reference_path="m": nothing is compared with it'),
     ],
 )
 def test_GRP_6_a_penalty_needs_the_policy_at_the_start(changes: dict[str, Any], message: str) -> None:
-    """GRP-6: without a second copy of the model."""
-    tuner = changes.pop("tuner", {})
-    assert message in only_problem(grpo(**changes) | {"tuner": tuner})
+    """GRP-6: without a second copy of the model, or from a checkpoint that is named."""
+    sections = {name: changes.pop(name) for name in ("tuner", "model") if name in changes}
+    assert message in only_problem(grpo(**changes) | sections)
     build_config(grpo(beta=0.1) | {"tuner": {"type": "lora"}})
+    build_config(grpo(beta=0.1) | {"model": {"path": "m", "reference_path": "m"}})
 
 
 def test_GRP_1_LRN_8_prefetch_is_set_as_for_stage_2() -> None:

@@ -210,6 +210,24 @@ def test_CFG_17_numbers_have_no_coordinate_loss(key: str, value: float) -> None:
     build_config(edited(RM__answer_format="qwen3vl", RM__losses={"coord": 3.0, "w1": 1.0, "gate": 0.0, "sigma": 12.0}))
 
 
+@pytest.mark.parametrize(
+    ("tuner", "message"),
+    [
+        (
+            {"type": "full"},
+            "reference_kl=1.0: full fine-tuning keeps no copy of the start policy, as adapters do",
+        ),
+        ({"type": "lora", "adapter_path": "a"}, "not the starting policy; merge that adapter"),
+    ],
+)
+def test_TGT_16_the_divergence_needs_the_policy_at_the_start(tuner: dict[str, Any], message: str) -> None:
+    """TGT-16: supervised training may have it, too."""
+    assert message in only_problem(edited(RM__losses={"reference_kl": 1.0}, tuner=tuner))
+    build_config(edited(RM__losses={"reference_kl": 1.0}, tuner={"type": "lora"}, RM__teacher_forced_ratio=1))
+    build_config(edited(RM__losses={"reference_kl": 1.0}, tuner=tuner, model__reference_path="start"))
+    assert "nothing is compared with it; set " in only_problem(edited(tuner=tuner, model__reference_path="start"))
+
+
 def test_CFG_14_packing_needs_drop_last() -> None:
     """CFG-14."""
     assert "no flush steps" in only_problem(edited(training__packing=True, training__packing_drop_last=False))

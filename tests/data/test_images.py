@@ -113,7 +113,7 @@ def declared(width: int, height: int) -> bytes:
 def test_decompression_bombs_are_refused_by_their_header(size):
     """SRV-5: 12,000 x 12,000 is what Pillow only warns about; nothing is unpacked."""
     tracemalloc.start()
-    with pytest.raises(ValueError, match="not a readable image: .*pixels") as error:
+    with pytest.raises(ValueError, match="pixels") as error:
         ImageStore([]).open("data:image/png;base64," + base64.b64encode(declared(*size)).decode())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -17,7 +17,7 @@ COLOCATE = {"rollout_backend": "vllm"}  # vllm.mode: colocate is the default
 RUNS = {
     "hf_zero0": ("zero0", {"rollout_backend": "hf"}),
     "hf_zero2": ("zero2", {"rollout_backend": "hf"}),
-    "hf_zero3": ("zero3", {"rollout_backend": "hf"}),
+    "hf_zero3": ("zero3", {"rollout_backend": "hf", "losses": {"reference_kl": 1.0}}),
     "colocate_tp1": ("zero2", COLOCATE | {"vllm": {"tensor_parallel_size": 1, "sync": {"bucket_mib": 1}}}),
     "colocate_tp2": ("zero3", COLOCATE | {"vllm": {"tensor_parallel_size": 2, "sync": {"verify": "always"}}}),
 }
@@ -97,6 +97,14 @@ def test_all_backends_give_the_same_greedy_answers_ROL_1(run_of, name):
             assert one["bbox_2d"] == pytest.approx(other["bbox_2d"], abs=2)
     first = [EventAccumulator(str(run)).Reload().Scalars("loss/total")[0].value for run in (expected, got)]
     assert first[1] == pytest.approx(first[0], rel=1e-2)
+
+
+def test_the_divergence_from_the_start_begins_at_zero_TGT_16_LOG_3(run_of):
+    """TGT-16, LOG-3: two ranks under ZeRO-3 with DoRA and a trained head, on answers with and without such tokens."""
+    curves = EventAccumulator(str(run_of("hf_zero3"))).Reload()
+    first, *later = [event.value for event in curves.Scalars("loss/reference_kl")]
+    assert first == pytest.approx(0, abs=1e-6) and len(later) == NUM_STEPS - 1 and min(later) > 1e-6
+    assert "loss/reference_kl" not in EventAccumulator(str(run_of("hf_zero2"))).Reload().Tags()["scalars"]
 
 
 def start_answers(folder: Path) -> list[dict]:

@@ -47,15 +47,16 @@ def test_decay_by_hand_CFG_17():
 
 
 def learner_of(
-    folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: str = "zero2", **training: Any
+    folder: Path, model: Path, ranks: Ranks, tuner: dict, deepspeed: str = "zero2", beta: float = 0.0, **training: Any
 ) -> Learner:
     """A learner with an epsilon large enough that rounding errors do not become whole steps."""
+    reference = {"reference_path": str(model)} if beta and tuner["type"] == "full" else {}
     config = {
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32", **reference},
         "global_max_length": 128,
         "tuner": tuner,
         "custom": {"trainer_variant": "grpo", "train_jsonl": "none"},
-        "rlhf": {"reward_funcs": ["detection_f1"], "use_vllm": False, "max_new_tokens": 32},
+        "rlhf": {"reward_funcs": ["detection_f1"], "use_vllm": False, "max_new_tokens": 32, "beta": beta},
         "training": {
             "output_dir": str(folder),
             "learning_rate": 1e-2,
@@ -153,9 +154,12 @@ def test_a_policy_step_is_that_of_a_plain_unpacked_full_logits_one_GRP_6_PCK_5_P
         assert (ours - theirs).abs().max() < 1e-5, name
 
 
-def test_the_start_policy_is_the_model_with_adapters_disabled_GRP_6(tmp_path, start_model, ranks):
-    """GRP-6: without a second copy of the model, and without an effect on training."""
-    learner = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4, "freeze_vit": True})
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_start_policy_is_the_model_with_adapters_disabled_or_a_frozen_one_GRP_6(tmp_path, start_model, ranks, kind):
+    """GRP-6: with adapters without a second copy of the model; and without an effect on training."""
+    tuner = {"type": "lora", "rank": 4, "freeze_vit": True} if kind == "lora" else {"type": "full"}
+    learner = learner_of(tmp_path, start_model, ranks, tuner, beta=0.1)
+    assert (learner.engine.module.reference is None) == (kind == "lora")
     base = load_model(start_model, "float32")
     segments = answers_of(base, 2)
     rows = [policy_row_of(learner.model, segments, {"s0": 1.0, "s1": -1.0})]

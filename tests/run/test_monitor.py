@@ -62,9 +62,25 @@ def test_a_resumed_run_does_not_draw_a_step_twice_LOG_3(tmp_path):
         for step in range(first, 6):
             monitor.scalars(step, {"loss/total": 10.0 * first + step})
         monitor.close()
-        time.sleep(1.1)  # event files are read in the order of the second in their names
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss/total")] == [(1, 11), (2, 12), (3, 33), (4, 34), (5, 35)]
+
+
+def test_finding_9_steps_not_clocks_order_curves_LOG_3(tmp_path, monkeypatch):
+    """LOG-3, LRN-5: a clock that goes back an hour, then a day, between three processes of a run; what is read is what
+    TensorBoard itself reads."""
+    now = time.time()
+    for first, clock in ((1, now), (3, now - 3600), (5, now - 86400)):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda clock=clock: clock)
+            monitor = Monitor(tmp_path, num_steps=7, enabled=True, purge_step=first if first > 1 else None)
+            for step in range(first, 8):
+                monitor.scalars(step, {"loss/total": 10.0 * first + step})
+            monitor.close()
+    names = sorted(path.name for path in tmp_path.glob("events.*"))
+    assert len(names) == 3 and f".{int(now - 86400)}." in names[-1]
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("loss/total")
+    assert [(e.step, e.value) for e in events] == [(1, 11), (2, 12), (3, 33), (4, 34), (5, 55), (6, 56), (7, 57)]
 
 
 @pytest.mark.parametrize("way", ["flush", "time"])

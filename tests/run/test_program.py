@@ -69,7 +69,7 @@ class LikeRanks(Ranks):
 
 
 class NoLearner:
-    model = None
+    model = start_head = None
 
     def __init__(self, cfg: Any, ranks: Any, num_steps: int) -> None:
         pass

@@ -58,7 +58,7 @@ def test_no_setting_is_taken_and_ignored(field):
 
 def test_an_answer_has_ms_swifts_form_and_no_other_field():
     """SRV-4: a real answer is checked in tests/e2e/test_server.py."""
-    for output in (RolloutOutput.failed("model", None, "broken"), RolloutOutput.failed("m", "r:1", "no", refused=True)):
+    for output in (RolloutOutput.failed("model", None, "broken"), RolloutOutput.failed("m", "r:1", "no", "refused")):
         read = ms_swift.RolloutOutput.model_validate_json(output.model_dump_json())
         assert read.response.choices[0].finish_reason is None and read.rollout_infos == output.rollout_infos
 
@@ -111,7 +111,7 @@ def test_seed_of_request_i_wraps_at_two_to_the_31():
 
 def test_a_failed_output_has_the_form_of_the_others():
     """SRV-4, SRV-5"""
-    output = RolloutOutput.failed("model", "run:3", "no such file", refused=True).model_dump()
+    output = RolloutOutput.failed("model", "run:3", "no such file", "refused").model_dump()
     assert output["rollout_infos"] == {"weight_version": "run:3", "error": "no such file", "refused": True}
     assert output["response"]["choices"][0]["token_ids"] == []
     assert output["response_token_ids"] == []

@@ -218,6 +218,14 @@ def test_cfg_3_warmup_config_reports_all_mistakes_with_the_file(tmp_path):
     ]
 
 
+def test_TGT_16_the_warmup_has_no_start_policy(tmp_path):
+    """TGT-16."""
+    path = tmp_path / "w.yaml"
+    path.write_text("model: m\ntrain_jsonl: t.jsonl\noutput_dir: o\nsteps: 1\nlosses: {reference_kl: 1}\n")
+    with pytest.raises(ConfigError, match="losses.reference_kl=1: the warm-up learns every token"):
+        warmup_sft.load_warmup_config(path)
+
+
 def test_shipped_warmup_config_reads_and_writes_where_the_demo_does():
     cfg = warmup_sft.load_warmup_config(WARMUP_CONFIG)
     assert (cfg.model, cfg.output_dir) == ("runs/demo/start", "runs/demo/model")

@@ -110,7 +110,7 @@ def _resolve(path: Path, chain: tuple[Path, ...], problems: list[str]) -> tuple[
 
 def _read_mapping(path: Path, trail: str, problems: list[str]) -> dict[str, Any]:
     try:
-        loaded = _own_copy(yaml.load(path.read_text(encoding="utf-8"), _Loader))
+        loaded = _own_copy(yaml.load(path.read_text(encoding="utf-8"), _Loader))  # noqa: S506  (a SafeLoader)
         if loaded is None or isinstance(loaded, dict):
             return loaded or {}
         reason = f"must hold a mapping of keys, not {brief(loaded)}"

@@ -176,26 +176,35 @@ def learner_memory(
     Weights are those of the model and its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
     the trainable weights (not with ZeRO 0 in float32). Reduce buckets: DeepSpeed holds one from stage 1 on, and another
     with `overlap_comm` below stage 3. Gathered: weights of other ranks that ZeRO-3 may hold. Logits exist for
-    `chunk_labels` labels at once (LRN-4), in the model's dtype and in float32, each with its gradient. DoRA's norms are
-    freed after each layer.
+    `chunk_labels` labels at once (LRN-4), in the model's dtype and in float32, each with its gradient; those of
+    `reference_kl` with the start policy's log-probabilities and the divergence besides. DoRA's norms are freed after
+    each layer.
     """
     bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine.get("zero_optimization", {})
     stage, text = zero.get("stage", 0), _text_config(cfg)
     copies = 8 if cfg.model.dtype == "float32" and stage == 0 else 12
     num_weights = size.total + (size.trainable if cfg.tuner.type == "lora" else 0)
+    has_kl, share = cfg.rm.losses.reference_kl > 0, world_size if stage == 3 else 1
+    per_logit = 2 * (bytes_each + 4) + 8 * has_kl
     num_buckets = 0 if stage == 0 else 2 if stage < 3 and zero.get("overlap_comm") else 1
     memory = {
-        "weights": num_weights * bytes_each // (world_size if stage == 3 else 1),
+        "weights": num_weights * bytes_each // share,
+        "start policy": size.total * bytes_each // share * (cfg.model.reference_path is not None),
+        "start policy's states": _row_tokens(cfg) * text.get("hidden_size", 0) * bytes_each * has_kl,
         "gradients": size.trainable * bytes_each // (world_size if stage >= 2 else 1),
         "optimizer": size.trainable * copies // (world_size if stage >= 1 else 1),
         "reduce buckets": num_buckets * int(zero.get("reduce_bucket_size", 5e8)) * bytes_each,
         "gathered": min(int(zero.get("stage3_max_live_parameters", 1e9)), num_weights) * bytes_each * (stage == 3),
         "activations": _row_tokens(cfg) * _activations(cfg, num_checkpointed) * bytes_each,
-        "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * 2 * (bytes_each + 4),
+        "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * per_logit,
         "DoRA norms": size.dora_values * bytes_each,
         "sync buckets (rank 0)": _bucket_bytes(cfg, size) * cfg.generates,
     }
-    for part, knob in (("weights", "offload_param"), ("optimizer", "offload_optimizer")):
+    for part, knob in (
+        ("weights", "offload_param"),
+        ("start policy", "offload_param"),
+        ("optimizer", "offload_optimizer"),
+    ):
         if zero.get(knob, {}).get("device", "none") != "none":
             memory[part] = 0
     return {name: value for name, value in memory.items() if value}

@@ -78,6 +78,7 @@ class Plan:
     cache: CacheSize | None = None
     num_checkpointed: int | None = None  # language-model layers; None: all
     outside_memory: dict[str, int] | None = None  # of the servers' GPUs, beside vLLM's share
+    start_policy: str | None = None  # what the loss compares the policy with
 
 
 def make_plan(cfg: Config, world_size: int) -> Plan:
@@ -110,6 +111,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         cache=size and cache_size(cfg, size),
         num_checkpointed=num_checkpointed,
         outside_memory=_outside(cfg, servers, size or ModelSize(0, 0)),
+        start_policy=(cfg.model.reference_path or "the adapters disabled") if cfg.has_reference else None,
     )
     if found := _too_large(cfg, plan, device_bytes):
         raise ConfigError(found)
@@ -224,6 +226,8 @@ def format_plan(plan: Plan) -> str:
         lines.append(("rollouts", plan.own_rollouts))
     if plan.layout:
         lines += plan.layout.places + [("start", command) for command in plan.layout.commands]
+    if plan.start_policy:
+        lines.append(("start policy", f"{plan.start_policy}; one more forward per row"))
     lines += [
         ("sync mode", plan.sync_mode),
         ("requests per round and learner", _known(plan.chunk)),

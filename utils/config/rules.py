@@ -303,15 +303,21 @@ def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
             yield f"{RM}.{found.alias or key}", "is for stage 2, GRPO takes its settings from rlhf; delete it here"
 
 
-@_rule("rlhf", "tuner")
+@_rule("custom.trainer_variant", "rlhf", "tuner", "model.reference_path", f"{RM}.losses")
 def _penalty_has_a_reference(cfg: Config) -> Found:
-    if cfg.rlhf is None or not cfg.rlhf.beta:
+    path, key = ("rlhf.beta", "beta") if cfg.is_grpo else (f"{RM}.losses.reference_kl", "reference_kl")
+    way_out = f"name the checkpoint that training starts from as model.reference_path, or set {key}: 0"
+    if not cfg.has_reference:
+        if cfg.model.reference_path is not None:
+            yield "model.reference_path", f"nothing is compared with it; set {path}, or delete it"
+    elif cfg.model.reference_path is not None:
         return
-    if cfg.tuner.type != "lora":
-        yield "rlhf.beta", "the reference is the model with adapters disabled; set tuner.type: lora, or beta: 0"
+    elif cfg.tuner.type != "lora":
+        rule = "full fine-tuning keeps no copy of the start policy, as adapters do"
+        yield path, f"{rule}; {way_out}"
     elif cfg.tuner.adapter_path is not None:
         why = "with adapters disabled the model is the policy before tuner.adapter_path, not the starting policy"
-        yield "rlhf.beta", f"{why}; merge that adapter into model.path and start a new one, or set beta: 0"
+        yield path, f"{why}; merge that adapter and {way_out}"
 
 
 @_rule("rlhf", f"{RM}.async")

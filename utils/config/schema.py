@@ -30,6 +30,9 @@ class Model(Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key(
         "sdpa", "attention of the learner; each isolates the segments of packed rows"
     )
+    reference_path: str | None = key(
+        None, "frozen checkpoint that is the start policy of reference_kl and rlhf.beta; null: model, adapters disabled"
+    )
     image_min_pixels: PositiveInt | None = key(None, "minimum number of pixels per image; null: the processor's")
     image_max_pixels: PositiveInt | None = key(None, "maximum number of pixels per image; null: the processor's")
 
@@ -122,6 +125,9 @@ class Losses(Section):
     w1: NonNegative = key(1.0, "1-Wasserstein distance of coordinate tokens; not with qwen3vl")
     gate: NonNegative = key(1.0, "probability mass outside the coordinate tokens; not with qwen3vl")
     sigma: PositiveFloat = key(12.0, "width of the Gaussian coordinate target, in bins; not with qwen3vl")
+    reference_kl: NonNegative = key(
+        0.0, "KL divergence from the start policy to the current one, where the answer has no label; 0: no reference"
+    )
 
 
 class Async(Section):
@@ -302,6 +308,11 @@ class Config(Section):
     @property
     def is_grpo(self) -> bool:
         return self.custom.trainer_variant == "grpo"
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares the policy with the one that training started from."""
+        return bool(self.rlhf.beta if self.is_grpo and self.rlhf else self.rm.losses.reference_kl)
 
     @property
     def generates(self) -> bool:

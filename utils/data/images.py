@@ -11,6 +11,7 @@ import io
 import os
 import re
 import stat
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,11 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from utils.config.rollout import MAX_IMAGE_PIXELS
+from utils.data.prompts import TooLarge
+
 MAX_IMAGE_BYTES = 64 << 20
-MAX_IMAGE_PIXELS = 64 << 20  # as the header declares them; a few kilobytes can unpack to any number of pixels
+MAX_DECODING = 64 << 20  # pixels decoded at once
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS, which runs a program
 URL_TIMEOUT_S = 20.0  # without a byte
 URL_TOTAL_S = 60.0  # for the body
@@ -34,29 +38,76 @@ class ImageRefused(ValueError):
     """The server is not allowed to read this image; a retry cannot help."""
 
 
+class PixelBudget:
+    """Pixels that images may have together. Their headers count, before anything is decoded: a few kilobytes can unpack
+    to any number of pixels."""
+
+    def __init__(self, limit: int, whose: str) -> None:
+        self._limit, self._whose, self._taken, self._lock = limit, whose, 0, threading.Lock()
+
+    def take(self, pixels: int) -> None:
+        """Raises TooLarge if it is not enough."""
+        with self._lock:
+            if self._taken + pixels > self._limit:
+                raise TooLarge(
+                    f"the images of a {self._whose} have at most {self._limit} pixels, {pixels} of this one included; "
+                    "raise rollout_server.max_image_pixels or send smaller ones"
+                )
+            self._taken += pixels
+
+
 class ImageStore:
     """Read images from data URIs, base64, http(s) URLs if `allow_urls`, and files below the directories `roots`, which
     must hold them after all `..` and symbolic links are resolved."""
 
-    def __init__(self, roots: Sequence[str | os.PathLike], allow_urls: bool = False) -> None:
+    def __init__(
+        self, roots: Sequence[str | os.PathLike], allow_urls: bool = False, max_pixels: int = MAX_IMAGE_PIXELS
+    ) -> None:
         self.roots = [Path(root).resolve() for root in roots]
         self.allow_urls = allow_urls
+        self.max_pixels = max_pixels
+        self._decoding, self._fewer = 0, threading.Condition()
 
     def open(self, source: str) -> Image.Image:
-        """Return the image as RGB, fully decoded. Blocking: call it in a thread.
+        """Return the image as RGB, fully decoded. Blocking: call it in a thread. Raises as `open_all` does."""
+        return self.open_all([source])[0]
+
+    def open_all(self, sources: Sequence[str], budgets: Sequence[PixelBudget] = ()) -> list[Image.Image]:
+        """Return the images of a request; `budgets` are further ones that they count towards.
 
         Raises:
             ImageRefused: path outside the roots, URL not allowed.
-            ValueError: unreadable, too large, or not an image.
+            ValueError: unreadable, more pixels than allowed, or not an image.
         """
+        budgets = [PixelBudget(self.max_pixels, "request"), *budgets]
+        return [self._open(source, budgets) for source in sources]
+
+    def _open(self, source: str, budgets: Sequence[PixelBudget]) -> Image.Image:
         data = self._read(source)
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-            if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_IMAGE_PIXELS >> 20} Mi")
-            return to_rgb(image)
+            pixels = image.width * image.height
+            for budget in budgets:
+                budget.take(pixels)
+            with self._while_decoding(pixels):
+                return to_rgb(image)
+        except TooLarge as error:
+            raise TooLarge(f"{_short(source)}: {error}") from None
         except Exception as error:  # Pillow's decoders raise any kind of error for broken bytes
             raise ValueError(f"not a readable image: {_short(source)}: {error}") from error
+
+    @contextmanager
+    def _while_decoding(self, pixels: int) -> Iterator[None]:
+        """Wait until at most `MAX_DECODING` pixels are being decoded with these, or these alone."""
+        with self._fewer:
+            self._fewer.wait_for(lambda: not self._decoding or self._decoding + pixels <= MAX_DECODING)
+            self._decoding += pixels
+        try:
+            yield
+        finally:
+            with self._fewer:
+                self._decoding -= pixels
+                self._fewer.notify_all()
 
     def _read(self, source: str) -> bytes:
         if source.startswith("data:"):

@@ -11,6 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 IMAGE_MARKER = "<image>"
+CUT_TOKENS = 1024  # by so many at most, a cut text has more tokens than the same text inside a longer one
+MAX_REASON = 200  # characters of a template's own error, which may repeat the messages
+
+
+class TooLarge(ValueError):
+    """A request has more text or pixels than its limits allow."""
 
 
 def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
@@ -26,7 +32,7 @@ def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> lis
     for message in messages:
         role = message.get("role")
         if role not in ("system", "user", "assistant", "tool"):
-            raise ValueError(f"message role {role!r} is not one of system, user, assistant, tool")
+            raise ValueError(f"message role {str(role)[:100]!r} is not one of system, user, assistant, tool")
         chat.append({"role": role, "content": _parts(message.get("content"))})
     markers = sum(part["type"] == "image" for message in chat for part in message["content"])
     if markers > num_images:
@@ -42,14 +48,36 @@ def to_chat_messages(messages: Sequence[dict[str, Any]], num_images: int) -> lis
     return chat
 
 
-def render_prompt(processor_or_tokenizer: Any, chat_messages: Sequence[dict[str, Any]]) -> list[int]:
+def render_prompt(
+    processor_or_tokenizer: Any, chat_messages: Sequence[dict[str, Any]], max_tokens: int | None = None
+) -> list[int]:
     """Return the token ids of the prompt by the model's own chat template, up to the assistant's first token.
 
     `chat_messages` are as `to_chat_messages` returns them. Each image is still one placeholder token.
+
+    Raises:
+        TooLarge: more than `max_tokens`. A long text is found out by its beginning: a tokenizer takes hundreds of
+            times the text's memory.
+        ValueError: the template refuses these messages, or fails on them.
     """
-    text = processor_or_tokenizer.apply_chat_template(list(chat_messages), tokenize=False, add_generation_prompt=True)
+    chat = list(chat_messages)
+    try:
+        text = processor_or_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's: besides jinja2's own errors it raises anything
+        raise ValueError(f"the chat template does not take these messages: {str(error)[:MAX_REASON]}") from error
     tokenizer = getattr(processor_or_tokenizer, "tokenizer", processor_or_tokenizer)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def ids_of(part: str) -> list[int]:
+        ids = list(tokenizer(part, add_special_tokens=False)["input_ids"])
+        if max_tokens is not None and len(ids) > max_tokens + (part is not text) * CUT_TOKENS:
+            raise TooLarge(f"the prompt has more than {max_tokens} tokens, the longest that the model takes here")
+        return ids
+
+    length = len(text) if max_tokens is None else 4 * (max_tokens + CUT_TOKENS)
+    while length < len(text):
+        ids_of(text[:length])
+        length *= 2
+    return ids_of(text)
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
@@ -70,5 +98,5 @@ def _parts(content: Any) -> list[dict[str, Any]]:
             for piece in filter(None, re.split(f"({IMAGE_MARKER})", part["text"])):
                 parts.append({"type": "image"} if piece == IMAGE_MARKER else {"type": "text", "text": piece})
         else:
-            raise ValueError(f"message part {part!r} is neither text nor image")
+            raise ValueError(f"message part {repr(part)[:200]} is neither text nor image")
     return parts

@@ -5,7 +5,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,10 @@ from utils.learner.model import (
     load_model,
     param_groups,
     partition,
-    start_policy,
 )
-from utils.learner.objectives import Objective, last_logprobs, text_logprobs
+from utils.learner.objectives import Objective, last_logprobs, text_logprobs, unlabelled_states
 from utils.losses import num_chunks_for
-from utils.packing import Batch
+from utils.packing import Batch, StartStates
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +72,9 @@ class Learner:
     def __init__(self, cfg: Config, ranks: Ranks, num_steps: int) -> None:
         training = cfg.training
         set_seed(training.seed)  # adapters start alike on all ranks and in every run
-        model = load_model(cfg.model.path, cfg.model.dtype, cfg.model.attn_implementation)
-        if training.fused_kernels:
-            fuse_kernels(model)
+        model, reference = _load(cfg, cfg.model.path), None
+        if cfg.model.reference_path is not None:
+            reference = _load(cfg, cfg.model.reference_path).requires_grad_(False)
         self.model: nn.Module = apply_tuner(model, cfg.tuner)  # transformers' or PEFT's; sync and checkpoints read it
         config = engine_json(cfg, ranks.world_size)
         if training.gradient_checkpointing:
@@ -87,7 +86,8 @@ class Learner:
         groups = param_groups(self.model, training)
         betas = (training.adam_beta1, training.adam_beta2)
         optimizer = _optimizer_class(config, ranks)(groups, betas=betas, eps=training.adam_epsilon)
-        row_model = RowModel(self.model)
+        row_model = RowModel(self.model, reference)
+        self.start_head = row_model.start_head  # of the start policy, for an objective's `loss`
         if config["zero_optimization"]["stage"] == 3:
             partition(row_model, config)
         self.engine, *_ = deepspeed.initialize(model=row_model, optimizer=optimizer, config=config)
@@ -227,17 +227,27 @@ class Learner:
         self, batches: Sequence[Batch], temperature: float, of_start_policy: bool = False
     ) -> list[torch.Tensor]:
         """Log-probabilities of every text label, float32 `[Nt]` per batch on the CPU, under the current weights or
-        those that training started from (LoRA only). All ranks must call it with equally many batches (ZeRO-3)."""
+        those that training started from. All ranks must call it with equally many batches (ZeRO-3)."""
         _, num_chunks = self._sum_over_ranks({}, batches)
         score = partial(text_logprobs, num_chunks=num_chunks, temperature=temperature)
-        with start_policy(self.model) if of_start_policy else nullcontext():
-            return [logprobs.cpu() for logprobs, _ in self._score(batches, score)]
+        return [logprobs.cpu() for logprobs, _ in self._score(batches, score, of_start_policy)]
 
-    def _score(self, batches: Sequence[Batch], score: Callable[..., Any]) -> list[Any]:
+    def add_start_states(self, batches: Sequence[Batch]) -> None:
+        """Give each batch its `start`, unless no token of any rank lacks a label. All ranks must call it with equally
+        many batches."""
+        counts = self._ranks.gather(max(len(batch.unlabelled_pos) for batch in batches))
+        if not any(counts):
+            return
+        num_chunks = num_chunks_for(max(counts), chunk_labels(self.engine.zero_optimization_stage()))
+        scores = self._score(batches, unlabelled_states, of_start_policy=True)
+        for batch, states in zip(batches, scores, strict=True):
+            batch.start = StartStates(states.cpu(), num_chunks)
+
+    def _score(self, batches: Sequence[Batch], score: Callable[..., Any], of_start_policy: bool = False) -> list[Any]:
         """`score` of each batch, without gradients or dropout."""
         self.engine.eval()
         with torch.no_grad():
-            scores = [self.engine(batch.to(self._ranks.device), score) for batch in batches]
+            scores = [self.engine(batch.to(self._ranks.device), score, of_start_policy) for batch in batches]
         self.engine.train()
         return scores
 
@@ -247,6 +257,13 @@ class Learner:
         summed = {name: sum(part[name] for part, _ in gathered) for name in totals}
         max_labels = max(num_labels for _, num_labels in gathered)
         return summed, num_chunks_for(max_labels, chunk_labels(self.engine.zero_optimization_stage()))
+
+
+def _load(cfg: Config, path: str) -> nn.Module:
+    model = load_model(path, cfg.model.dtype, cfg.model.attn_implementation)
+    if cfg.training.fused_kernels:
+        fuse_kernels(model)
+    return model
 
 
 def lr_factor(step: int, num_steps: int, training: Training) -> float:

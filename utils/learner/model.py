@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -180,13 +180,16 @@ def _normalized(names: Sequence[str] | None) -> list[str]:
 
 
 @contextmanager
-def start_policy(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters of a PEFT model. Unless they were loaded from a checkpoint, it then behaves like the policy
-    that training started from."""
+def start_policy(model: nn.Module, reference: nn.Module | None = None) -> Iterator[nn.Module]:
+    """Give the policy that training started from: the frozen `reference`, or else a PEFT model with its adapters
+    disabled (that is it unless the adapters were loaded from a checkpoint)."""
+    if reference is not None:
+        yield reference
+        return
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
     try:
         with model.disable_adapter():
-            yield
+            yield model
     finally:
         for parameter in model.parameters():  # PEFT makes all adapters trainable when it enables them again
             parameter.requires_grad_(parameter in trained)
@@ -276,29 +279,50 @@ def partition(module: nn.Module, config: dict[str, Any]) -> None:
     deepspeed.zero.Init(InTurn(), config_dict_or_path=config)
 
 
+def _drop_reference(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave a frozen start policy out of checkpoints: DeepSpeed 0.19 keeps a frozen head that is tied."""
+    for name in [name for name in state if name.startswith(f"{prefix}reference.")]:
+        del state[name]
+
+
 class RowModel(nn.Module):
     """The module that DeepSpeed wraps: hidden states of a batch, and a function of them and the head.
 
     Every rank runs the same modules in the same order whatever its batch holds (PCK-8). The batch always has an image
     (collation adds one of no weight), the vision tower is called once for all images, and `score` must call the head
     equally often on all ranks.
+
+    Args:
+        reference: frozen start policy; None: the model with its adapters disabled.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reference: nn.Module | None = None) -> None:
         super().__init__()
         self.model = model
+        self.reference = reference
+        self.register_state_dict_post_hook(_drop_reference)
 
-    def forward(self, batch: Batch, score: Callable[[Tensor, nn.Module, Batch], Any]) -> Any:
+    @property
+    def start_head(self) -> nn.Module:
+        """The start policy's head: beside a copy that is trained (`modules_to_save`) PEFT keeps the original."""
+        head = base_model(self.reference or self.model).lm_head
+        return getattr(head, "original_module", head)
+
+    def forward(
+        self, batch: Batch, score: Callable[[Tensor, nn.Module, Batch], Any], of_start_policy: bool = False
+    ) -> Any:
         """Return `score(hidden states [B * T, D], head, batch)`: an objective's loss, or log-probabilities.
 
         `score` runs inside forward because under ZeRO-3 only the engine's forward gathers weights that one module
         reads from another, as DoRA does. The batch is on the model's device.
         """
-        return score(self.hidden_states(batch).flatten(0, 1), base_model(self.model).lm_head, batch)
+        policy = start_policy(self.model, self.reference) if of_start_policy else nullcontext(self.model)
+        with policy as model:
+            return score(self.hidden_states(batch, model).flatten(0, 1), base_model(model).lm_head, batch)
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """Final hidden states [B, T, D]."""
-        output = base_model(self.model).model(
+    def hidden_states(self, batch: Batch, model: nn.Module | None = None) -> Tensor:
+        """Final hidden states [B, T, D] of the model in training, or of another."""
+        output = base_model(model or self.model).model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             attention_mask=batch.attention_mask,

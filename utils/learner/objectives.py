@@ -17,7 +17,7 @@ from torch import Tensor
 
 from utils.config.rlhf import Rlhf
 from utils.config.schema import Losses
-from utils.losses import PARTS, loss_sums, total_loss
+from utils.losses import loss_sums, reference_kl_sum, total_loss
 from utils.packing import Batch, denominators
 from utils.policy_loss import PolicyRow, policy_loss, policy_metrics, policy_sums, token_logprobs
 
@@ -27,9 +27,10 @@ Numbers = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class MatchingObjective:
-    """Stage 2: coordinates and text of targets (TGT-7)."""
+    """Stage 2: coordinates and text of targets (TGT-7), and what has no label held to the start policy (TGT-16)."""
 
     weights: Losses
+    start_head: Head | None = None  # of the start policy; needed with `reference_kl`
 
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
         return denominators(batches)
@@ -38,10 +39,13 @@ class MatchingObjective:
         self, hidden: Tensor, head: Head, batch: Batch, totals: Mapping[str, float], num_chunks: int
     ) -> tuple[Tensor, Numbers]:
         sums = loss_sums(hidden, head, batch, self.weights.sigma, num_chunks)
+        if self.weights.reference_kl:
+            kl = reference_kl_sum(hidden, head, batch.unlabelled_pos, batch.start, self.start_head)
+            sums["reference_kl"] = kl
         return total_loss(sums, totals, self.weights), {part: value.detach() for part, value in sums.items()}
 
     def metrics(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
-        summed = {part: sum(own[part] for own in numbers) for part in PARTS}
+        summed = {part: sum(own[part] for own in numbers) for part in numbers[0]}
         means = {part: value / (totals.get(part) or totals["coord"] or 1.0) for part, value in summed.items()}
         return means | {"total": sum(getattr(self.weights, part) * value for part, value in means.items())}
 
@@ -82,6 +86,11 @@ def text_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every text label of a batch, both float32 `[Nt]`, in their order."""
     return token_logprobs(hidden, head, batch.text_pos, batch.text_label, num_chunks, temperature)
+
+
+def unlabelled_states(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+    """Final hidden states `[Nu, D]` that predict the answers' tokens without a label."""
+    return hidden[batch.unlabelled_pos]
 
 
 def last_logprobs(hidden: Tensor, head: Head, batch: Batch, num_tokens: int) -> Tensor:

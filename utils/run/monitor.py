@@ -37,6 +37,7 @@ class Monitor:
     def __post_init__(self) -> None:
         self._writer = None
         if self.enabled and self.tensorboard:
+            _number_event_files(self.run_dir)
             self._writer = SummaryWriter(str(self.run_dir), purge_step=self.purge_step, flush_secs=FLUSH_S)
         self._is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=self.num_steps, desc="step", disable=not (self.enabled and self._is_terminal))
@@ -78,6 +79,14 @@ class Monitor:
         self._bar.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _number_event_files(run_dir: Path) -> None:
+    """Rename the event files of earlier processes so that ours comes last: TensorBoard reads them by name, which begins
+    with the time of their start, and a clock may have been set back since. 0, 1, ... lies before every time."""
+    for number, path in enumerate(sorted(run_dir.glob("events.out.tfevents.*"))):
+        events, out, kind, _, rest = path.name.split(".", 4)
+        path.rename(path.with_name(f"{events}.{out}.{kind}.{number:010d}.{rest}"))
 
 
 def collapse_warnings(values: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:

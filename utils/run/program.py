@@ -3,13 +3,14 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.config.load import Config, load_config_or_exit, require_variant
 from utils.config.plan import print_dry_run
 from utils.dist import capture_error
+from utils.run.inputs import KINDS
 from utils.run.session import Program
 from utils.run.shutdown import StopRequest, end_with
 
@@ -20,11 +21,11 @@ def run_program(
     script: str,
     variant: str,
     description: str,
-    set_up: Callable[[Config, str | None], AnyProgram],
+    set_up: Callable[[Config, str | None, Sequence[str]], AnyProgram],
     train: Callable[[AnyProgram], None],
     check: Callable[[Config], None] = lambda cfg: None,
 ) -> NoReturn:
-    """Read the command line, then run `train(set_up(config, checkpoint to resume))` to its end.
+    """Read the command line, then run `train(set_up(config, checkpoint to resume, accepted changes))` to its end.
 
     Args:
         script: the program's file, which trains configs of `variant` (CFG-4).
@@ -45,7 +46,7 @@ def run_program(
         return end_with(error, Path(cfg.training.output_dir), args.config, *facts)
 
     try:
-        run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint)
+        run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint, args.accept_changes)
         run.session.stop = stop
         train(run)
     except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
@@ -67,6 +68,13 @@ def parse_args(description: str) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=launched, help="learner ranks to plan for (--dry-run only)")
     parser.add_argument(
         "--resume", nargs="?", const="auto", metavar="CHECKPOINT", help="instead of training.resume_from_checkpoint"
+    )
+    parser.add_argument(
+        "--accept-changes",
+        nargs="+",
+        choices=KINDS,
+        default=[],
+        help="resume although data files (with as many samples as before) or the base model are not what they were",
     )
     parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher")
     return parser.parse_args()

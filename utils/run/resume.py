@@ -1,7 +1,8 @@
 """Checkpoint directories: write, verify, choose and delete them; lock and clean the directory of a resumed run (LRN-5).
 
     checkpoint-40/
-      manifest.json     step, run id, ranks, resolved config; size and digest of every other file; written last
+      manifest.json     step, run id, ranks, resolved config, digests of the run's inputs; size and digest of every
+                        other file; written last
       state/            DeepSpeed's shards (trained parameters, optimizer) and one file per rank: data position, ...
       merged/ adapter/  the finished model (LRN-6)
 
@@ -61,6 +62,7 @@ class Checkpoint:
     world_size: int
     config: dict[str, Any]  # resolved
     files: dict[str, dict[str, Any]]  # relative path -> {"bytes", "blake2b"}
+    inputs: dict[str, Any] | None = None  # `utils.run.inputs.check_inputs`; None in checkpoints of earlier versions
 
 
 def write_checkpoint(
@@ -71,6 +73,7 @@ def write_checkpoint(
     *,
     run_id: str,
     config: Mapping[str, Any],
+    inputs: Mapping[str, Any] | None = None,
     save_total_limit: int | None = None,
 ) -> Path:
     """Make `checkpoint-STEP` (collective): `write(folder)` fills a `.partial` folder, which is then renamed.
@@ -97,6 +100,7 @@ def write_checkpoint(
             files |= part
         if ranks.is_main:
             facts = {"step": step, "run_id": run_id, "world_size": ranks.world_size, "config": config, "files": files}
+            facts["inputs"] = inputs
             error = capture_error(_complete, partial, final, facts)
         ranks.raise_on_all_ranks(error, where)
     except DistributedError:

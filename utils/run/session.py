@@ -90,6 +90,7 @@ class Session:
     watch: ServerWatch
     timer: Timer
     metric: str
+    inputs: dict[str, Any] | None = None  # digests of data and base checkpoint, for the manifest
     lock: RunLock | None = None  # on the run directory, rank 0's
     resumed: dict[str, Any] | None = None
     program: Program | None = None  # from `begin` on
@@ -315,7 +316,7 @@ class Session:
             save_adapter(self.learner.model, folder / "adapter", self.ranks)
 
         config, limit = self.cfg.model_dump(mode="json", by_alias=True), self.cfg.training.save_total_limit
-        facts = {"run_id": self.run_id, "config": config, "save_total_limit": limit}
+        facts = {"run_id": self.run_id, "config": config, "inputs": self.inputs, "save_total_limit": limit}
         with self.timed("save"):
             write_checkpoint(self.run_dir, self.steps_done, self.ranks, write, **facts)
         self.steps_saved = self.steps_done

@@ -34,6 +34,7 @@ from utils.policy_loss import policy_segment
 from utils.rollout.backend import Engine, NoEngine, ServerEngine
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import is_loopback
+from utils.run.inputs import check_inputs
 from utils.run.monitor import Monitor, evaluation_file, write_run_json
 from utils.run.policy import Policy
 from utils.run.records import Timer
@@ -52,6 +53,7 @@ PROBE_TEXT = '{"probe": ["The quick brown fox jumps over the lazy dog.", 0, 1, 2
 def open_session(
     cfg: Config,
     resume: str | None = None,
+    accepted_changes: Sequence[str] = (),
     *,
     metric: str,
     needs_coordinates: bool = True,
@@ -61,24 +63,19 @@ def open_session(
 
     Args:
         resume: `auto` or a checkpoint to continue from; `Session.resume` loads what is not model or optimizer.
+        accepted_changes: kinds of `utils.run.inputs.KINDS` that may differ from those of the checkpoint.
         metric: of an evaluation, that decides which step was the best.
         problems_of: what the program finds wrong with samples, `file:line: reason` each.
 
     Raises SystemExit with status 2, and one message on rank 0, for a user's mistake.
     """
-    ranks = Ranks(cfg.training.rank_timeout_s)
-    try:
-        missing = {name for name in ("vllm", "liger_kernel", "flash_attn") if find_spec(name) is None}
-        check_launch(cfg, ranks.world_size, missing | ({"cuda"} - {ranks.device.type}))
-        ranks.check_port()
-        ranks.check_interface()
-    except (ConfigError, OSError) as error:  # on several nodes each of them speaks
-        exit_with(error if isinstance(error, ConfigError) else str(error), ranks.local_rank == 0)
-    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
-    datasets, weights, val_samples = load_data(cfg, ranks.is_main)
+    ranks = check_ranks(cfg)
+    skipped: list[BadLine] = []
+    datasets, weights, val_samples = load_data(cfg, ranks.is_main, skipped)
     if problems := problems_of([*chain(*datasets), *val_samples]):
         exit_with(str(DataError(problems)), ranks.is_main)
     processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
+    check_reference(cfg, ranks.is_main)
     num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
 
@@ -87,6 +84,9 @@ def open_session(
     check_same_samples(ranks.gather(fingerprint(datasets + [val_samples])))
     check_lengths(cfg, ranks, [*chain(*datasets), *val_samples], processor)
     lock, checkpoint = claim_run_dir(cfg, resume, ranks)
+    inputs = check_inputs(cfg, checkpoint, accepted_changes, ranks)
+    if cfg.data.on_bad_sample == "skip" and ranks.is_main:  # only now is the run directory ours
+        print(report_skipped(skipped, cfg.training.output_dir), end="", flush=True)
     resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
 
@@ -99,7 +99,7 @@ def open_session(
 
     steps_done = checkpoint.step if checkpoint else 0
     owes_evaluation = ranks.gather(owes_an_evaluation(cfg, steps_done, resumed))[0]
-    monitor = open_records(cfg, ranks, run_id, client, checkpoint, owes_evaluation, num_steps, engine)
+    monitor = open_records(cfg, ranks, run_id, client, checkpoint, inputs, owes_evaluation, num_steps, engine)
     timer, rollout_log = Timer(), RolloutLog(Path(cfg.training.output_dir), client, ranks, engine.fallback)
     return Session(
         cfg=cfg,
@@ -115,11 +115,26 @@ def open_session(
         watch=ServerWatch(client, ranks.is_main),
         timer=timer,
         metric=metric,
+        inputs=inputs,
         lock=lock,
         resumed=resumed,
         steps_done=steps_done,
         owes_evaluation=owes_evaluation,
     )
+
+
+def check_ranks(cfg: Config) -> Ranks:
+    """Return this process's rank, nothing opened yet. SystemExit with status 2 if it cannot be part of such a run."""
+    ranks = Ranks(cfg.training.rank_timeout_s)
+    try:
+        missing = {name for name in ("vllm", "liger_kernel", "flash_attn") if find_spec(name) is None}
+        check_launch(cfg, ranks.world_size, missing | ({"cuda"} - {ranks.device.type}))
+        ranks.check_port()
+        ranks.check_interface()
+    except (ConfigError, OSError) as error:  # on several nodes each of them speaks
+        exit_with(error if isinstance(error, ConfigError) else str(error), ranks.local_rank == 0)
+    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
+    return ranks
 
 
 def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLock | None, Checkpoint | None]:
@@ -161,6 +176,7 @@ def open_records(
     run_id: str,
     client: RolloutClient | None,
     checkpoint: Checkpoint | None,
+    inputs: dict[str, Any],
     owes_evaluation: bool,
     num_steps: int,
     engine: Engine,
@@ -174,6 +190,7 @@ def open_records(
             drop_records_after(run_dir, purge_step - 1, keep_evaluation=not owes_evaluation)
         facts: dict[str, Any] = {"run_id": run_id, "sync": {"mode": engine.mode, "fallback": engine.fallback}}
         facts |= {"world_size": ranks.world_size, "server_world_sizes": client.world_sizes if client else []}
+        facts["accepted_changes"] = inputs["accepted_changes"]
         if checkpoint is not None:
             facts["resumed_from"] = dict(checkpoint=checkpoint.path, step=checkpoint.step, run_id=checkpoint.run_id)
         write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
@@ -181,13 +198,16 @@ def open_records(
     return Monitor(run_dir, num_steps, ranks.is_main, has_curves, training.logging_steps, purge_step)
 
 
-def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[float], list[Sample]]:
-    """Load training files with their weights, and validation samples; exit status 2 with every problem listed."""
-    skipped: list[BadLine] | None = [] if cfg.data.on_bad_sample == "skip" else None
+def load_data(
+    cfg: Config, is_main: bool, skipped: list[BadLine]
+) -> tuple[list[list[Sample]], list[float], list[Sample]]:
+    """Load training files with their weights, and validation samples; exit status 2 with every problem listed. With
+    `on_bad_sample: skip` bad lines go to `skipped` instead."""
     try:
         train_specs, val_specs = cfg.custom.train_jsonl, cfg.custom.val_jsonl or []
         paths = [spec.path for spec in train_specs + val_specs]
-        loaded = load_samples(paths, cfg.data.prompt, cfg.data.object_order, skipped, cfg.rm.format)
+        bad = skipped if cfg.data.on_bad_sample == "skip" else None
+        loaded = load_samples(paths, cfg.data.prompt, cfg.data.object_order, bad, cfg.rm.format)
         loaded = [
             with_file_defaults(samples, spec.annotated, spec.teacher_forced_ratio)
             for samples, spec in zip(loaded, train_specs + val_specs, strict=True)
@@ -195,8 +215,6 @@ def load_data(cfg: Config, is_main: bool) -> tuple[list[list[Sample]], list[floa
         datasets, validation = loaded[: len(train_specs)], loaded[len(train_specs) :]
     except DataError as error:
         exit_with(str(error), is_main)
-    if skipped is not None and is_main:
-        print(report_skipped(skipped, cfg.training.output_dir), end="", flush=True)
     limit = cfg.training.eval_limit
     return datasets, [spec.weight for spec in train_specs], [sample for part in validation for sample in part][:limit]
 
@@ -213,6 +231,16 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
         if needs_coordinates:
             exit_with(f"model.path={cfg.model.path}: {error}", is_main)
         return processor, None
+
+
+def check_reference(cfg: Config, is_main: bool) -> None:
+    """Exit with status 2 unless the named start policy reads and writes the model's tokens (TGT-16)."""
+    path = cfg.model.reference_path
+    if path is None or model_digest(path) == model_digest(cfg.model.path) is not None:
+        return
+    what = "is no readable checkpoint" if model_digest(path) is None else "differs in architecture or vocabulary"
+    rule = f"{what}; it must be one of the same model as model.path={cfg.model.path}"
+    exit_with(problem(cfg, "model.reference_path", rule), is_main)
 
 
 def check_lengths(cfg: Config, ranks: Ranks, samples: Sequence[Sample], processor: Any) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
@@ -27,8 +28,13 @@ from utils.server.weight_updates import WeightUpdates
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20  # of one request; an image sent as base64 may have 64 MiB
+MAX_VALUES = 1 << 19  # of a body: strings, numbers, lists, dicts
+LARGE_BODY_BYTES = 1 << 20  # parsed in a thread, one at a time
 MAX_ERRORS = 20  # that a 422 lists
+MAX_ECHO = 200  # characters of a request that an answer repeats at one place
 STATUS = {BadCall: 422, NotOwner: 403, Conflict: 409, Unavailable: 503, UpdateFailed: 502}
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 Asgi = Callable[..., Awaitable[None]]
 RunToken = Annotated[str, Header()]  # `Run-Token`, from the answer of /init_communicator/
@@ -81,7 +87,8 @@ def limit_body(app: Asgi, max_bytes: int) -> Asgi:
 
     async def limited(scope: dict, receive: Callable, send: Callable) -> None:
         length = dict(scope.get("headers", [])).get(b"content-length", b"")
-        announced, received = int(length) if length.isdigit() else 0, 0
+        digits = length.lstrip(b"0")[:20] if length.isdigit() else b""  # int() refuses some thousands of them
+        announced, received = int(digits or b"0"), 0
 
         async def bounded() -> dict:
             nonlocal received
@@ -110,11 +117,29 @@ class StrictJson(APIRoute):
 
 
 class _StrictRequest(Request):
+    _one_large_body = asyncio.Semaphore()
+
     async def json(self) -> Any:
+        body = await self.body()
         try:
-            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+            if len(body) < LARGE_BODY_BYTES:
+                return parse_json(body)
+            async with self._one_large_body:
+                return await asyncio.to_thread(parse_json, body)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse, unless a small body would become a large object. Raises ValueError; HTTPException 413 (SRV-10)."""
+    if num_values(body) > MAX_VALUES and num_values(_STRING.sub(b"", body)) > MAX_VALUES:
+        raise HTTPException(413, f"a request body has at most {MAX_VALUES} values; send fewer at once")
+    return pydantic_core.from_json(body, allow_inf_nan=False)  # refuses more than 200 levels
+
+
+def num_values(body: bytes) -> int:
+    """Return an upper bound of the values in a JSON text, itself excluded."""
+    return sum(map(body.count, (b",", b"[", b"{")))
 
 
 def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRouter:
@@ -212,7 +237,14 @@ async def _unless_hung_up(request: Request, work: Awaitable[Any]) -> Any:
 
 async def _list_mistakes(_: Request, error: RequestValidationError) -> Response:
     """Answer 422 with place and rule of each mistake, but without the input, which may be huge or no JSON."""
-    mistakes = [{key: mistake[key] for key in ("type", "loc", "msg")} for mistake in error.errors()[:MAX_ERRORS]]
+    mistakes = [
+        {
+            "type": mistake["type"],
+            "loc": [part if isinstance(part, int) else part[:MAX_ECHO] for part in mistake["loc"]],
+            "msg": str(mistake["ctx"]["error"] if mistake["type"] == "json_invalid" else mistake["msg"])[:MAX_ECHO],
+        }
+        for mistake in error.errors()[:MAX_ERRORS]
+    ]
     return JSONResponse({"detail": mistakes}, 422)
 
 

@@ -7,8 +7,10 @@
 import asyncio
 import itertools
 import logging
+import math
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +24,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from utils.data.encoding import model_digest
-from utils.data.images import ImageRefused, ImageStore
-from utils.data.prompts import render_prompt, to_chat_messages
+from utils.data.images import ImageRefused, ImageStore, PixelBudget
+from utils.data.prompts import TooLarge, render_prompt, to_chat_messages
 from utils.server.protocol import (
     ChatCompletionResponse,
     ChatMessage,
@@ -40,6 +42,7 @@ from utils.sync.wire import ADAPTER_ID
 logger = logging.getLogger(__name__)
 
 ADAPTER = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # vLLM uses a filled slot without a look at the path
+CALL_IMAGES = 16  # a call's images have at most so many times the pixels of a request's
 NO_VERSION = "default"  # vLLM's name for weights that were never updated
 WATCH_INTERVAL_S = 5.0  # at most, between two checks that the engines are alive
 
@@ -130,15 +133,27 @@ class RolloutEngine:
         self.ids_in_flight: set[str] = set()  # `_generate` runs an aborted request again or, if dirty, fails
 
     async def infer(self, requests: list[RolloutInferRequest], config: RequestConfig) -> list[RolloutOutput]:
-        """Answer in request order; request i samples with `seed + i`. Raises `Unavailable` for all or none."""
+        """Answer in request order; request i samples with `seed + i`.
+
+        Raises:
+            Unavailable: for all or none.
+            BadCall: every request is too large.
+        """
         self.check_alive()
-        answers = [asyncio.ensure_future(self._answer(r, config, config.seed_of(i))) for i, r in enumerate(requests)]
+        pixels = PixelBudget(CALL_IMAGES * self.images.max_pixels, "call")
+        answers = [
+            asyncio.ensure_future(self._answer(request, config, config.seed_of(index), pixels))
+            for index, request in enumerate(requests)
+        ]
         try:
-            return await asyncio.gather(*answers)
+            outputs = await asyncio.gather(*answers)
         except BaseException:  # the caller hung up or the engine died: nobody can use what still runs
             for answer in answers:
                 answer.cancel()
             raise
+        if outputs and all("too_large" in output.rollout_infos for output in outputs):
+            raise BadCall(outputs[0].rollout_infos["error"])
+        return outputs
 
     async def probe(self, call: ProbeCall) -> dict[str, Any]:
         """Score every prompt token (null for the first) on every replica, without reading the prefix cache (SYN-7).
@@ -217,24 +232,32 @@ class RolloutEngine:
             raise UpdateFailed("; ".join(errors))
         return [answer["result"] for answer in answers]
 
-    async def _answer(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> RolloutOutput:
+    async def _answer(
+        self, request: RolloutInferRequest, config: RequestConfig, seed: int | None, pixels: PixelBudget
+    ) -> RolloutOutput:
         """Answer one request, which fails alone unless the whole server cannot generate."""
         try:
-            prompt = await asyncio.to_thread(self._prepare, request)
+            prompt = await asyncio.to_thread(self._prepare, request, budgets=[pixels])
             output = await self._generate(prompt, sampling_params(config, seed, self._defaults))
+            sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
+            return self._rollout_output(output, sizes)
         except (ValueError, VLLMClientError) as error:
-            refused = isinstance(error, ImageRefused)
-            return RolloutOutput.failed(self.model_path, self.weights.version, str(error), refused)
-        sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
-        return self._rollout_output(output, sizes)
+            kind = {ImageRefused: "refused", TooLarge: "too_large"}.get(type(error))
+            return RolloutOutput.failed(self.model_path, self.weights.version, str(error), kind)
 
-    def _prepare(self, request: RolloutInferRequest, extra_ids: list[int] | tuple[int, ...] = ()) -> dict[str, Any]:
+    def _prepare(
+        self,
+        request: RolloutInferRequest,
+        extra_ids: list[int] | tuple[int, ...] = (),
+        budgets: Sequence[PixelBudget] = (),
+    ) -> dict[str, Any]:
         """Return vLLM's prompt: token ids, one placeholder per image, and the images. Blocking; raises ValueError."""
         sources = collect_images(request.messages, request.images)
-        token_ids = render_prompt(self.processor, to_chat_messages(request.messages, len(sources)))
+        messages = to_chat_messages(request.messages, len(sources))
+        token_ids = render_prompt(self.processor, messages, self.llm.model_config.max_model_len)
         prompt: dict[str, Any] = {"prompt_token_ids": [*token_ids, *extra_ids]}
         if sources:
-            prompt["multi_modal_data"] = {"image": [self.images.open(source) for source in sources]}
+            prompt["multi_modal_data"] = {"image": self.images.open_all(sources, budgets)}
         return prompt
 
     async def _generate(
@@ -279,17 +302,22 @@ class RolloutEngine:
             self.ids_in_flight.discard(request_id)
 
     def _rollout_output(self, output: RequestOutput, images_size: list[tuple[int, int]]) -> RolloutOutput:
+        """Raises ValueError where a generated token has no finite log-probability, which JSON cannot say."""
         answer = output.outputs[0]
         token_ids, steps = list(answer.token_ids), list(answer.logprobs or [])
+        logprobs = [step[token].logprob for token, step in zip(token_ids, steps, strict=True)] if steps else []
+        if not all(map(math.isfinite, logprobs)):
+            raise ValueError("the log-probability of a generated token is not finite under these sampling settings")
         versions = [span.version for span in answer.weight_versions or []]
         versions = [None if version == NO_VERSION else version for version in versions] or [self.weights.version]
         infos = {"weight_version": versions[0]} | ({"last_weight_version": versions[-1]} if len(versions) > 1 else {})
         # An end-of-sequence token has no stop_reason, another stop token its id; both are the last generated token. A
         # stop string is cut from the text only: it need not end at a token border.
         if answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str) and token_ids:
-            stop_id = infos["stop_token_id"] = token_ids.pop()
+            infos["stop_token_id"] = token_ids.pop()
             if steps:
-                infos["stop_logprob"] = steps.pop()[stop_id].logprob
+                infos["stop_logprob"] = logprobs.pop()
+                steps.pop()
         prompt_ids, num_new = list(output.prompt_token_ids), len(answer.token_ids)
         choice = Choice(
             message=ChatMessage(content=answer.text),
@@ -308,7 +336,7 @@ class RolloutEngine:
         return RolloutOutput(
             response=response,
             response_token_ids=[token_ids],
-            rollout_logprobs=[[step[t].logprob for t, step in zip(token_ids, steps, strict=True)]] if steps else [],
+            rollout_logprobs=[logprobs] if steps else [],
             rollout_infos=infos,
         )
 
@@ -338,6 +366,7 @@ def prompt_logprobs(output: RequestOutput) -> list[float | None]:
 
 
 def _logprob_entry(token_id: int, step: dict[int, Any]) -> dict[str, Any]:
-    """Return one position in OpenAI's form, with the token's id."""
-    top = {t: {"token": e.decoded_token, "token_id": t, "logprob": e.logprob} for t, e in step.items()}
-    return top[token_id] | {"top_logprobs": list(top.values()) if len(top) > 1 else []}
+    """Return one position in OpenAI's form, with the token's id, without tokens that sampling ruled out (-inf)."""
+    possible = {token: entry for token, entry in step.items() if math.isfinite(entry.logprob)}
+    top = {t: {"token": e.decoded_token, "token_id": t, "logprob": e.logprob} for t, e in possible.items()}
+    return top[token_id] | {"top_logprobs": list(top.values()) if len(step) > 1 else []}

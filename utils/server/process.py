@@ -5,18 +5,49 @@ Imports nothing heavy, because every process that vLLM spawns imports this modul
 
 import contextlib
 import ctypes
+import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_S = 8.0  # until processes that have not ended are killed; generous for a loaded machine (SRV-7)
 PARENT_PID = "ROLLOUT_SERVER_PARENT_PID"  # environment variable: the process that spawns children
 ON_CPU = "ROLLOUT_SERVER_ON_CPU"  # environment variable: set where the engines compute on the CPU
+
+
+# What could end a line, steer a terminal or turn the direction of writing.
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+class OneLineRecord(logging.LogRecord):
+    """A log record whose message is one line, control characters escaped: it may repeat a request (SRV-11)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info and self.exc_info[0] is not None:
+            chunks = traceback.format_exception(*self.exc_info)  # lines of source code stay, messages become one line
+            self.exc_text = "\n".join(c.rstrip("\n") if c.startswith('  File "') else escape(c) for c in chunks)
+
+    def getMessage(self) -> str:
+        return escape(super().getMessage())
+
+
+def escape(text: str) -> str:
+    """Return `text` without line breaks around it, and with control characters inside it as Python writes them."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text.strip("\n"))
+
+
+def escape_logs() -> None:
+    """Have all loggers of this process, vLLM's and uvicorn's too, write `OneLineRecord`s."""
+    logging.setLogRecordFactory(OneLineRecord)
 
 
 def begin_as_child() -> None:
@@ -26,6 +57,7 @@ def begin_as_child() -> None:
     vLLM 0.32 spins for a second first, so an engine spins while its worker works and takes a core from others. A
     process that sleeps can miss the notification of a message, which it would find only after 5 s.
     """
+    escape_logs()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ.get(PARENT_PID, os.getppid())):  # it ended before the line above

@@ -9,15 +9,29 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
+
+from utils.data.prompts import TooLarge
 
 MAX_SEED = 2**31
 MAX_INT = 2**31 - 1  # of counts and ids: the engine's own messages know no larger ones
+# Far above what a run asks for, low enough that refusing costs next to nothing (SRV-10).
+MAX_REQUESTS = 4096  # of a call
+MAX_MESSAGES = 256  # of a request; also parts of a message
+MAX_IMAGES = 256  # of a request
+MAX_SOURCE = 90 << 20  # characters of an image: 64 MiB as base64
+MAX_TEXT = 8 << 20  # characters of a message; what the model cannot take is refused before it is tokenized
+MAX_ERROR = 2000  # characters of what a request's failure says
+MAX_TENSORS = 1 << 17  # of an update
 Message = dict[str, Any]  # {"role": ..., "content": str with <image> markers | list of parts}
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]  # it reaches logs
 
 OneIsAList = BeforeValidator(lambda value: [value] if isinstance(value, str) else [] if value is None else value)
 NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
 Empty = Field(max_length=0)
+
+
+Shape = Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=8)]
 
 
 class WireModel(BaseModel):
@@ -25,14 +39,24 @@ class WireModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_not_many_fields(cls, data: Any) -> Any:
+        """Each unknown field would be an error of its own."""
+        if isinstance(data, dict) and len(data) > 2 * len(cls.model_fields) + 8:
+            raise ValueError(f"{len(data)} fields; {cls.__name__} has {len(cls.model_fields)}")
+        return data
+
 
 class RolloutInferRequest(WireModel):
     """One conversation to answer. `images`: local paths, URLs, base64 or data URIs, in order of appearance."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    images: Annotated[list[str], OneIsAList] = []
-    uuid: str | None = None
-    data_dict: Annotated[dict[str, Any], NullIsEmpty] = {}  # the caller's own notes; not read here
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    images: Annotated[
+        list[Annotated[str, Field(max_length=MAX_SOURCE)]], Field(max_length=MAX_IMAGES), FailFast(), OneIsAList
+    ] = []
+    uuid: Annotated[str, Field(max_length=256)] | None = None
+    data_dict: Annotated[dict[str, Any], Field(max_length=256), NullIsEmpty] = {}  # the caller's notes; not read here
     audios: Annotated[list[Any], Empty, OneIsAList] = []
     videos: Annotated[list[Any], Empty, OneIsAList] = []
     objects: Annotated[dict[str, Any], Empty, NullIsEmpty] = {}
@@ -45,8 +69,15 @@ class RolloutInferRequest(WireModel):
         for i, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"messages[{i}].role must be a string")
-            if not isinstance(message.get("content"), str | list):
+            content = message.get("content")
+            if not isinstance(content, str | list):
                 raise ValueError(f"messages[{i}].content must be a string or a list of parts")
+            if isinstance(content, list) and len(content) > MAX_MESSAGES:
+                raise ValueError(f"messages[{i}].content has {len(content)} parts; at most {MAX_MESSAGES}")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+            if (length := sum(map(len, texts))) > MAX_TEXT:
+                raise ValueError(f"messages[{i}].content has {length} characters; at most {MAX_TEXT}")
         return messages
 
 
@@ -61,7 +92,9 @@ class RequestConfig(WireModel):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], OneIsAList] = []
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16), FailFast(), OneIsAList
+    ] = []
     seed: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -82,7 +115,7 @@ class RequestConfig(WireModel):
 class InferCall(WireModel):
     """Body of `/infer/`."""
 
-    infer_requests: list[RolloutInferRequest]
+    infer_requests: Annotated[list[RolloutInferRequest], Field(max_length=MAX_REQUESTS), FailFast()]
     request_config: Annotated[RequestConfig, NullIsEmpty] = RequestConfig()
     use_tqdm: bool | None = None  # sent by ms-swift's client; means nothing here
     metrics: None = None
@@ -129,7 +162,7 @@ class RolloutOutput(BaseModel):
 
     `rollout_infos` holds `weight_version` (and `last_weight_version` if the weights changed meanwhile); if a token
     ended the answer, `stop_token_id`, and `stop_logprob` if requested; for a request that failed, `error`, with
-    `refused: true` where the content was not allowed rather than unreadable.
+    `refused: true` where the content was not allowed rather than unreadable, `too_large: true` beyond a limit.
     """
 
     response: ChatCompletionResponse
@@ -140,32 +173,32 @@ class RolloutOutput(BaseModel):
     rollout_logprobs: list[list[float]] = []
 
     @classmethod
-    def failed(cls, model: str, weight_version: str | None, error: str, refused: bool = False) -> "RolloutOutput":
-        """Return the answer to a request that failed alone."""
-        infos = {"weight_version": weight_version, "error": error} | ({"refused": True} if refused else {})
+    def failed(cls, model: str, weight_version: str | None, error: str, kind: str | None = None) -> "RolloutOutput":
+        """Return the answer to a request that failed alone; `kind`: `refused` or `too_large`."""
+        infos = {"weight_version": weight_version, "error": error[:MAX_ERROR]} | ({kind: True} if kind else {})
         return cls(response=ChatCompletionResponse(model=model, choices=[Choice()]), rollout_infos=infos)
 
 
 class OwnedCall(WireModel):
     """Weight-update calls name their run; a server belongs to the run that opened its communicator last."""
 
-    run_id: Annotated[str, Field(min_length=1)]
+    run_id: Name
 
 
 class InitCommunicator(OwnedCall):
     """The learner is rank 0 at `master_address:master_port`; engine workers take ranks from `rank_offset` on."""
 
-    master_address: str
+    master_address: Name
     master_port: Annotated[int, Field(ge=1, le=65535)]
-    world_size: Annotated[int, Field(ge=2)]
-    rank_offset: Annotated[int, Field(ge=1)] = 1
+    world_size: Annotated[int, Field(ge=2, le=65536)]
+    rank_offset: Annotated[int, Field(ge=1, le=65536)] = 1
     bucket_bytes: Annotated[int, Field(ge=1, le=2**50)]
     timeout_s: Annotated[float, Field(gt=0, le=86400)]
     open_timeout_s: Annotated[float, Field(gt=0, le=600)]
 
 
 class FinishWeightUpdate(OwnedCall):
-    version: Annotated[str, Field(min_length=1)]
+    version: Name
 
 
 class StartWeightUpdate(FinishWeightUpdate):
@@ -177,9 +210,9 @@ class StartWeightUpdate(FinishWeightUpdate):
 class UpdateWeights(OwnedCall):
     """Tensors of this update in the order they are sent; `utils.sync.wire.bucket_layouts` gives the borders."""
 
-    names: Annotated[list[str], Field(min_length=1)]
-    dtype_names: list[str]
-    shapes: list[list[int]]
+    names: Annotated[list[Name], Field(min_length=1, max_length=MAX_TENSORS), FailFast()]
+    dtype_names: Annotated[list[Name], Field(max_length=MAX_TENSORS), FailFast()]
+    shapes: Annotated[list[Shape], Field(max_length=MAX_TENSORS), FailFast()]
     digest: bool = False
 
     @field_validator("dtype_names", "shapes")
@@ -194,7 +227,7 @@ class ProbeCall(WireModel):
     """Log-probabilities of a fixed prompt, with `token_ids` after the rendered messages, from every replica."""
 
     infer_request: RolloutInferRequest
-    token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = []
+    token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(max_length=1 << 18), FailFast()] = []
 
 
 def collect_images(messages: list[Message], images: list[str]) -> list[str]:
@@ -205,6 +238,8 @@ def collect_images(messages: list[Message], images: list[str]) -> list[str]:
     `utils.data.prompts.to_chat_messages` puts placeholders without a marker.
     """
     slots = [slot for message in messages for slot in _image_slots(message["content"])]
+    if max(len(slots), len(images)) > MAX_IMAGES:
+        raise TooLarge(f"a request has at most {MAX_IMAGES} images")
     left_over = max(0, len(images) - slots.count(None))
     taken = iter(images[left_over:])
     placed = [next(taken, None) if slot is None else slot for slot in slots]

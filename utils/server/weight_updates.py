@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
+
+import torch
 
 from utils.server.engine import ADAPTER, BadCall, Conflict, NotOwner, RolloutEngine, UpdateFailed
 from utils.server.protocol import FinishWeightUpdate, InitCommunicator, OwnedCall, StartWeightUpdate, UpdateWeights
@@ -16,6 +19,8 @@ from utils.sync.wire import is_adapter_tensor
 logger = logging.getLogger(__name__)
 
 MAX_SILENCE_S = 600.0  # between two steps of an update, whatever its run allows
+MAX_RANKS = 1 << 16  # of one communicator
+MAX_UPDATE_BYTES = 1 << 50  # of all tensors of one update call
 WATCH_INTERVAL_S = 1.0  # between two looks at an update that waits for its next step
 
 
@@ -37,6 +42,8 @@ class WeightUpdates:
         self._must_be_full = False
         self._carries_adapter = False  # the update in progress fills the LoRA slot (SYN-10)
         self._as_loaded = True  # no update has touched the engine's own weights since its start
+        self._coming: str | None = None  # version that the update in progress was started for
+        self._has_received = False  # tensors, in the update in progress
         self._keeps_running = False  # requests are held over the update ("keep")
         self._watch: asyncio.Task | None = None  # of the update in progress
 
@@ -53,11 +60,13 @@ class WeightUpdates:
             `run_token`, which all other calls of this run have to carry; boot id and transport.
 
         Raises:
-            BadCall: `world_size` does not fit this server.
+            BadCall: `world_size` does not fit this server, or nobody has so many ranks.
             Conflict: another run's update is in progress, or its learner is alive and `token` is not its token.
             UpdateFailed: no rendezvous within `open_timeout_s`.
         """
         deadline = time.monotonic() + call.open_timeout_s
+        if call.rank_offset > MAX_RANKS:
+            raise BadCall(f"rank_offset is at most {MAX_RANKS}")
         expected = call.rank_offset + self.engine.world_size
         if call.world_size != expected:
             raise BadCall(f"world_size must be rank_offset + the server's devices = {expected}")
@@ -102,6 +111,7 @@ class WeightUpdates:
         """Pause generation as `call.pause` says and prepare the workers for new weights."""
         async with self._step(call, f"start of {call.version}", is_first=True):
             self._must_be_full = self.weights.state == "dirty"
+            self._coming, self._has_received = call.version, False
             self._keeps_running = call.pause == "keep"
             self.weights.move("updating", self.weights.version)
             # vLLM's `pause_generation` without its 20 ms of sleep: answers carry the version that made them.
@@ -116,13 +126,19 @@ class WeightUpdates:
 
         Returns `digests`, per worker, of all tensors that it holds by now, if requested (SYN-7); `parameters`: those of
         the engine that each of these tensors went into, on any worker (SYN-6).
+
+        Raises:
+            BadCall: a tensor cannot exist as described. The update goes on.
+            UpdateFailed: a worker did not receive or load the tensors.
         """
+        _check_tensors(call)
         async with self._step(call, "update"):
             self._carries_adapter = any(is_adapter_tensor(name) for name in call.names)
             if self._carries_adapter and not self._as_loaded:
                 raise UpdateFailed("an adapter fits only weights as loaded; restart the server, or sync in full")
             self._as_loaded = self._carries_adapter
             workers = await self.engine.on_all_workers("update", call.model_dump(exclude={"run_id"}))
+            self._has_received = True
         goes = [worker["parameters"] for worker in workers]
         parameters = {name: sorted(set().union(*(own.get(name, ()) for own in goes))) for name in call.names}
         return {"digests": [worker["digests"] for worker in workers] if call.digest else [], "parameters": parameters}
@@ -131,9 +147,18 @@ class WeightUpdates:
         """Put the received weights in force, drop every cache made with the old ones, admit requests again.
 
         Returns the version, and the engine's parameters that this update did not touch.
+
+        Raises:
+            Conflict: another version than `start` named, or nothing was sent: old weights would get a new name. The
+                update goes on.
+            UpdateFailed: the weights are not whole.
         """
         engine = self.engine
         async with self._step(call, f"finish of {call.version}"):
+            if call.version != self._coming:
+                raise Conflict("this update was started for another version; finish that one, or abort")
+            if not self._has_received:
+                raise Conflict("no tensor was sent in this update; send some first, or abort")
             missing = sorted(set().union(*await engine.on_all_workers("finish")))
             if missing and self._must_be_full:
                 names = ", ".join(missing[:5])
@@ -175,6 +200,8 @@ class WeightUpdates:
                 raise Conflict(f"no weight update is in progress (state: {self.weights.state}); start one first")
             try:
                 yield
+            except Conflict:  # refused before anything was done
+                raise
             except Exception as error:
                 await self._fail(f"{name} failed: {error}")
                 raise
@@ -213,3 +240,17 @@ class WeightUpdates:
     def _check_owner(self, call: OwnedCall) -> None:
         if call.run_id != self.owner:
             raise Conflict(f"this server belongs to run {self.owner}, not {call.run_id}; open the communicator first")
+
+
+def _check_tensors(call: UpdateWeights) -> None:
+    """Raise `BadCall` for tensors that cannot exist, which workers would find out only in the middle of the update."""
+    num_bytes = 0
+    for i, (dtype_name, shape) in enumerate(zip(call.dtype_names, call.shapes, strict=True)):
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise BadCall(f"dtype_names[{i}] is no dtype of torch")
+        if not all(0 <= size <= MAX_UPDATE_BYTES for size in shape):
+            raise BadCall(f"shapes[{i}]: a size lies between 0 and {MAX_UPDATE_BYTES}")
+        num_bytes += math.prod(shape) * dtype.itemsize
+        if num_bytes > MAX_UPDATE_BYTES:
+            raise BadCall(f"shapes: the tensors up to number {i} take more than {MAX_UPDATE_BYTES >> 40} TiB")
