@@ -347,7 +347,7 @@ def store(record: Record) -> None:
 
 def prepare(task: Task) -> None:
     """Make data and start model of the task, unless they exist."""
-    subprocess.run([sys.executable, "-m", "tools.make_demo"], env=ENVIRONMENT, check=True)
+    make_demo.make_demo(ROOT / "demo", load_warmup_config(make_demo.WARMUP_CONFIG), 4000, new_colour=None)
     if task.name == "hard":
         make_hard()
         curve = json.loads((HARD / "model" / "curve.json").read_text())

@@ -73,9 +73,13 @@ def serving(config: str, log: Path, environment: dict[str, str]) -> Iterator[Non
 def train(script: str, config: str, environment: dict[str, str]) -> float:
     """Run the learner of `config` as a user would, in a fresh run directory; return its seconds."""
     began = time.monotonic()
-    shutil.rmtree(load_config_or_exit(config).training.output_dir, ignore_errors=True)
+    shutil.rmtree(run_dir_of(config), ignore_errors=True)
     run(learner_command(script, config), environment)
     return time.monotonic() - began
+
+
+def run_dir_of(config: str) -> Path:
+    return Path(load_config_or_exit(config).training.output_dir)
 
 
 def learner_command(script: str, config: str) -> list[str]:
@@ -87,7 +91,7 @@ def serve_and_train(script: str, config: str, environment: dict[str, str]) -> di
     """Run server and learner of `config`; return the seconds until the server was healthy, and those of the learner."""
     say("2/3 rollout server: python rollout_server.py --config " + config)
     began = time.monotonic()
-    with serving(config, Path(load_config_or_exit(config).training.output_dir).parent / "server.log", environment):
+    with serving(config, run_dir_of(config).parent / "server.log", environment):
         start = time.monotonic() - began
         say("3/3 learner: " + " ".join(learner_command(script, config)))
         return {"server_start": start, "learner": train(script, config, environment)}
@@ -151,8 +155,8 @@ def stop(server: subprocess.Popen) -> None:
 
 def report(root: Path, seconds: dict[str, float]) -> None:
     """Write `summary.json` and `comparison.png`, and print a table."""
-    runs = {arm: Path(load_config_or_exit(config).training.output_dir) for arm, config in CONFIGS.items()}
-    results = {arm: read_results(run_dir) for arm, run_dir in runs.items()}
+    runs = {arm: run_dir_of(config) for arm, config in CONFIGS.items()}
+    results = {arm: read_results(run_dir, has_start=arm == "after") for arm, run_dir in runs.items()}
     finished, before, _ = results["after"]
     ends = {"before": before} | {arm: after for arm, (_, _, after) in results.items()}
     summary: dict[str, Any] = {
@@ -169,19 +173,22 @@ def report(root: Path, seconds: dict[str, float]) -> None:
     title = f"{before['num_images']:.0f} held-out images, all classes annotated; {finished['steps']} optimizer steps"
     rows = [[name, *(f"{scores[name]:.3f}" for scores in ends.values())] for name in METRICS]
     print_table(title, ("", *(ARMS[name] for name in ends)), rows)
-    times = [[ARMS[arm], *(f"{own['seconds'].get(part, 0.0):.1f}" for part in PARTS)] for arm, (own, _, _) in results.items()]
+    times = [
+        [ARMS[arm], *(f"{own['seconds'].get(part, 0.0):.1f}" for part in PARTS)] for arm, (own, _, _) in results.items()
+    ]
     print_table("seconds", ("", *PARTS), times)
     print(
-        f"f1_new: {NEW_COLOUR} objects, which the training images annotate. f1_old: all others, which they show, too, but\n"
-        f"do not annotate. picture: {root / 'comparison.png'}   numbers: {root / 'summary.json'}\n"
+        f"f1_new: {NEW_COLOUR} objects, which the training images annotate. f1_old: all others; they show them, too, but do\n"
+        f"not annotate them. picture: {root / 'comparison.png'}   numbers: {root / 'summary.json'}\n"
         "curves:  .venv/bin/tensorboard --logdir runs"
     )
 
 
-def read_results(output: Path) -> tuple[dict, dict, dict]:
-    """Return `finished.json` of a run, and its evaluations before the first and after the last step."""
+def read_results(output: Path, has_start: bool = True) -> tuple[dict, dict, dict]:
+    """Return `finished.json` of a run, and its evaluations before the first step (if it has one) and after the last."""
     finished = json.loads((output / "finished.json").read_text())
-    before, after = (json.loads((output / f"eval/step_{step:06d}.json").read_text()) for step in (0, finished["steps"]))
+    steps = (0 if has_start else finished["steps"], finished["steps"])
+    before, after = (json.loads((output / f"eval/step_{step:06d}.json").read_text()) for step in steps)
     return finished, before, after
 
 

@@ -3,8 +3,8 @@
     python -m tools.make_demo
 
 Writes `runs/demo/data` (JSONL and PNG files in the format of real data), `runs/demo/start` (an untrained model), and
-`runs/demo/model` (that model after the plain supervised training of `configs/demo/warmup.yaml`). Each part is made once
-and kept until its settings change.
+`runs/demo/model` (that model after the plain supervised training of `configs/demo/warmup.yaml`, in which nothing is
+yellow). Each part is made once and kept until its settings change.
 
 The model is small, but nothing about it is faked: the real `Qwen3VLForConditionalGeneration`, the real processor, and a
 byte-level BPE tokenizer of Qwen's own class with 1000 coordinate tokens. Everything downstream (transformers, vLLM,
@@ -48,8 +48,8 @@ WARMUP_CONFIG = Path("configs/demo/warmup.yaml")
 ROOT = Path("runs/demo")
 COLOURS = {"red": (214, 48, 49), "green": (39, 174, 96), "blue": (41, 98, 214), "yellow": (241, 196, 15)}
 SHAPES = ("ring", "square", "triangle")
-# The warm-up learns from cheap data: only this share of its scenes lists all objects, the others only the first one.
-# So the start model can find several objects but mostly stops after one, which is what stage 2 then corrects.
+# Without a new colour the warm-up learns from cheap data: only this share of its scenes lists all objects, the others
+# only the first one. So the start model can find several objects but mostly stops after one.
 FULLY_ANNOTATED = 0.45
 NEW_COLOUR = "yellow"  # of the classes that the demo teaches
 NUM_TRAIN, NUM_VAL, NUM_WARMUP = 1600, 256, 8000

@@ -89,6 +89,24 @@ def test_warm_up_scenes_are_others_and_mostly_list_their_first_object_only(tmp_p
     assert all(some in (1, every) for some, every in crowded) and 0.25 < complete < 0.55
 
 
+def test_a_new_colour_is_missing_in_the_warm_up_and_alone_annotated_in_training(tmp_path):
+    make_dataset(tmp_path, num_train=20, num_val=30, num_warmup=30, new_colour="yellow")
+    (tmp_path / "plain").mkdir()
+    make_dataset(tmp_path / "plain", num_train=200, num_val=30)
+    labels, images = {}, {}
+    for name in ("train", "val", "warmup"):
+        samples = load_samples([tmp_path / f"{name}.jsonl"], "x")[0]
+        labels[name] = [[item.desc.split()[0] for item in sample.objects] for sample in samples]
+        images[name] = len({Path(sample.images[0]).read_bytes() for sample in samples})
+    assert images == {"train": 20, "val": 30, "warmup": 30}
+    assert all(labels["train"]) and {colour for each in labels["train"] for colour in each} == {"yellow"}
+    assert {colour for each in labels["warmup"] for colour in each} == {"red", "green", "blue"}
+    assert {colour for each in labels["val"] for colour in each} == {"red", "green", "blue", "yellow"}
+    shown = {s.id: s.objects for s in load_samples([tmp_path / "plain" / "train.jsonl"], "x")[0]}
+    partial = [s for s in load_samples([tmp_path / "train.jsonl"], "x")[0] if len(s.objects) < len(shown[s.id])]
+    assert len(partial) > 10  # most show other objects, too
+
+
 def test_other_scenes_have_more_and_smaller_objects_that_repeat_labels(tmp_path):
     scenes = Scenes(max_objects=12, sizes=(0.12, 0.22), max_labels=3)
     make_dataset(tmp_path, num_train=60, num_val=1, scenes=scenes)

@@ -1,0 +1,51 @@
+"""The demo's report, from run directories as the learner leaves them."""
+
+import json
+from pathlib import Path
+
+from PIL import Image
+
+from tools import demo
+from utils.config.load import load_config
+
+
+def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys):
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    found = [{"desc": "red ring", "bbox_2d": [1, 1, 20, 20]}]
+    for arm, steps in (("sft", (100,)), ("after", (0, 100))):
+        run = tmp_path / arm
+        (run / "eval").mkdir(parents=True)
+        finished = {"steps": 100, "world_size": 2, "seconds": {"train": 5.0, "total": 9.0}}
+        (run / "finished.json").write_text(json.dumps(finished))
+        for step in steps:
+            scores = dict.fromkeys(demo.METRICS, 0.25 if arm == "sft" else step / 200) | {"num_images": 1.0}
+            (run / f"eval/step_{step:06d}.json").write_text(json.dumps(scores))
+            line = {"images": [str(tmp_path / "a.png")], "gt": found, "pred": found[: step // 100]}
+            (run / f"eval/step_{step:06d}.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(demo, "run_dir_of", lambda config: tmp_path / Path(config).stem.replace("stage2", "after"))
+    demo.report(tmp_path, {"total": 30.0})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [summary[name]["f1"] for name in ("before", "sft", "after")] == [0.0, 0.25, 0.5]
+    assert {"f1", "f1_old", "f1_new", "duplicates"} <= summary["sft"].keys()
+    assert summary["seconds"]["sft_total"] == summary["seconds"]["after_total"] == 9.0 and summary["steps"] == 100
+    width = Image.open(tmp_path / "comparison.png").width
+    assert width > 4 * 64, "ground truth, start model, and both arms"
+    assert "stage 2" in capsys.readouterr().out
+
+
+def test_both_arms_differ_in_their_targets_only():
+    """Otherwise the table compares something else."""
+    sft, stage2 = (load_config(config).model_dump() for config in demo.CONFIGS.values())
+
+    def differing(one, other, path=""):
+        if not isinstance(one, dict):
+            return [path] if one != other else []
+        return [found for key in one for found in differing(one[key], other[key], f"{path}.{key}".lstrip("."))]
+
+    rm = "custom.extra.rollout_matching."
+    assert sorted(differing(sft, stage2)) == [
+        rm + "losses.reference_kl",
+        rm + "teacher_forced_ratio",
+        "training.eval_at_start",
+        "training.output_dir",
+    ]
