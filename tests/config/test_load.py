@@ -132,7 +132,8 @@ def test_importing_config_and_plan_pulls_in_no_torch() -> None:
 
 def test_CFG_1_programs_have_operational_flags_only() -> None:
     """CFG-1."""
-    allowed = {"--config", "--dry-run", "--world-size", "--resume", "--server-index", "--local_rank", "--local-rank"}
+    allowed = {"--config", "--dry-run", "--world-size", "--resume", "--accept-changes", "--server-index"}
+    allowed |= {"--local_rank", "--local-rank"}
     programs = [
         ROOT / name for name in ("utils/run/program.py", "train_stage2.py", "train_grpo.py", "rollout_server.py")
     ]
