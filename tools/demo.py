@@ -178,8 +178,9 @@ def report(root: Path, seconds: dict[str, float]) -> None:
     ]
     print_table("seconds", ("", *PARTS), times)
     print(
-        f"f1_new: {NEW_COLOUR} objects, which the training images annotate. f1_old: all others; they show them, too, but do\n"
-        f"not annotate them. picture: {root / 'comparison.png'}   numbers: {root / 'summary.json'}\n"
+        f"f1_new: {NEW_COLOUR} objects, which the training images annotate.\n"
+        "f1_old: all others, which these images show, too, but do not annotate.\n"
+        f"picture: {root / 'comparison.png'}   numbers: {root / 'summary.json'}\n"
         "curves:  .venv/bin/tensorboard --logdir runs"
     )
 
