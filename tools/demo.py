@@ -173,10 +173,9 @@ def report(root: Path, seconds: dict[str, float]) -> None:
     title = f"{before['num_images']:.0f} held-out images, all classes annotated; {finished['steps']} optimizer steps"
     rows = [[name, *(f"{scores[name]:.3f}" for scores in ends.values())] for name in METRICS]
     print_table(title, ("", *(ARMS[name] for name in ends)), rows)
-    times = [
-        [ARMS[arm], *(f"{own['seconds'].get(part, 0.0):.1f}" for part in PARTS)] for arm, (own, _, _) in results.items()
-    ]
-    print_table("seconds", ("", *PARTS), times)
+    parts = (*PARTS[:-1], "step")
+    times = [[ARMS[arm], *(f"{own['seconds'][part]:.1f}" for part in parts)] for arm, (own, _, _) in results.items()]
+    print_table("seconds", ("", *parts), times)
     print(
         f"f1_new: {NEW_COLOUR} objects, which the training images annotate.\n"
         "f1_old: all others, which these images show, too, but do not annotate.\n"

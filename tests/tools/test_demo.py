@@ -15,7 +15,7 @@ def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys
     for arm, steps in (("sft", (100,)), ("after", (0, 100))):
         run = tmp_path / arm
         (run / "eval").mkdir(parents=True)
-        finished = {"steps": 100, "world_size": 2, "seconds": {"train": 5.0, "total": 9.0}}
+        finished = {"steps": 100, "world_size": 2, "seconds": dict.fromkeys((*demo.PARTS, "step"), 9.0)}
         (run / "finished.json").write_text(json.dumps(finished))
         for step in steps:
             scores = dict.fromkeys(demo.METRICS, 0.25 if arm == "sft" else step / 200) | {"num_images": 1.0}
@@ -27,7 +27,7 @@ def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [summary[name]["f1"] for name in ("before", "sft", "after")] == [0.0, 0.25, 0.5]
     assert {"f1", "f1_old", "f1_new", "duplicates"} <= summary["sft"].keys()
-    assert summary["seconds"]["sft_total"] == summary["seconds"]["after_total"] == 9.0 and summary["steps"] == 100
+    assert summary["seconds"]["sft_step"] == summary["seconds"]["after_step"] == 9.0 and summary["steps"] == 100
     width = Image.open(tmp_path / "comparison.png").width
     assert width > 4 * 64, "ground truth, start model, and both arms"
     assert "stage 2" in capsys.readouterr().out
