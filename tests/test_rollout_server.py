@@ -301,3 +301,21 @@ def test_the_engine_starts_with_the_defaults_of_vllms_own_api_server(model_dir, 
     monkeypatch.setattr(arg_utils, "current_platform", h100)
     budgets, sequences = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
     assert (budgets[started["usage_context"]], sequences[started["usage_context"]]) == (8192, 1024)
+
+
+def test_SRV_7_the_server_does_not_wait_for_pythons_own_teardown():
+    """SRV-7: it takes many seconds with torch and vLLM on a busy machine, and nothing bounds it."""
+    program = """
+import atexit, sys, time, rollout_server
+async def serve(*_):
+    atexit.register(time.sleep, 60)
+    print("served", end="")
+for name in ("load_config_or_exit", "resolve", "listen", "set_environment"):
+    setattr(rollout_server, name, __import__("unittest.mock").mock.MagicMock())
+rollout_server.describe = rollout_server.problems_of = lambda *_: []
+rollout_server.serve = serve
+sys.argv = ["rollout_server.py", "--config", "x"]
+rollout_server.main()
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (run.returncode, run.stdout) == (0, "[]\nserved"), run.stderr
