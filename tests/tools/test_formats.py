@@ -138,6 +138,17 @@ def test_the_program_reads_other_formats(folder, monkeypatch):
     main()
     assert json.loads((folder / "d.jsonl").read_text())["objects"] == [CAT, DOG]
 
+    (folder / "labels").mkdir()
+    (folder / "labels" / "t.txt").write_text("0 0.1 0.1 0.2 0.2")
+    (folder / "names.txt").write_text("owl")
+    (folder / "turned").mkdir()
+    turned_image(folder / "turned", 3, (60, 60))
+    args = ["--from", "yolo", "--names", folder / "names.txt", "--annotations", folder / "labels", "--exif", "stored"]
+    args += ["--images", folder / "turned", "--output", folder / "d.jsonl"]
+    monkeypatch.setattr("sys.argv", ["convert", *map(str, args)])
+    main()
+    assert json.loads((folder / "d.jsonl").read_text())["objects"] == [{"desc": "owl", "bbox_2d": [48, 48, 60, 60]}]
+
 
 # ---- EXIF ----------------------------------------------------------------------------------------------------------
 
