@@ -1,5 +1,5 @@
-"""`rollout_server.py` as users start it, config, token and signals included, with an engine that answers at once and a log
-of everything: `python -m tests.security.served --config FILE`."""
+"""`rollout_server.py` as users start it, config, token and signals included, with an engine that answers at once and a
+log of everything: `python -m tests.security.served --config FILE`."""
 
 import logging
 import subprocess

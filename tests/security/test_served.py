@@ -140,8 +140,8 @@ def test_an_opening_ends_when_its_client_hangs_up_SRV_12(served):
 
 
 def test_no_token_reaches_the_log_or_a_child_SRV_3(served):
-    """SRV-3: at the lowest level of all loggers, uvicorn's and vLLM's too; calls that go well, that are refused, and one
-    that ends in a traceback. Then SIGTERM."""
+    """SRV-3: at the lowest level of all loggers, uvicorn's and vLLM's too; calls that go well, that are refused, and
+    one that ends in a traceback. Then SIGTERM."""
     run_token = served.post("init_communicator", OPENING).json()["run_token"]
     owner = {"Run-Token": run_token}
     answers = [served.post("init_communicator", OPENING | {"world_size": 7}, **owner)]
