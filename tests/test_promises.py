@@ -77,3 +77,14 @@ def test_the_named_tests_exist(promise, tests):
 @pytest.mark.parametrize(("page", "words"), [("security", w) for w in SECURITY] + [("faults", w) for w in FAULTS])
 def test_the_numbers_on_the_page_are_those_of_the_code(page, words):
     assert words in PAGES[page]
+
+
+def test_no_call_of_this_project_unpickles_LRN_11():
+    """LRN-11: object collectives, pickle's own functions, and `torch.load` without `weights_only`."""
+    programs = [*ROOT.glob("*.py"), *(path for name in ("utils", "tools") for path in (ROOT / name).rglob("*.py"))]
+    nodes = [node for path in programs for node in ast.walk(ast.parse(path.read_text()))]
+    calls = [(ast.unparse(node.func), node.keywords) for node in nodes if isinstance(node, ast.Call)]
+    unpickles = re.compile(r"(gather|scatter|reduce)_object|_object_list$|(pickle|marshal|shelve)\.\w+$|Unpickler$")
+    assert [name for name, _ in calls if unpickles.search(name)] == []
+    loads = [[ast.unparse(keyword) for keyword in keywords] for name, keywords in calls if name == "torch.load"]
+    assert loads and all("weights_only=True" in given for given in loads)
