@@ -93,9 +93,30 @@ def test_an_address_where_other_nodes_do_not_reach_rank_0_is_refused_LRN_11(monk
         check_master_address("localhost")
 
 
-def opened(folder: Path) -> subprocess.CompletedProcess[str]:
+def test_a_message_that_is_too_large_is_refused_by_rank_before_it_is_read_LRN_11(monkeypatch):
+    """LRN-11: 1 GiB; a stranger's number must not take all memory."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks, gathered = Ranks(), []
+
+    def all_gather(parts, own, group):
+        gathered.append(own)
+        parts[0].copy_(own)
+        parts[1].fill_((1 << 30) + 1)
+
+    monkeypatch.setattr("utils.dist.dist.all_gather", all_gather)
+    with pytest.raises(DistributedError, match=f"rank 1 of this run announces .* 0 to {1 << 30} bytes"):
+        ranks.gather("x")
+    assert len(gathered) == 1
+
+
+def test_an_interface_of_your_own_overrides_loopback_LRN_11(tmp_path):
+    """LRN-11: Gloo looks for the one that GLOO_SOCKET_IFNAME names."""
+    assert "own-interface" in opened(tmp_path, GLOO_SOCKET_IFNAME="own-interface").stderr
+
+
+def opened(folder: Path, **given: str) -> subprocess.CompletedProcess[str]:
     """A rank alone that opens its groups, with DeepSpeed's operator in `folder`."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder), **given}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     program = "from utils.dist import Ranks; ranks = Ranks(timeout_s=30); ranks.open(); ranks.close(); print('open')"
     return subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, capture_output=True, text=True)

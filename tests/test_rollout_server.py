@@ -141,6 +141,17 @@ def test_while_loading_every_request_gets_503():
         server.close()
 
 
+def test_a_server_that_does_not_end_in_time_is_killed():
+    """SRV-7"""
+    program = "import time; from utils.server import process; process.SHUTDOWN_S = 0.5; process.kill_later()"
+    begun = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", f"{program}; time.sleep(60)"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0 and "engines did not end in time and are killed" in run.stderr
+    assert time.monotonic() - begun < 30
+
+
 def test_dry_run_prints_the_learners_plan_and_starts_nothing(model_dir, tmp_path, capsys):
     """CFG-16: the YAML and the plan are the learner's, word for word; where the server would not start, status 2."""
     import yaml

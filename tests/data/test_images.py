@@ -6,8 +6,10 @@ import io
 import os
 import struct
 import threading
+import time
 import tracemalloc
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from PIL import Image
 
 from tests.data.test_samples import load_one
 from tests.data.test_samples import png as write_png
+from utils.data import images
 from utils.data.images import EXIF_ORIENTATION, ImageRefused, ImageStore, open_image, to_rgb
 
 
@@ -42,10 +45,18 @@ def test_files_below_a_root_are_read(root):
 
 
 @pytest.mark.parametrize(
-    "trick", ["{root}/../secret.png", "{root}/link.png", "{root}/linked/secret.png", "/etc/passwd"]
+    "trick",
+    [
+        "{root}/../secret.png",
+        "{root}/link.png",
+        "{root}/linked/secret.png",
+        "/etc/passwd",
+        "file://{root}/../secret.png",
+    ]
+    + ["/proc/self/root{root}/../secret.png", "/proc/self/environ"],
 )
 def test_nothing_outside_the_roots_is_read(root, trick):
-    """SRV-5: `..` and symbolic links do not escape the roots."""
+    """SRV-5: `..`, symbolic links, `file://` and /proc do not escape the roots."""
     (root / "link.png").symlink_to(root.parent / "secret.png")
     (root / "linked").symlink_to(root.parent)
     with pytest.raises(ImageRefused, match="outside the directories"):
@@ -82,6 +93,59 @@ def test_missing_broken_and_odd_files_are_unreadable_not_refused(root):
         with pytest.raises(ValueError) as error:
             ImageStore([root]).open(str(root / name))
         assert not isinstance(error.value, ImageRefused), name
+
+
+def test_pipes_devices_and_directories_are_not_read(root):
+    """SRV-5: not a byte of them, though they lie below a root."""
+    os.mkfifo(root / "pipe.png")
+    store = ImageStore([root, "/dev"])
+    for path, words in ((root / "pipe.png", "regular"), ("/dev/zero", "regular"), (root, "Is a directory")):
+        with pytest.raises(ValueError, match=words):
+            store.open(str(path))
+
+
+def test_a_hard_link_in_a_root_is_a_file_of_that_root(root):
+    """SRV-5: nothing tells it from its other name."""
+    os.link(root.parent / "secret.png", root / "linked.png")
+    assert ImageStore([root]).open(str(root / "linked.png")).getpixel((0, 0)) == (1, 1, 1)
+
+
+def test_an_image_has_a_limit_of_bytes_SRV_10(root, monkeypatch):
+    """SRV-10: a file and base64; of a URL see tests/security."""
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", len(png()) - 1)
+    for source in (str(root / "a.png"), base64.b64encode(png()).decode()):
+        with pytest.raises(ValueError, match="is larger than"):
+            ImageStore([root]).open(source)
+
+
+def test_few_pixels_are_decoded_at_once_SRV_10(monkeypatch):
+    """SRV-10: the images of calls side by side wait for each other; one that is larger than all is decoded alone."""
+    monkeypatch.setattr(images, "MAX_DECODING", 100)
+    at_once, most, lock = [0], [], threading.Lock()
+
+    def decode(image):
+        with lock:
+            at_once[0] += image.width * image.height
+            most.append(at_once[0])
+        time.sleep(0.05)
+        with lock:
+            at_once[0] -= image.width * image.height
+
+    monkeypatch.setattr(images, "to_rgb", decode)
+    sources = [base64.b64encode(png(size=size)).decode() for size in [(8, 6)] * 6 + [(20, 20)] * 2]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ImageStore([]).open, sources))
+    assert max(pixels for pixels in most if pixels % 400) <= 100 and most.count(400) == 2
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
+def test_nine_formats_are_read(kind):
+    """SRV-5"""
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 24)).save(buffer, kind)
+    source = "data:image/x;base64," + base64.b64encode(buffer.getvalue()).decode()
+    assert ImageStore([]).open(source).size == (32, 24)
+    assert set(images.FORMATS) == {"PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"}
 
 
 def test_base64_and_data_uris(root):

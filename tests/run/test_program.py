@@ -355,6 +355,23 @@ def curves(run_dir: Path) -> dict[str, dict[int, float]]:
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
 
 
+def test_SRV_3_no_record_and_no_output_of_a_run_has_a_secret(
+    folder, start_model, server, start, responses, tmp_path, monkeypatch, caplog
+):
+    """SRV-3, LRN-11: neither the server's token nor the ranks' secret, at the lowest level of all loggers."""
+    monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "access-s3cret")
+    monkeypatch.setenv("LEARNER_SECRET", "ranks-s3cret")
+    training = {"output_dir": str(tmp_path), "eval_steps": NUM_STEPS}
+    config = write_config(folder, start_model, server, training=training, matching={"max_new_tokens": 200})
+    with caplog.at_level(0):
+        status, out, error = start(train_stage2, config, sync=responses.sync)
+    assert status == 0, error
+    records = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.json", "rollouts.jsonl"} <= {path.name for path in records} and "/infer/" in caplog.text
+    assert not [path for path in records if b"s3cret" in path.read_bytes()]
+    assert "s3cret" not in out + error + caplog.text
+
+
 def test_LOG_3_every_curve_of_a_step_and_a_greedy_evaluation(folder, start_model, server, start, responses, tmp_path):
     """LOG-3, LRN-7, LOG-1: a run with sampled rollouts, by hand: per response 3 valid objects, 1 matched, 1 repeated,
     1 gated, 1 malformed, 1 missed and appended. Its evaluations are greedy."""
