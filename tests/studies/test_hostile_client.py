@@ -99,17 +99,30 @@ def test_no_answer_in_order_is_a_fault_or_changes_weights_SRV_10():
     assert "init_communicator" in seen and len(seen) > 1
 
 
+class After(threading.Event):
+    """Ends the client after so many turns."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.left = turns
+
+    def wait(self, timeout=None):
+        self.left -= 1
+        return self.left < 0
+
+
+DECK = sum(attack.share for attack in ATTACKS.values())
+
+
 def test_the_mix_is_whole_and_always_the_same(monkeypatch, counterpart):
     sent = []
     monkeypatch.setattr(hostile_client, "send", lambda attack, *_: sent.append(attack) or "x")
-    deck = sum(attack.share for attack in ATTACKS.values())
     for _ in range(2):
-        stop = threading.Event()
-        monkeypatch.setattr(stop, "wait", lambda *_: len(sent) % (2 * deck) == 2 * deck - 1 and bool(sent.append(None)))
-        hostile_client.run("127.0.0.1", {"server": counterpart[0], "rendezvous": 1, "group": 1}, 60, 1e6, stop)
-        assert False if len(sent) > 4 * deck else True
-    assert {id(attack) for attack in sent if attack} == {id(attack) for attack in ATTACKS.values()}
-    assert sent[: 2 * deck] == sent[2 * deck :] and sent[:deck] != sent[deck : 2 * deck]
+        ports = {"server": counterpart[0], "rendezvous": 1, "group": 1}
+        hostile_client.run("127.0.0.1", ports, 60.0, 1e6, After(2 * DECK))
+    first, second, again, _ = (sent[at : at + DECK] for at in range(0, 4 * DECK, DECK))
+    assert {kind: first.count(attack) for kind, attack in ATTACKS.items()} == {k: a.share for k, a in ATTACKS.items()}
+    assert first == again and first != second
 
 
 def test_rate_and_open_connections_are_bounded(monkeypatch, counterpart):
@@ -139,23 +152,13 @@ def test_faults_of_the_server_are_counted_SRV_10(counterpart):
         patch.setattr(hostile_client, "SILENT_S", 0.1)
         patch.setattr(hostile_client, "ANSWER_S", 1.0)
         patch.setattr(hostile_client, "HEALTH_INTERVAL_S", 0.02)
-        figures = hostile_client.run("127.0.0.1", ports, 15.0, 1000.0, OneDeck())
+        figures = hostile_client.run("127.0.0.1", ports, 15.0, 1000.0, After(DECK))
     assert figures["answers"]["garbage to the group port"] == {"refused": 1}
     assert figures["health"]["statuses"].keys() == {"200"} and figures["health"]["max"] < 15
     problems = "\n".join(judge(figures))
     assert "never tried" not in problems
     for kind in ("unknown Run-Token", "a stranger's communicator", "deep JSON", "foreign Host"):
         assert f"{kind}: answered {{'200':" in problems
-
-
-class OneDeck(threading.Event):
-    """Ends the client after every kind has had its turn."""
-
-    left = sum(attack.share for attack in ATTACKS.values())
-
-    def wait(self, timeout=None):
-        self.left -= 1
-        return self.left < 0
 
 
 def test_the_servers_own_front_keeps_its_promises_SRV_10(start_model):
@@ -175,7 +178,7 @@ def test_the_servers_own_front_keeps_its_promises_SRV_10(start_model):
         body |= {"bucket_bytes": 1, "timeout_s": 60.0, "open_timeout_s": 5.0}
         assert requests.post(url + "/init_communicator/", json=body, timeout=30).ok
         ports = {"server": port, "rendezvous": free_ports(1)[0], "group": free_ports(1)[0]}
-        figures = hostile_client.run("127.0.0.1", ports, 60.0, 1000.0, OneDeck())
+        figures = hostile_client.run("127.0.0.1", ports, 60.0, 1000.0, After(DECK))
         assert requests.get(url + "/health/", timeout=30).json()["owner"] == "owner"
     finally:
         server.kill()
