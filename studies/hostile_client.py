@@ -56,7 +56,7 @@ def post(path: str, body: bytes, **headers: str | int) -> bytes:
 
 
 def infer(*asked: Any, **more: Any) -> bytes:
-    """`/infer/` with these requests; `json` writes NaN and lone surrogates as they are."""
+    """`/infer/` with these requests; `json` writes NaN and lone surrogates, too."""
     return post("/infer/", json.dumps({"infer_requests": asked, **more}).encode())
 
 
@@ -112,7 +112,9 @@ ATTACKS = {
     "lone surrogate": attack(lambda _: infer({"messages": [{"role": "user", "content": "\ud800"}]}), "422"),
     "unknown fields": attack(lambda _: infer(HELLO | {f"x{i}": 0 for i in range(10_000)}), "422"),
     "numbers as requests": attack(lambda _: infer(*[3] * 10_000), "422"),
-    "a million values": attack(lambda _: infer(*[3] * 1_000_000), "413", share=1),
+    "a million values": attack(
+        lambda _: post("/infer/", b'{"infer_requests": [' + b"3," * 1_000_000 + b"3]}"), "413", share=1
+    ),
     "endless text": attack(lambda _: infer({"messages": [{"role": "user", "content": "a b c, " * 9000}]}), "422"),
     "stop strings": attack(lambda _: infer(HELLO, request_config={"stop": ["x"] * 1000}), "422"),
     "foreign file": attack(lambda _: infer(HELLO | {"images": ["/etc/passwd"]}), "200", "422"),
