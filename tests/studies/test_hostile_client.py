@@ -107,6 +107,7 @@ class After(threading.Event):
         self.left = turns
 
     def wait(self, timeout=None):
+        time.sleep(0.005)
         self.left -= 1
         return self.left < 0
 
@@ -161,9 +162,10 @@ def test_faults_of_the_server_are_counted_SRV_10(counterpart):
         assert f"{kind}: answered {{'200':" in problems
 
 
-def test_the_servers_own_front_keeps_its_promises_SRV_10(start_model):
+def test_the_servers_own_front_keeps_its_promises_SRV_10(start_model, monkeypatch):
     """Real application and tokenizer, owned by a run, with an engine that answers at once."""
     pytest.importorskip("vllm")
+    monkeypatch.setattr(hostile_client, "HEALTH_INTERVAL_S", 0.02)
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "tests.security.bounded_server", str(port), str(start_model)]
     server = subprocess.Popen(command, cwd=ROOT)
