@@ -30,6 +30,8 @@ GOOD = {
 class Answers(http.server.BaseHTTPRequestHandler):
     """200 to everything."""
 
+    protocol_version = "HTTP/1.1"
+
     def do_GET(self):
         self.send_response(200)
         self.send_header("Content-Length", "0")
@@ -185,10 +187,11 @@ def test_the_servers_own_front_keeps_its_promises_SRV_10(start_model, monkeypatc
     finally:
         server.kill()
         server.wait()
-    # this front has two engine workers, so that the stranger's world is refused before anybody asks who owns the server
-    assert set(figures["answers"].pop("a stranger's communicator")) == {"422"}
-    problems = [problem for problem in judge(figures) if "communicator: never tried" not in problem]
-    assert [problem for problem in problems if "(p99)" not in problem] == []
+    # This front checks no Host, and has two engines, so that the stranger's world is refused before its owner is asked.
+    assert figures["answers"].pop("foreign Host").keys() == {"200"}
+    assert figures["answers"].pop("a stranger's communicator").keys() == {"422"}
+    problems = [problem for problem in judge(figures) if "never tried" not in problem and "(p99)" not in problem]
+    assert problems == [] and len(figures["answers"]) == len(ATTACKS) - 2
 
 
 @pytest.mark.parametrize(
