@@ -73,7 +73,7 @@ test-all: $(READY) ## every test, the slow ones too
 test-faults: $(READY) ## learners and servers killed, frozen and resumed, spoilt answers; the slow tests too
 	$(BIN)/python -m pytest tests/faults -q $(ARGS)
 
-soak: $(READY) ## 20 minutes of server and learner, watched for what creeps (ARGS="--minutes 60"): runs/soak/soak.json
+soak: $(READY) ## 20 minutes of server and learner beside a hostile client, watched for what creeps (ARGS="--minutes 60"): runs/soak/soak.json
 	$(BIN)/python -m studies.soak $(ARGS)
 
 endif
