@@ -89,6 +89,7 @@ def detection_count(completion: Completion, sample: Sample) -> float:
 def detection_no_giant_boxes(completion: Completion, sample: Sample) -> float:
     """1 less the share of predictions that cover nearly the whole image, unless a true object does (LRN-9). Rex-Omni
     (arXiv:2510.12798) describes such boxes in place of many small ones."""
+    assert completion.table is not None, "`parsed` needs it"
     max_bin = completion.table.format.max_bin
     if any(is_giant(obj, max_bin) for obj in sample.objects):
         return 1.0
@@ -100,7 +101,7 @@ def no_overlong(completion: Completion, sample: Sample) -> float:
     """1 up to 80 % of `max_new_tokens`, then less and less, 0 at the limit: soft overlong punishment (Yu et al. 2025,
     DAPO, arXiv:2503.14476, eq. 13, moved to [0, 1])."""
     limit = completion.max_new_tokens
-    return 1.0 if limit is None else min(1.0, (limit - len(completion.token_ids)) / (LENGTH_MARGIN * limit))
+    return 1.0 if limit is None else float(np.clip((limit - len(completion.token_ids)) / (LENGTH_MARGIN * limit), 0, 1))
 
 
 def no_repetition(completion: Completion, sample: Sample) -> float:

@@ -25,7 +25,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -162,7 +162,7 @@ def _field_problem(field: str, extra: dict[str, Any]) -> str | None:
     return None if is_name else "must be text without <, >, comma and line break"
 
 
-def score(completion: Completion, sample: Sample, rewards: dict[str, RewardFunction]) -> np.ndarray:
+def score(completion: Completion, sample: Sample, rewards: Mapping[str, RewardFunction]) -> np.ndarray:
     """Each function's value for one answer, float64 `[num_functions]`; its product with `reward_weights` is the total.
 
     Raises:
