@@ -217,8 +217,8 @@ def test_an_answer_with_an_image_placeholder_is_left_out_GRP_6(folder, start_mod
     assert not drawn.is_valid and not drawn.is_failed and drawn.rewards.any()
 
 
-def detection_answer(folder: Path, start_model: Path, step: int, **rlhf) -> Answer:
-    """One response with an IoU of 0.62 and a wrong object, judged in a step."""
+def detection_run(folder: Path, start_model: Path, **rlhf) -> tuple[train_grpo.Grpo, Sample, RolloutResult]:
+    """A run, a sample, and a response to it with an object of IoU 0.62 and a wrong one."""
     table = make_table("qwen")
     objects = [Object("cat", "bbox_2d", (0, 0, 100, 62)), Object("cat", "bbox_2d", (500, 500, 600, 600))]
     ids = make_tokenizer("qwen").encode(format_objects(objects), add_special_tokens=False)
@@ -227,7 +227,12 @@ def detection_answer(folder: Path, start_model: Path, step: int, **rlhf) -> Answ
     session = SimpleNamespace(cfg=cfg, data=data, place=lambda segment: segment)
     run = grpo_of(session, train_grpo.rewards_of(cfg))
     truth = Sample("s", [], [], 0, 0, [Object("cat", "bbox_2d", (0, 0, 100, 100))], [], "f:1", {})
-    result = RolloutResult(ids, [5, 6], "", "stop", "r:0", stop_token_id=9)
+    return run, truth, RolloutResult(ids, [5, 6], "", "stop", "r:0", stop_token_id=9)
+
+
+def detection_answer(folder: Path, start_model: Path, step: int, **rlhf) -> Answer:
+    """The response of `detection_run`, judged in a step."""
+    run, truth, result = detection_run(folder, start_model, **rlhf)
     return run.make_answer(truth, train_grpo.EncodedPrompt([5, 6], None, None), result, step)
 
 
@@ -249,11 +254,29 @@ def test_thresholds_and_weights_follow_the_step_GRP_9(folder, start_model):
         for step in (0, 50, 70, 1000)
     ]
     assert found == pytest.approx([2 / 3, 2 / 3, 0, 0])
+    for step, earned in ((50, 2 / 3), (70, 0)):
+        answer = detection_answer(folder, start_model, step, reward_funcs=["detection_f1"], advantage="object", **ramp)
+        assert answer.credit.rewards[answer.credit.kinds == OBJECT, 0][0] == pytest.approx(earned)
+    run, truth, result = detection_run(folder, start_model, reward_funcs=["detection_f1"], **ramp)
+    assert run.evaluation_record(truth, result)["rewards"] == {"detection_f1": 0.0}  # with the settings of the end
     weights = [1.0, {"start": 0.0, "end": 2.0, "steps": 4}]
     cfg = load_config(config_of(folder, start_model, "ramp", reward_weights=weights))
     run = object.__new__(train_grpo.Grpo)
     run.session, run.rewards = SimpleNamespace(cfg=cfg), {"odd": None, "same": None}
     assert [run.reward_weights(step).tolist() for step in (0, 1, 4, math.inf)] == [[1, 0], [1, 0.5], [1, 2], [1, 2]]
+    run.session.ranks = SimpleNamespace(gather=lambda value: [value])
+    group = [Answer(policy_segment("s", [1], [2]), "", np.array(rewards), []) for rewards in ([0.0, 0.0], [0.0, 1.0])]
+    assert [run.weight([SimpleNamespace(groups=[group])], step).has_signal.tolist() for step in (0, 4)] == [
+        [False],
+        [True],
+    ]
+
+
+def test_a_reward_of_the_length_knows_the_limit_GRP_9(folder, start_model):
+    """GRP-9: the response is longer than `max_new_tokens` less its margin."""
+    common = {"reward_funcs": ["no_overlong"]}
+    assert detection_answer(folder, start_model, 0, max_new_tokens=500, **common).rewards == [1.0]
+    assert detection_answer(folder, start_model, 0, max_new_tokens=10, **common).rewards == [0.0]
 
 
 def test_a_run_weighs_rewards_by_the_step_GRP_9(folder, start_model):
