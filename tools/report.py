@@ -296,7 +296,9 @@ def answers(
     title = f"precision over recall at IoU {threshold:g}, all classes together"
     shown["precision_recall"] = charts.draw(title, lines, "recall", is_share=True)
     if shown["precision_recall"] is None:
-        notes["precision_recall"] = "Answers have no confidences (vLLM gives them), so there is no order to go along."
+        notes["precision_recall"] = (
+            "Nothing was predicted, or without confidences, which only vLLM gives (docs/training.md)."
+        )
     after = {name: judge(record, threshold) for name, record in last.items()}
     before = {name: judge(record, threshold) for name, record in first.items()} if len(steps) > 1 else {}
     if not before:
@@ -323,9 +325,7 @@ def card(record: Mapping[str, Any], before: Judged | None, after: Judged) -> dic
     except OSError as error:
         reason = str(error)
     sides = [("ground truth", after.gt)] + ([("before", before.pred)] if before else []) + [("after", after.pred)]
-    panels = [
-        (title, [_drawn(obj, verdict, width, height) for obj, verdict in objects]) for title, objects in sides
-    ]
+    panels = [(title, [_drawn(obj, verdict, width, height) for obj, verdict in objects]) for title, objects in sides]
     errors = {kind: number for kind, number in after.errors.items() if number} or {"all right": 1}
     return {
         "id": record["id"],

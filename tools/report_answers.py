@@ -128,13 +128,14 @@ def choose(errors: Sequence[Counter[str]], num: int) -> list[int]:
 
 
 def photo(source: str, side: int) -> tuple[int, int, str]:
-    """Width and height of an image with its longer side scaled down to `side`, and the image as a JPEG data URI of at
-    most `MAX_JPEG_BYTES` unless its worst quality takes more. Raises OSError for an image that cannot be read."""
+    """Width and height to show an image in, the longer `side`, and the image as a JPEG data URI, of no more pixels and
+    of the best quality within `MAX_JPEG_BYTES`. Raises OSError for an image that cannot be read."""
     image = open_image(source)
+    width, height = (max(round(pixels * side / max(image.size)), 1) for pixels in image.size)
     image.thumbnail((side, side))
     for quality in (85, 60, 35, 10):
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=quality)
         if buffer.tell() <= MAX_JPEG_BYTES:
             break
-    return *image.size, "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return width, height, "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
