@@ -294,7 +294,7 @@ def answers(
     curves = {f"step {step}": precision_recall(list(files[step].values()), threshold) for step in (steps[0], steps[-1])}
     lines = [Line(name, list(zip(c[1].tolist(), c[0].tolist(), strict=True))) for name, c in curves.items() if c]
     title = f"precision over recall at IoU {threshold:g}, all classes together"
-    shown["precision_recall"] = charts.draw(title, lines, "recall", is_share=True)
+    shown["precision_recall"] = charts.draw(title, lines, is_share=True, is_square=True)
     if shown["precision_recall"] is None:
         notes["precision_recall"] = (
             "Nothing was predicted, or without confidences, which only vLLM gives (docs/training.md)."

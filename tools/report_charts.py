@@ -28,22 +28,26 @@ class Chart:
     """
 
     title: str
-    x_label: str
     lines: list[tuple[str, str, list[tuple[float, float]]]]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
 
 
-def draw(title: str, lines: Sequence[Line], x_label: str = "step", is_share: bool = False) -> Chart | None:
-    """Lay out a chart, None without a finite point. `is_share`: the y axis covers 0..1, else the data and 0."""
+def draw(title: str, lines: Sequence[Line], is_share: bool = False, is_square: bool = False) -> Chart | None:
+    """Lay out a chart, None without a finite point.
+
+    Args:
+        is_share: the y axis covers 0..1; otherwise the data and 0.
+        is_square: the x axis covers 0..1, too; otherwise the data.
+    """
     finite = [(line, [point for point in line.points if all(map(math.isfinite, point))]) for line in lines]
     finite = [(line, points) for line, points in finite if points]
     if not finite:
         return None
     xs, ys = zip(*(point for _, points in finite for point in points), strict=True)
-    x_ticks = ticks(min(0.0, *xs) if is_share else min(xs), max(xs))
+    x_ticks = ticks(0.0, 1.0) if is_square else ticks(min(xs), max(xs))
     y_ticks = ticks(0.0, 1.0) if is_share else ticks(min(0.0, *ys), max(0.0, *ys))
-    across = (min(x_ticks[0], *xs), max(x_ticks[-1], *xs) if x_label != "step" else max(xs))
+    across = (x_ticks[0], 1.0 if is_square else max(xs))
     along = (min(y_ticks[0], *ys), max(y_ticks[-1], *ys))
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -55,7 +59,6 @@ def draw(title: str, lines: Sequence[Line], x_label: str = "step", is_share: boo
         drawn.append((line.name, " ".join(f"{x},{y}" for x, y in placed), placed if line.has_marks else []))
     return Chart(
         title,
-        x_label,
         drawn,
         [(_scaled(tick, across, LEFT, RIGHT), f"{tick:g}") for tick in x_ticks if tick <= across[1]],
         [(_scaled(tick, along, BOTTOM, TOP), f"{tick:g}") for tick in y_ticks],
