@@ -3,7 +3,8 @@
 Makes data and a start model (cached), which has never seen anything yellow; the training images have only their yellow
 objects annotated. Starts `rollout_server.py`, runs `deepspeed train_stage2.py` with two ranks against it once for each
 way, with equal steps, stops the server and shows what each has learnt and forgotten: a table, runs/demo/summary.json,
-runs/demo/comparison.png, and a page to look at, runs/demo/stage2/report.html. It only starts the commands that a user would type; nothing here takes part in training.
+runs/demo/comparison.png, and a report to open in a browser (tools.report). It only starts the commands that a user
+would type; nothing here takes part in training.
 """
 
 import json

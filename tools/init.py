@@ -27,7 +27,7 @@ from utils.config.load import ConfigError, exit_with, load_config
 from utils.config.memory import GIB
 from utils.config.plan import Plan, format_plan, make_plan
 from utils.data.encoding import load_processor, num_prompt_tokens
-from utils.data.samples import Sample, load_samples
+from utils.data.samples import DataError, Sample, load_samples
 from utils.geometry import normal_label
 from utils.parsing import TokenTable
 
@@ -62,7 +62,7 @@ def main() -> None:
     args = parse_args()
     try:
         text, plan = init(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, DataError) as error:
         exit_with(str(error))
     print(
         text + format_plan(plan) + f"# wrote {args.output}. Check every line of the data with tools.check_jsonl, then:"

@@ -1,7 +1,7 @@
 """Validation answers for `tools.report`: what went wrong in each, precision over recall, and which images to show.
 
-A prediction that matches nothing is named as by TIDE (Bolya et al. 2020): it repeats an object (`duplicate`), lies on an
-object of another label (`wrong label`), lies near one of its own label (`badly placed`), or none of these (`extra`).
+A prediction that matches nothing is named as by TIDE (Bolya et al. 2020): it repeats an object (`duplicate`), lies on
+one of another label (`wrong label`), lies near one of its own label (`badly placed`), or none of these (`extra`).
 Matches are those of the scores (LRN-7). What annotation says nothing about is `not judged` (TGT-12).
 """
 

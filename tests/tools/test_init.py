@@ -179,3 +179,11 @@ def test_a_model_that_cannot_be_trained_is_one_message(tmp_path, kind, message):
     ended = run_init(tmp_path, "--data", "train.jsonl", "--model", ".", "--gpus", "4")
     assert ended.returncode == 2 and message in ended.stderr and "Traceback" not in ended.stderr
     assert not (tmp_path / "train.yaml").exists()
+
+
+def test_mistakes_in_the_data_are_named_DAT_3(tmp_path, start_model):
+    """DAT-3: file, line and reason; nothing is written."""
+    (tmp_path / "train.jsonl").write_text('{"images": ["none.png"], "width": 5, "height": 5, "objects": []}\n')
+    ended = run_init(tmp_path, "--data", "train.jsonl", "--model", str(start_model), "--gpus", "4")
+    assert ended.returncode == 2 and "train.jsonl:1" in ended.stderr and "Traceback" not in ended.stderr
+    assert not (tmp_path / "train.yaml").exists()

@@ -23,7 +23,7 @@ import pytest
 from PIL import Image
 
 from tools.report import changed_keys, read_run, render, write_report
-from tools.report_answers import MAX_JPEG_BYTES, choose, judge, objects_of, photo, precision_recall
+from tools.report_answers import MAX_JPEG_BYTES, choose, judge, photo, precision_recall
 from tools.report_charts import MAX_POINTS, Line, draw, thin, ticks
 from utils.config.load import load_config
 from utils.data.samples import Sample
@@ -84,7 +84,7 @@ def answer(rng: random.Random, gt: list[Object], skill: float) -> list[Object]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 60 steps with two evaluations on 40 images, hostile text in labels, ids and the model's path."""
+    """A run of 60 steps with two evaluations on 40 images; hostile text in labels, ids and the model's path."""
     root = tmp_path_factory.mktemp("report")
     run, rng = root / "run", random.Random(0)
     cfg = load_config("configs/demo/stage2.yaml").model_dump(mode="json", by_alias=True)
