@@ -47,9 +47,10 @@ SCORES = {
     "truncated_rate": ("truncated answers", False),
 }
 
+LOSSES = ("total", "text", "coord", "w1", "gate", "reference_kl", "policy")
 # Title, whether the y axis is 0..1, and (name of the line, tag in TensorBoard). `eval/` tags are drawn with marks.
 CURVES: list[tuple[str, bool, list[tuple[str, str]]]] = [
-    ("loss", False, [(part, f"loss/{part}") for part in ("total", "text", "coord", "w1", "gate", "kl")]),
+    ("loss", False, [(part, f"loss/{part}") for part in LOSSES]),
     ("reward", False, [("rollouts", "reward"), ("validation", "eval/reward")]),
     ("F1", True, [("rollouts", "rollout/f1"), ("validation", "eval/f1")]),
     (
