@@ -64,9 +64,7 @@ def main() -> None:
         text, plan = init(args)
     except (ValueError, OSError, DataError) as error:
         exit_with(str(error))
-    print(
-        text + format_plan(plan) + f"# wrote {args.output}. Check every line of the data with tools.check_jsonl, then:"
-    )
+    print(text + format_plan(plan) + f"# wrote {args.output}; every line of the data was checked. Start it with:")
     print("\n".join(plan.layout.commands))
 
 
@@ -94,9 +92,10 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     train, val = find_data(args.data, args.val, args.images)
     form, reason = answer_form(args.model)
     prompt = form.prompt
-    processor = load_processor(str(args.model), None, MAX_PIXELS)
     samples = load_samples([train], prompt, form=form)[0]
     held_out = load_samples([val], prompt, form=form)[0] if val else []
+    max_pixels = pixel_limit(args.model, [*samples, *held_out])
+    processor = load_processor(str(args.model), None, max_pixels)
     data = measure([*samples, *held_out], len(samples), processor, form)
     settings = {
         "answer_format": form.name,
@@ -108,7 +107,7 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
         "train": str(train),
         "val": val and str(val),
         "roots": image_roots([*samples, *held_out]),
-        "max_pixels": MAX_PIXELS if data.width_max * data.height_max > MAX_PIXELS else None,
+        "max_pixels": max_pixels,
         "unmatched": "drop_duplicates" if data.is_partial else "trim",
         "rank": 64 if args.gpus else 16,
     }
@@ -144,6 +143,13 @@ def answer_form(model: Path) -> tuple[AnswerFormat, str]:
     except ValueError:
         TokenTable.from_tokenizer(tokenizer, QWEN3VL)
         return QWEN3VL, "the tokenizer has no coordinate tokens"
+
+
+def pixel_limit(model: Path, samples: Sequence[Sample]) -> int | None:
+    """The presets' limit of an image's pixels where model and data go beyond it; None: the model's own holds."""
+    own = load_processor(str(model)).image_processor.size["longest_edge"]
+    largest = max((height * width for sample in samples for height, width in sample.image_sizes), default=0)
+    return MAX_PIXELS if min(own, largest) > MAX_PIXELS else None
 
 
 def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, Path | None]:

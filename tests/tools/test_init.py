@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.init import DataFacts, answer_form, find_data, fit, geometry, image_roots, main
+from tests.tools.test_report import sample_of
+from tools.init import DataFacts, answer_form, find_data, fit, geometry, image_roots, main, pixel_limit
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.config.memory import DEVICE_GIB, GIB
@@ -160,6 +161,16 @@ def test_without_coordinate_tokens_the_models_own_form_is_used(tmp_path, start_m
     assert answer_form(tmp_path / "model")[0].name == "qwen3vl"
 
 
+def test_the_presets_limit_of_pixels_is_set_only_where_model_and_data_pass_it(tmp_path, start_model):
+    large, small = (replace(sample_of("a", ["a.png"], []), image_sizes=[(side, side)]) for side in (2000, 500))
+    assert pixel_limit(start_model, [large]) is None, "the model takes 128 x 128"
+    shutil.copytree(start_model, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*processor*.json"):
+        file.write_text(file.read_text().replace('"longest_edge": 16384', '"longest_edge": 16777216'))
+    assert pixel_limit(tmp_path / "model", [small, large]) == 1 << 20
+    assert pixel_limit(tmp_path / "model", [small]) is None
+
+
 def test_data_are_found_in_folders_and_beside_each_other(tmp_path):
     for name in ("train.jsonl", "val.jsonl", "notes.txt"):
         (tmp_path / name).write_text("{}")
@@ -176,8 +187,6 @@ def test_data_are_found_in_folders_and_beside_each_other(tmp_path):
 
 def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):
     """SRV-5: the server reads below these only."""
-    from tests.tools.test_report import sample_of
-
     few = [sample_of("a", [f"/data/{i}/a.png"], []) for i in range(3)]
     assert image_roots(few) == ["/data/0", "/data/1", "/data/2"]
     assert image_roots([sample_of("a", ["/data/../other/a.png"], [])]) == ["/other"]

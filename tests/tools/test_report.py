@@ -441,7 +441,9 @@ def test_the_page_in_a_browser(run_dir, width, dark):
         assert browser.complaints() == []
         assert [url for url in browser.requests() if not url.startswith(("data:", page.resolve().as_uri()))] == []
         # Even where escaping failed, the page's policy would stop a script in a label.
-        browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"window.hacked = 1\">')")
+        browser.run(
+            "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"window.hacked = 1\">')"
+        )
         assert browser.run("new Promise(r => setTimeout(() => r(window.hacked), 200))") is None
     finally:
         browser.close()
