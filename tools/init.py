@@ -167,12 +167,13 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
     if train.suffix == ".jsonl":
         return train, val
     target = Path("data") / f"{_name_of(data)}.jsonl"
-    if val is None:
-        convert(train, _images_of(train, images), target, splits=SPLITS)
-        return target.with_name(f"{target.stem}_train.jsonl"), target.with_name(f"{target.stem}_val.jsonl")
-    for split, file in (("train", train), ("val", val)):
-        convert(file, _images_of(file, images), target.with_name(f"{target.stem}_{split}.jsonl"))
-    return target.with_name(f"{target.stem}_train.jsonl"), target.with_name(f"{target.stem}_val.jsonl")
+    outputs = [target.with_name(f"{target.stem}_{split}.jsonl") for split in SPLITS]
+    if val is not None:
+        for file, output in zip((train, val), outputs, strict=True):
+            convert(file, _images_of(file, images), output)
+        return outputs[0], outputs[1]
+    numbers = convert(train, _images_of(train, images), target, splits=SPLITS).images
+    return outputs[0], outputs[1] if numbers[str(outputs[1])] else None
 
 
 def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:

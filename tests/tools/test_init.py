@@ -185,6 +185,22 @@ def test_data_are_found_in_folders_and_beside_each_other(tmp_path):
         find_data(tmp_path / "none", None, None)
 
 
+def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    annotations = write_coco(tmp_path / "photos")
+    train, val = find_data(tmp_path / "photos", None, None)
+    assert (str(train), str(val)) == ("data/photos_train.jsonl", "data/photos_val.jsonl")
+    coco = json.loads(annotations.read_text())
+    for name, ids in (("few_train", range(3)), ("few_val", range(3, 5))):
+        chosen = {"images": [image for image in coco["images"] if image["id"] in ids]}
+        (tmp_path / "photos" / f"{name}.json").write_text(json.dumps(coco | chosen))
+    train, val = find_data(tmp_path / "photos" / "few_train.json", None, tmp_path / "photos" / "images")
+    assert [len(path.read_text().splitlines()) for path in (train, val)] == [3, 2]
+    (tmp_path / "photos" / "few_val.json").unlink()
+    train, val = find_data(tmp_path / "photos" / "few_train.json", None, None)
+    assert len(train.read_text().splitlines()) == 3 and val is None
+
+
 def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):
     """SRV-5: the server reads below these only."""
     few = [sample_of("a", [f"/data/{i}/a.png"], []) for i in range(3)]
