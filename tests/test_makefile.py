@@ -155,3 +155,12 @@ def test_finding_9_audit_says_in_one_line_where_it_can_audit_nothing(tmp_path):
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert run.returncode == 0 and run.stderr == "", run.stderr
         assert run.stdout.startswith(f"nothing audited: {database} gives no") and run.stdout.count("\n") == 1
+
+
+def test_help_lists_every_target_in_a_group():
+    run = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    groups = [block.splitlines() for block in run.stdout.strip().split("\n\n")]
+    assert len(groups) > 4 and all(not lines[0].startswith(" ") and len(lines) > 1 for lines in groups)
+    listed = [line.split()[0] for lines in groups for line in lines[1:]]
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    assert sorted(listed) == sorted(phony)

@@ -188,12 +188,14 @@ def prediction_record(
     sample: "Sample", parsed: ParsedAnswer, max_bin: int, logprobs: Sequence[float] | None = None
 ) -> dict[str, Any]:
     """A validation answer as a JSON record; coordinates norm1000 (0..999), whatever the answer's own grid is. With the
-    answer's `logprobs` predictions have a `score`, their confidence (TGT-14)."""
+    answer's `logprobs` predictions have a `score`, their confidence (TGT-14). Where annotation is not complete for all
+    labels, `annotated` names those for which it is (TGT-12)."""
     sides = {"gt": sample.objects, "pred": parsed.pred_objects}
     objects = {side: [object_record(obj, max_bin) for obj in objects] for side, objects in sides.items()}
     for record, score in zip(objects["pred"], confidences(parsed, logprobs) or [], strict=False):
         record["score"] = round(score, 4)
-    return {"id": sample.id, "images": sample.images, **objects}
+    annotated = {} if sample.annotated is None else {"annotated": sorted(sample.annotated)}
+    return {"id": sample.id, "images": sample.images, **objects, **annotated}
 
 
 def object_record(obj: Object, max_bin: int) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from utils.learner.learner import Learner, StepResult
 from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.rollout.backend import RolloutResult, RolloutSampling
-from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation
+from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, first_evaluation, write_evaluation
 from utils.run.policy import Policy
 from utils.run.prefetch import Prefetcher, Stages
-from utils.run.records import Timer
+from utils.run.records import LOGGED_PARTS, Timer
 from utils.run.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
 from utils.run.server_watch import ServerWatch
 from utils.run.shutdown import Stopped, StopRequest
@@ -98,6 +98,8 @@ class Session:
     steps_saved: int = 0  # those that the newest checkpoint holds
     owes_evaluation: bool = False
     best: float = -math.inf  # of `metric`, so far
+    validation: dict[str, float] = field(default_factory=dict)  # the newest score and the first, for the progress line
+    collapsed: set[str] = field(default_factory=set)  # signs of collapse that the last step showed
     prefetcher: Prefetcher | None = None
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -202,15 +204,21 @@ class Session:
 
         Args:
             step: 1-based, steps done.
-            quality: of the responses; warns where it passes a bound of `training.collapse`.
+            quality: of the responses; warns once when it passes a bound of `training.collapse`.
             shown: on the progress line, with the tokens per second.
         """
         metrics = metrics | {"rollout/remade": float(self.prefetcher.num_remade)}
         metrics |= self.policy.log_calls(step, "train") | self.watch.pop_metrics() | self.policy.pop_sync_metrics()
         self.monitor.scalars(step, metrics)
-        self.monitor.progress(step, **shown, tokens_per_s=metrics["train/tokens_per_s"])
-        for warning in collapse_warnings(quality or {}, self.cfg.training.collapse.model_dump()):
-            logger.warning("step %d: %s", step, warning)
+        seconds = {part: metrics[f"seconds/{part}"] for part in LOGGED_PARTS}
+        self.monitor.progress(step, seconds, **shown, **self.validation, tokens_per_s=metrics["train/tokens_per_s"])
+        signs = {
+            text.partition(":")[0]: text
+            for text in collapse_warnings(quality or {}, self.cfg.training.collapse.model_dump())
+        }
+        for sign in signs.keys() - self.collapsed:
+            logger.warning("step %d: %s (logged once until it is over)", step, signs[sign])
+        self.collapsed = set(signs)
 
     def end_step(self, program: Program, signal_name: str | None) -> None:
         """Do what is due after step `steps_done`: checkpoint, evaluation, and the end where a signal requests it.
@@ -278,6 +286,8 @@ class Session:
             self.monitor.scalars(step, metrics)
             self.monitor.flush()
             write_evaluation(self.run_dir, step, {**result, **(more or {})}, gathered, is_best)
+            start = first_evaluation(self.run_dir)[self.metric]
+            self.validation = {f"val_{self.metric}": result[self.metric], "first": start}
             shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
             logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
 
