@@ -6,7 +6,6 @@ samples; `utils.data.encoding` makes token ids and pixels of them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
