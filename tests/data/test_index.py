@@ -132,7 +132,8 @@ def die(sample: Sample) -> int:
 
 def test_dat_6_workers_end_with_the_learner(tmp_path):
     """DAT-6: also with one that is killed: they read its pipe."""
-    code = "import os; from utils.data.workers import map_in_processes as m; r = m(str, iter(int, 1), 2); next(r); os._exit(1)"
+    code = "import os; from utils.data.workers import map_in_processes; made = map_in_processes(str, iter(int, 1), 2)"
+    code += "; next(made); os._exit(1)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100)  # ends once stderr is closed
     assert found.returncode == 1
 

@@ -33,7 +33,7 @@ def digests(cfg: Config) -> Digests:
 
     Raises: OSError, ValueError for a file that cannot be read.
     """
-    known = KnownDigests(cfg)
+    known = KnownDigests(cfg.training.output_dir)
     return {"data": {path: known.describe(path) for path in data_paths(cfg)}, "base_model": _describe_model(cfg)}
 
 
@@ -46,8 +46,8 @@ class KnownDigests:
     """Digests of data files, which are read again only where size, inode or times have changed: `known.json` in the
     run's index folder remembers them for each state of a file."""
 
-    def __init__(self, cfg: Config) -> None:
-        self._path = Path(cfg.training.output_dir) / INDEX_FOLDER / "known.json"
+    def __init__(self, run_dir: str | os.PathLike) -> None:
+        self._path = Path(run_dir) / INDEX_FOLDER / "known.json"
         self.states: dict[str, str] = {}  # those in use
         try:
             self._known = dict(json.loads(self._path.read_text()))
@@ -128,13 +128,13 @@ def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[
     new: Digests = {"data": data, "base_model": ranks.gather_or_raise(model, "reading the base checkpoint", error)[0]}
     history = _accepted_changes(checkpoint, new, accepted, ranks) if checkpoint else []
     if ranks.is_main:
-        KnownDigests(cfg).write(states)
+        KnownDigests(cfg.training.output_dir).write(states)
     return {"digests": new, "accepted_changes": history}
 
 
 def _data_digests(cfg: Config, ranks: Ranks) -> tuple[dict[str, Any], dict[str, str]]:
     """Digests of the data files, and the states of files on all nodes that have them; one rank per node reads."""
-    known, found, unreadable = KnownDigests(cfg), {}, []
+    known, found, unreadable = KnownDigests(cfg.training.output_dir), {}, []
     for path in data_paths(cfg) * (ranks.local_rank == 0):
         try:
             found[path] = known.describe(path)
