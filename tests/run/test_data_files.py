@@ -174,9 +174,7 @@ class LikeOther(Ranks):
         return ["done", own] if own is None else [[None, [None]], own]
 
 
-def test_dat_6_a_run_checks_keys_of_rewards_and_lengths_once(
-    folder, start_model, server, start, responses, monkeypatch
-):  # noqa: F811
+def test_dat_6_a_run_counts_prompts_once(folder, start_model, server, start, responses, monkeypatch):  # noqa: F811
     """DAT-6, CFG-15 at the call site: the second start of a run counts no prompt."""
     counted = []
     count = setup.num_prompt_tokens
