@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+from tests.data.test_images import shard
 from tests.data.test_samples import BAD_LINES, line, mixed, png, write
 from utils.answer_format import QWEN3VL
+from utils.data import images as images_module
 from utils.data import index as index_module
+from utils.data.images import open_image
 from utils.data.index import (
     IMAGE,
     LINE,
@@ -35,6 +39,7 @@ from utils.data.index import (
 from utils.data.mistakes import BadLine
 from utils.data.samples import DataError, LineReader, Sample, load_samples, read_samples
 from utils.data.stream import SampleStream
+from utils.rollout.backend import RolloutRequest, infer_request
 
 CHECKS = Checks(LineReader("List."))
 
@@ -312,6 +317,25 @@ def test_dat_3_all_missing_files_are_listed(tmp_path):
     assert [text.split("images[0]: ")[1] for text in found] == [f"{tmp_path}/{i}.png: no such image" for i in range(60)]
     expected = [text for item in read_samples(path, "x") if isinstance(item, BadLine) for text in item.messages()]
     assert found == expected
+
+
+def test_dat_6_drawn_images_of_a_shard_know_their_place(tmp_path, monkeypatch):
+    """DAT-6: the shard's headers are read by the pass alone; what is sent, and what is said of the sample, is right."""
+    images = {name: Image.new("RGB", (100, 50), name) for name in ("red", "blue")}
+    shard(tmp_path / "000.tar", **images)
+    rows = [line(images=[f"000.tar/{name}.png"]) for name in images] + [line(images=["000.tar/red.png", "a.png"])]
+    file = indexed(write(tmp_path, *rows))
+    monkeypatch.setattr("tarfile.open", lambda *_: pytest.fail("read the headers of a shard"))
+    images_module._members.cache_clear()
+    drawn = list(file)
+    assert [sample.images for sample in drawn][2] == [f"{tmp_path}/000.tar/red.png", f"{tmp_path}/a.png"]
+    assert open_image(drawn[1].images[0]).tobytes() == images["blue"].tobytes()
+    sent = infer_request(RolloutRequest("", [], drawn[2].images, []))["images"]
+    assert sent[0].startswith("data:image;base64,") and sent[1] == f"{tmp_path}/a.png"
+    json.dumps([sample.images for sample in drawn])
+    with pytest.raises(DataError, match="000.tar/green.png: no such image"):
+        monkeypatch.undo()
+        load_samples([write(tmp_path, line(images=["000.tar/green.png"]))], "x")
 
 
 MEMORY = """

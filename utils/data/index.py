@@ -30,6 +30,7 @@ from typing import Any, overload
 import numpy as np
 from tqdm import tqdm
 
+from utils.data.images import ShardImage, find_in_shard
 from utils.data.mistakes import BadLine, read_bad_lines, write_bad_line
 from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, empty_file, map_ahead
 from utils.data.workers import map_in_processes
@@ -40,7 +41,8 @@ LINE = np.dtype(
     [("offset", "<i8"), ("first_image", "<i8"), ("num_images", "<i4")]
     + [("length", "<i4"), ("number", "<i8"), ("crc", "<u4"), ("tokens", "<i4")]
 )
-IMAGE = np.dtype([("height", "<i4"), ("width", "<i4")])
+IMAGE = np.dtype([("height", "<i4"), ("width", "<i4"), ("offset", "<i8"), ("num_bytes", "<i8")])
+NO_SHARD = (0, -1)  # offset and num_bytes of an image that is not in a tar shard
 NO_LENGTH = np.iinfo(np.int32).max  # tokens of a prompt that cannot be encoded
 CHUNK_BYTES = 1 << 20
 SMALL_BYTES = 16 << 20  # up to this size, worker processes take longer to start than they save
@@ -117,11 +119,16 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
             continue
         place = (start, len(images), len(item.image_sizes), len(line), number)
         rows.append((*place, zlib.crc32(line), _length(checks, item)))
-        images += item.image_sizes
+        images += [(*size, *_place(image)) for size, image in zip(item.image_sizes, item.images, strict=True)]
         found.unfit += data_problems(checks.rewards, [item])
         found.num_objects += len(item.objects)
         found.num_polygons += sum(obj.kind == "poly" for obj in item.objects)
     return replace(found, lines=np.array(rows, LINE), images=np.array(images, IMAGE))
+
+
+def _place(image: str) -> tuple[int, int]:
+    found = None if image.startswith("data:") else find_in_shard(image)
+    return (found.offset, found.num_bytes) if found else NO_SHARD
 
 
 def _length(checks: Checks, sample: Sample) -> int:
@@ -293,11 +300,17 @@ class IndexedFile(Sequence[Sample]):
         if zlib.crc32(line) != row["crc"]:
             raise DataError([f"{self.path}:{row['number']}: the file has changed since it was checked; start again"])
         images = self._images[row["first_image"] :][: row["num_images"]]
-        sample = self._reader.read(self.path, int(row["number"]), line, images.tolist())
+        sizes = [(int(image["height"]), int(image["width"])) for image in images]
+        sample = self._reader.read(self.path, int(row["number"]), line, sizes)
         if isinstance(sample, BadLine):
             raise DataError(sample.messages())
         return replace(
             self._reader.as_expressible(sample),
+            images=[_found(*pair) for pair in zip(sample.images, images, strict=True)],
             annotated=self._annotated if sample.annotated is None else sample.annotated,
             teacher_forced_ratio=self._teacher_forced_ratio,
         )
+
+
+def _found(path: str, image: np.void) -> str:
+    return path if image["num_bytes"] < 0 else ShardImage(path, int(image["offset"]), int(image["num_bytes"]))

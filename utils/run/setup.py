@@ -24,6 +24,7 @@ from utils import targets
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.rules import length_limit
 from utils.data.encoding import encode_prompt, load_processor, model_digest, num_prompt_tokens, prompt_chat
+from utils.data.images import as_sent
 from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
 from utils.data.mistakes import report_skipped
 from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of_polygons
@@ -396,7 +397,7 @@ def make_probe(
     else:
         token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
     segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
-    request = {"messages": prompt_chat(sample), "images": sample.images}
+    request = {"messages": prompt_chat(sample), "images": list(map(as_sent, sample.images))}
     return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
 
 
