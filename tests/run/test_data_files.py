@@ -5,10 +5,13 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 import train_stage2
+from tests.data.test_images import shard
 from tests.data.test_samples import line, write
 from tests.run.test_program import (  # noqa: F401
     NoLearner,
@@ -20,6 +23,8 @@ from tests.run.test_program import (  # noqa: F401
 )
 from utils.config.load import build_config
 from utils.data import index as index_module
+from utils.data.encoding import EncodedPrompt
+from utils.data.images import as_sent
 from utils.data.index import scan
 from utils.data.samples import Sample
 from utils.dist import Ranks
@@ -189,3 +194,14 @@ def test_dat_6_a_run_counts_prompts_once(folder, start_model, server, start, res
         counted.clear()
         status, _, error = start(train_stage2, path, "--resume", "auto", sync=responses.sync)
         assert status == 0 and len(counted) == expected, error
+
+
+def test_dat_6_the_probe_of_a_sync_sends_images_of_shards_as_bytes(tmp_path, monkeypatch):
+    """DAT-6 at the call site."""
+    path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
+    sample = Sample("s", [f"{path}/a.png"], [(4, 4)], 4, 4, [], [{"role": "user", "content": "x"}], "d.jsonl:1")
+    monkeypatch.setattr(setup, "encode_prompt", lambda *_: EncodedPrompt([1, 2], None, None))
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda *_, **__: [3]))
+    learner = SimpleNamespace(last_logprobs=lambda *_: None)
+    probe = setup.make_probe(sample, processor, None, learner, lambda segments: segments)
+    assert probe.request["images"] == [as_sent(sample.images[0])] and probe.request["images"][0].startswith("data:")

@@ -1,6 +1,7 @@
 """Both training programs from `main()` to their end in this process: what stops them before training, and what a run
 asks for and records. The server is a stand-in that speaks real HTTP; learner and weight sync do nothing."""
 
+import gc
 import itertools
 import json
 import re
@@ -182,6 +183,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         layout: Any = None,
         save: Callable[..., None] = lambda *_: None,
     ) -> tuple[int, str, str]:
+        gc.collect()  # the lock of a start that was refused before this one
         monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
         monkeypatch.setattr(LikeRanks, "world", world_size)
         monkeypatch.setattr(setup, "Ranks", LikeRanks)
