@@ -204,4 +204,5 @@ def test_dat_6_the_probe_of_a_sync_sends_images_of_shards_as_bytes(tmp_path, mon
     processor = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda *_, **__: [3]))
     learner = SimpleNamespace(last_logprobs=lambda *_: None)
     probe = setup.make_probe(sample, processor, None, learner, lambda segments: segments)
-    assert probe.request["images"] == [as_sent(sample.images[0])] and probe.request["images"][0].startswith("data:")
+    (sent,) = probe.infer_request["images"]
+    assert sent == as_sent(sample.images[0]) and sent.startswith("data:")
