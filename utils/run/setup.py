@@ -8,7 +8,6 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
@@ -203,14 +202,14 @@ def load_data(
 ) -> tuple[list[IndexedFile], list[IndexedFile]]:
     """Training and validation files, whose lines rank 0 has checked in this run or an earlier one (DAT-6; collective).
 
-    Exit status 2 with every problem listed; with `on_bad_sample: skip` bad lines are left out instead, and
-    reported."""
+    Exit status 2 with every problem listed; with `on_bad_sample: skip` bad lines are left out instead, and reported.
+    """
     reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format)
     count_tokens = processor and partial(num_prompt_tokens, processor=processor)
     checks = Checks(reader, count_tokens, rewards)
     model_files = {name: found for name, found in digests["base_model"].items() if not name.endswith(".safetensors")}
     limits = [cfg.model.image_min_pixels, cfg.model.image_max_pixels]
-    settings = [*astuple(reader)[:2], reader.form.name, list(rewards), model_files, limits]
+    settings = [reader.prompt, reader.object_order, reader.form.name, list(rewards), model_files, limits]
     folder, skips_bad = Path(cfg.training.output_dir) / INDEX_FOLDER, cfg.data.on_bad_sample == "skip"
     paths = data_paths(cfg)
     targets = [index_path(folder, path, digests["data"][path]["blake2b"], settings) for path in paths]
