@@ -38,7 +38,7 @@ def digests(cfg: Config) -> Digests:
 
 
 def data_paths(cfg: Config) -> list[str]:
-    """All data files, training first."""
+    """The path of each entry for a data file, training first."""
     return [spec.path for spec in cfg.custom.train_jsonl + (cfg.custom.val_jsonl or [])]
 
 
@@ -135,7 +135,7 @@ def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[
 def _data_digests(cfg: Config, ranks: Ranks) -> tuple[dict[str, Any], dict[str, str]]:
     """Digests of the data files, and the states of files on all nodes that have them; one rank per node reads."""
     known, found, unreadable = KnownDigests(cfg.training.output_dir), {}, []
-    for path in data_paths(cfg) * (ranks.local_rank == 0):
+    for path in dict.fromkeys(data_paths(cfg) * (ranks.local_rank == 0)):
         try:
             found[path] = known.describe(path)
         except OSError as error:

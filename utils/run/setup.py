@@ -215,7 +215,8 @@ def load_data(
     targets = [index_path(folder, path, digests["data"][path]["blake2b"], settings) for path in paths]
 
     def check_files(alive: Callable[[], None]) -> str | None:
-        indexes = [ensure_index(*pair, checks, alive) for pair in zip(targets, paths, strict=True)]
+        files = dict(zip(targets, paths, strict=True))  # a file for both training and validation is one
+        indexes = [ensure_index(target, path, checks, alive) for target, path in files.items()]
         try:
             check_indexes(indexes, folder, skips_bad)
         except DataError as error:
