@@ -353,8 +353,8 @@ print(len(file), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def test_dat_6_memory_is_flat(tmp_path):
-    """DAT-6: the peak of a process that makes an index, and draws by one, at 1,000 and 20,000 lines; loaded, the larger
-    file would take 80 MB more."""
+    """DAT-6: the peak of a process that makes an index, and draws by one, at 1,000 and 20,000 lines; as objects, each such
+    line takes over 4 kB (docs/performance.md)."""
     peaks = []
     for num in (1000, 20_000):
         row = json.dumps(line(images=[], objects=[{"desc": "cat", "bbox_2d": [1, 2, 30, 40]}] * 10)) + "\n"
