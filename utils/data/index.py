@@ -44,7 +44,7 @@ LINE = np.dtype(
 IMAGE = np.dtype([("height", "<i4"), ("width", "<i4"), ("offset", "<i8"), ("num_bytes", "<i8")])
 NO_SHARD = (0, -1)  # offset and num_bytes of an image that is not in a tar shard
 NO_LENGTH = np.iinfo(np.int32).max  # tokens of a prompt that cannot be encoded
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
 SMALL_BYTES = 32 << 20  # up to this size, worker processes take longer to start than they save
 
 
