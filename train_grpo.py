@@ -15,7 +15,6 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from utils.learner.learner import StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyRow, policy_segment
-from utils.rewards import REWARDS, Completion, RewardFunction, data_problems, load_rewards, score
+from utils.rewards import REWARDS, Completion, RewardFunction, load_rewards, score
 from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
 from utils.run.grpo_steps import MicroStep, Prompts, ResponseGroup, Responses
 from utils.run.program import run_program
@@ -63,7 +62,7 @@ def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[st
         accepted_changes,
         metric="reward",
         needs_coordinates=any(REWARDS.get(name) and name.startswith("detection_") for name in rewards),
-        problems_of=partial(data_problems, list(rewards)),
+        rewards=list(rewards),
     )
     run = Grpo(session, rewards)
     session.resume(run)

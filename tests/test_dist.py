@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,10 @@ import pytest
 import torch
 from torch.utils.file_baton import FileBaton
 
+from utils import dist
 from utils.dist import DistributedError, Ranks, check_master_address, remove_dead_locks
+
+TIMEOUT_S = 12
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def seen(tmp_path_factory) -> list[dict]:
 
 
 def main(folder: str) -> None:
-    ranks = Ranks(timeout_s=30)
+    ranks = Ranks(TIMEOUT_S)
     ranks.open()
     seen: dict = {"values": ranks.gather_or_raise(ranks.rank * 10, "counting")}
 
@@ -48,6 +53,22 @@ def main(folder: str) -> None:
     except DistributedError as failure:
         seen["failure"] = str(failure)
     seen["after"] = ranks.gather(ranks.rank)  # still in step
+    dist.ALIVE_S = 0.5
+
+    def long_work(alive: Callable[[], None]) -> list[int]:
+        """Takes longer than ranks wait for each other."""
+        until = time.monotonic() + TIMEOUT_S + 2
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            alive()
+        return [ranks.rank, 7]
+
+    seen["work"] = ranks.on_main(long_work)
+    try:
+        ranks.on_main(lambda alive: [][0])
+    except DistributedError as failure:
+        seen["failed_work"] = str(failure)
+    seen["after_work"] = ranks.gather(ranks.rank)
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
     ranks.close()
 
@@ -61,6 +82,13 @@ def test_a_rank_that_fails_on_its_way_to_an_agreement_is_not_waited_for_SYN_3(se
     assert all("rank 0: ValueError: no such image" in rank["failure"] for rank in seen)
     assert all("failed on 1 of 2 ranks" in rank["failure"] for rank in seen)
     assert [rank["after"] for rank in seen] == [[0, 1], [0, 1]]
+
+
+def test_ranks_wait_for_the_work_of_rank_0_as_long_as_it_is_alive_DAT_6(seen):
+    """DAT-6: longer than for each other; result and error reach all of them, and their collectives still match."""
+    assert [rank["work"] for rank in seen] == [[0, 7]] * 2
+    assert all("rank 0: IndexError: list index out of range" in rank["failed_work"] for rank in seen)
+    assert [rank["after_work"] for rank in seen] == [[0, 1], [0, 1]]
 
 
 def test_the_device_is_deepspeeds_whatever_torch_sees(monkeypatch):

@@ -15,9 +15,10 @@ import train_stage2
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.data.encoding import encode_prompt
-from utils.data.mistakes import BadLine, report_skipped
+from utils.dist import Ranks
 from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
+from utils.run.inputs import check_inputs
 from utils.run.session import Session
 from utils.scores import scores
 from utils.targets import format_objects
@@ -50,6 +51,14 @@ def config_of(folder: Path, model: Path, train: Path, **matching):
     return load_config(path)
 
 
+def load(cfg, is_main: bool = True):
+    """Training and validation files, as this rank alone reads them."""
+    ranks = Ranks()
+    ranks.is_main = is_main
+    Path(cfg.training.output_dir).mkdir(exist_ok=True)
+    return setup.load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"])
+
+
 def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "data" / "train.jsonl").open()]
 
@@ -79,7 +88,7 @@ def test_bad_data_ends_the_run_before_training_with_file_and_line_DAT_3(folder, 
     change, word = MISTAKES[name]
     path = broken_file(folder, name, change)
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=True, skipped=[])
+        load(config_of(folder, start_model, path))
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert f"{path}:3" in message and word in message, message
@@ -96,10 +105,9 @@ def test_bad_samples_can_be_skipped_DAT_3(folder, start_model, name, capsys, tmp
             "training": cfg.training.model_copy(update={"output_dir": str(tmp_path / "run")}),
         }
     )
-    skipped: list[BadLine] = []
-    datasets, _, _ = setup.load_data(cfg, is_main=True, skipped=skipped)
-    assert len(datasets[0]) == 5 and not (tmp_path / "run").exists()
-    said = report_skipped(skipped, cfg.training.output_dir)
+    datasets, _ = load(cfg)
+    assert len(datasets[0]) == 5
+    said = capsys.readouterr().out
     assert said.startswith("1 bad sample(s) skipped (data.on_bad_sample: skip)") and "line 3: " in said, said
     assert word in said
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").open()]
@@ -111,14 +119,17 @@ def test_an_empty_file_ends_the_run_DAT_3(folder, start_model, capsys):
     path = folder / "data" / "empty.jsonl"
     path.write_text("")
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=True, skipped=[])
+        load(config_of(folder, start_model, path))
     assert ended.value.code == 2 and str(path) in capsys.readouterr().err
 
 
 def test_only_rank_0_speaks_but_all_ranks_leave(folder, start_model, capsys):
     path = folder / "data" / "nowhere.jsonl"
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=False, skipped=[])
+        load(config_of(folder, start_model, path))
+    assert ended.value.code == 2 and capsys.readouterr().err == f"{path}: cannot be read: No such file or directory\n"
+    with pytest.raises(SystemExit) as ended:
+        load(config_of(folder, start_model, path), is_main=False)
     assert ended.value.code == 2 and capsys.readouterr().err == ""
 
 
@@ -179,7 +190,7 @@ def run(folder, start_model):
 def run_of(folder: Path, start_model: Path, **matching) -> SimpleNamespace:
     """A run without processes: what `make_segment` needs."""
     cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", **matching)
-    datasets, _, _ = setup.load_data(cfg, is_main=True, skipped=[])
+    datasets, _ = load(cfg)
     processor, table = setup.load_tokenizer(cfg, is_main=True)
     return SimpleNamespace(cfg=cfg, samples=datasets[0], processor=processor, table=table)
 
@@ -232,7 +243,7 @@ def test_a_file_has_its_own_teacher_forced_ratio_and_annotated_labels_DAT_5(fold
     clean = cfg.custom.train_jsonl[0].model_copy(update={"teacher_forced_ratio": 1.0})
     own = clean.model_copy(update={"path": str(partial), "teacher_forced_ratio": None, "annotated": [" Red Circle"]})
     cfg = cfg.model_copy(update={"custom": cfg.custom.model_copy(update={"train_jsonl": [clean, own]})})
-    (whole, part), _, _ = setup.load_data(cfg, is_main=True, skipped=[])
+    (whole, part), _ = load(cfg)
     assert {sample.annotated for sample in whole} == {None}
     assert [sample.annotated for sample in part] == [frozenset({"red circle"}), frozenset(), frozenset({"red circle"})]
     assert train_stage2.teacher_forced(cfg, 0, 0, 0, [*whole, *part]).tolist() == [True] * 6 + [False] * 3

@@ -4,7 +4,7 @@
 
 Reads the data (JSONL as in docs/data.md, a COCO or LVIS file, or a folder with either) and the model's files, measures
 prompts and true answers in tokens, and chooses batch geometry that fits the memory plan of `--dry-run`. COCO files are
-converted first (tools.coco_to_jsonl) to `data/NAME_train.jsonl` and `data/NAME_val.jsonl`. No device is used.
+converted first (tools.convert) to `data/NAME_train.jsonl` and `data/NAME_val.jsonl`. No device is used.
 `--gpus 0` writes a config for a trial on CPU.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import jinja2
 
-from tools.coco_to_jsonl import convert
+from tools.convert import convert
 from utils.answer_format import COORD_TOKENS, QWEN3VL, AnswerFormat
 from utils.config.load import ConfigError, exit_with, load_config
 from utils.config.memory import GIB

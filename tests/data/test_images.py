@@ -5,6 +5,7 @@ import http.server
 import io
 import os
 import struct
+import tarfile
 import threading
 import time
 import tracemalloc
@@ -18,7 +19,16 @@ from PIL import Image
 from tests.data.test_samples import load_one
 from tests.data.test_samples import png as write_png
 from utils.data import images
-from utils.data.images import EXIF_ORIENTATION, ImageRefused, ImageStore, open_image, to_rgb
+from utils.data.images import (
+    EXIF_ORIENTATION,
+    ImageRefused,
+    ImageStore,
+    as_sent,
+    find_in_shard,
+    image_size,
+    open_image,
+    to_rgb,
+)
 
 
 def png(colour=(10, 20, 30), size=(8, 6)) -> bytes:
@@ -302,3 +312,59 @@ def test_messages_do_not_repeat_a_whole_payload(prefix):
     with pytest.raises(ValueError, match="broken base64") as error:
         ImageStore([]).open(text)
     assert len(str(error.value)) < 300
+
+
+def shard(path: Path, **members: Image.Image) -> Path:
+    """A tar file of WebDataset's form: `KEY.png` beside `KEY.json`."""
+    with tarfile.open(path, "w") as archive:
+        for name, image in members.items():
+            for suffix, content in ((".json", b"{}"), (".png", png_bytes(image))):
+                info = tarfile.TarInfo(f"./{name}{suffix}" if name == "dotted" else f"{name}{suffix}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_dat_6_images_in_tar_shards(tmp_path):
+    """DAT-6: as files are opened, by Pillow's own reading of the bytes; what goes to a server are the bytes."""
+    images = {name: Image.effect_noise((40 + i, 30), 90).convert("RGB") for i, name in enumerate(("a", "b", "dotted"))}
+    path = shard(tmp_path / "000.tar", **images)
+    for name, image in images.items():
+        member = f"{path}/{name}.png"
+        assert image_size(member) == image.size[::-1] and open_image(member).tobytes() == image.tobytes()
+        found = find_in_shard(member)
+        assert found == member and found.read() == png_bytes(image) and open_image(found).tobytes() == image.tobytes()
+        for source in (member, found):
+            sent = ImageStore([]).open(as_sent(source))  # which may read no file
+            assert sent.tobytes() == image.tobytes()
+
+
+def test_dat_6_what_is_not_in_a_shard(tmp_path):
+    """DAT-6, DAT-3: missing members and broken shards are told; folders may have any name; other paths are as ever."""
+    path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
+    for missing in (f"{path}/b.png", f"{tmp_path}/001.tar/a.png", f"{path}/../a.png"):
+        with pytest.raises(FileNotFoundError, match="no such image"):
+            image_size(missing)
+    with pytest.raises(OSError, match="not an image"):
+        image_size(f"{path}/a.json")
+    (tmp_path / "002.tar").write_bytes(b"no tar file" * 100)
+    with pytest.raises(OSError, match=r"002.tar"):
+        image_size(f"{tmp_path}/002.tar/a.png")
+    (tmp_path / "folder.tar").mkdir()
+    Image.new("RGB", (5, 6)).save(tmp_path / "folder.tar" / "a.png")
+    assert image_size(tmp_path / "folder.tar" / "a.png") == (6, 5)
+    plain = str(tmp_path / "folder.tar" / "a.png")
+    assert as_sent(plain) == plain and as_sent("data:image;base64,AAAA") == "data:image;base64,AAAA"
+
+
+def test_srv_5_a_server_opens_no_shards(tmp_path):
+    """SRV-5: a member's path is no file below its roots."""
+    path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
+    with pytest.raises(ValueError, match="cannot read image"):
+        ImageStore([tmp_path]).open(f"{path}/a.png")

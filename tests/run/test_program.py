@@ -1,6 +1,7 @@
 """Both training programs from `main()` to their end in this process: what stops them before training, and what a run
 asks for and records. The server is a stand-in that speaks real HTTP; learner and weight sync do nothing."""
 
+import gc
 import itertools
 import json
 import re
@@ -27,8 +28,9 @@ from tests.sync.test_adapter_sync import tuned
 from tools.make_demo import make_dataset
 from utils.config.load import build_config, load_config
 from utils.config.schema import Data
-from utils.data.encoding import encode_prompt, load_processor
-from utils.data.samples import load_samples
+from utils.data.encoding import encode_prompt, load_processor, num_prompt_tokens
+from utils.data.index import Checks, Index, IndexedFile, write_index
+from utils.data.samples import LineReader, load_samples
 from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
 from utils.learner.learner import StepResult
@@ -181,6 +183,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         layout: Any = None,
         save: Callable[..., None] = lambda *_: None,
     ) -> tuple[int, str, str]:
+        gc.collect()  # the lock of a start that was refused before this one
         monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
         monkeypatch.setattr(LikeRanks, "world", world_size)
         monkeypatch.setattr(setup, "Ranks", LikeRanks)
@@ -272,9 +275,9 @@ LENGTHS = [
 def test_CFG_15_prompts_that_do_not_fit_are_named_before_training(
     folder, start_model, server, start, monkeypatch, line, changes, message
 ):
-    """CFG-15: status 2, before the run directory is claimed, with file and line, training and validation data alike."""
+    """CFG-15: status 2, before servers are asked, with file and line, training and validation data alike."""
     config = write_config(folder, start_model, server, data=with_line(folder, 3, **line), **changes)
-    monkeypatch.setattr(setup, "claim_run_dir", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(setup, "reach_servers", lambda *_: pytest.fail("went on"))
     status, _, error = start(train_stage2, config)
     assert status == 2 and re.search(message, error), error
     assert "Traceback" not in error and "raise it, lower custom.extra.rollout_matching.max_new_tokens" in error
@@ -283,40 +286,28 @@ def test_CFG_15_prompts_that_do_not_fit_are_named_before_training(
 def test_CFG_15_grpo_checks_its_prompts_too(folder, start_model, server, start, monkeypatch):
     """CFG-15."""
     config = write_grpo_config(folder, start_model, server, data=with_line(folder, 2, prompt="word " * 900))
-    monkeypatch.setattr(setup, "claim_run_dir", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(setup, "reach_servers", lambda *_: pytest.fail("went on"))
     status, _, error = start(train_grpo, config)
     assert status == 2, error
     assert re.search(r"changed.jsonl:2: prompt \+ rlhf.max_new_tokens=200 make \d{4} tokens", error), error
 
 
-def test_CFG_15_every_rank_counts_its_share(start_model, server, folder, capsys):
-    """CFG-15: what any rank found ends all of them, in the order of the data."""
-    cfg = load_config(write_config(folder, start_model, server, global_max_length=250))
-    samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
-    processor, shares = load_processor(start_model), {}
-    for rank in (2, 1, 0):
-        ranks = LikeRanks(1.0)
-        ranks.rank, ranks.world_size, ranks.is_main = rank, 3, rank == 0
-        ranks.gather = lambda own, rank=rank: [shares.setdefault(rank, own), *(shares[r] for r in shares if r != rank)]
-        with pytest.raises(SystemExit, match="2"):
-            setup.check_lengths(cfg, ranks, samples, processor)
-    assert [len(shares[rank]) for rank in range(3)] == [2, 1, 1]
-    error = capsys.readouterr().err
-    assert "4 of 4 samples" in error and re.findall(r"jsonl:(\d)", error) == ["1", "2", "3", "4"]
-
-
-def test_CFG_15_the_smallest_server_counts_and_supervised_runs_need_no_room_for_responses(start_model, server, folder):
+def test_CFG_15_the_smallest_server_counts_and_supervised_runs_need_no_room_for_responses(
+    start_model, server, folder, tmp_path
+):
     """CFG-15, LRN-10."""
     config = yaml.safe_load(write_config(folder, start_model, server).read_text())
-    extra, ranks = config["custom"]["extra"], LikeRanks(1.0)
-    samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
-    processor = load_processor(start_model)
-    setup.check_lengths(build_config(config), ranks, samples, processor)
+    extra = config["custom"]["extra"]
+    data, processor = folder / "data" / "train.jsonl", load_processor(start_model)
+    checks = Checks(LineReader(Data().prompt), partial(num_prompt_tokens, processor=processor))
+    write_index(tmp_path / "index", data, checks)
+    files = [IndexedFile(data, Index(tmp_path / "index"), checks.reader)]
+    setup.check_lengths(build_config(config), True, files, processor)
     extra["rollout_server"]["servers"] = [{"vllm_max_model_len": 280}]
     with pytest.raises(SystemExit, match="2"):
-        setup.check_lengths(build_config(config), ranks, samples, processor)
+        setup.check_lengths(build_config(config), True, files, processor)
     extra["rollout_matching"]["teacher_forced_ratio"] = 1.0
-    setup.check_lengths(build_config(config), ranks, samples, processor)
+    setup.check_lengths(build_config(config), True, files, processor)
 
 
 # A whole run

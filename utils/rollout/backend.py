@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from utils.capacity import EVAL_MICRO_STEP, request_seed
 from utils.config.schema import Decoding
+from utils.data.images import as_sent
 from utils.rollout.client import RolloutClient
 from utils.sync.adapter_sync import FallbackSync
 from utils.sync.weight_sync import SyncResult, WeightSync
@@ -205,7 +206,7 @@ class ServerEngine(Engine):
 
 def infer_request(request: RolloutRequest) -> dict[str, Any]:
     """The request in ms-swift's `RolloutInferRequest` form (SRV-4)."""
-    return {"messages": request.messages, "images": list(request.images), "uuid": request.sample_id}
+    return {"messages": request.messages, "images": list(map(as_sent, request.images)), "uuid": request.sample_id}
 
 
 def request_config(sampling: RolloutSampling) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Data:
     """Samples of this rank and what encodes them."""
 
     stream: SampleStream  # training samples
-    val_samples: list[Sample]  # of all ranks
+    val_samples: Sequence[Sample]  # of all ranks, read when asked for
     processor: Any
     table: TokenTable | None  # None where the tokenizer has no coordinate tokens; stage 2 never allows that
     pixel_dtype: torch.dtype  # the model's: it would cast them itself, in the main thread
@@ -259,7 +259,8 @@ class Session:
 
         def generate_and_score() -> list[Score]:
             with self.timed("eval"):
-                samples = self.data.val_samples[self.ranks.rank :: self.ranks.world_size]
+                own = range(self.ranks.rank, len(self.data.val_samples), self.ranks.world_size)
+                samples = [self.data.val_samples[i] for i in own]
                 new_tokens, reports_logprobs = self.cfg.rm.max_new_tokens, self.cfg.uses_vllm
                 greedy = RolloutSampling(max_new_tokens=new_tokens, logprobs=reports_logprobs)
                 results = self.policy.generate(samples, self.data.encode(samples), greedy, step, EVAL_MICRO_STEP)

@@ -4,7 +4,6 @@ Config, data, tokenizer, run directory, servers, model, engine: in the order in 
 """
 
 import logging
-import math
 import os
 import socket
 import uuid
@@ -16,14 +15,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 
 from utils import targets
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.rules import length_limit
 from utils.data.encoding import encode_prompt, load_processor, model_digest, num_prompt_tokens, prompt_chat
-from utils.data.mistakes import BadLine, report_skipped
-from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples, with_file_defaults
+from utils.data.images import as_sent
+from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
+from utils.data.mistakes import report_skipped
+from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of_polygons
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
 from utils.learner.learner import Learner
@@ -34,7 +37,7 @@ from utils.policy_loss import policy_segment
 from utils.rollout.backend import Engine, NoEngine, ServerEngine
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import is_loopback
-from utils.run.inputs import check_inputs
+from utils.run.inputs import INDEX_FOLDER, Digests, check_inputs, data_paths
 from utils.run.monitor import Monitor, evaluation_file, write_run_json
 from utils.run.policy import Policy
 from utils.run.records import Timer
@@ -57,7 +60,7 @@ def open_session(
     *,
     metric: str,
     needs_coordinates: bool = True,
-    problems_of: Callable[[Sequence[Sample]], list[str]] = lambda samples: [],
+    rewards: Sequence[str] = (),
 ) -> Session:
     """Build everything both training programs need before their first step (collective).
 
@@ -65,28 +68,24 @@ def open_session(
         resume: `auto` or a checkpoint to continue from; `Session.resume` loads what is not model or optimizer.
         accepted_changes: kinds of `utils.run.inputs.KINDS` that may differ from those of the checkpoint.
         metric: of an evaluation, that decides which step was the best.
-        problems_of: what the program finds wrong with samples, `file:line: reason` each.
+        rewards: names of the rewards whose keys every line must have.
 
     Raises SystemExit with status 2, and one message on rank 0, for a user's mistake.
     """
     ranks = check_ranks(cfg)
-    skipped: list[BadLine] = []
-    datasets, weights, val_samples = load_data(cfg, ranks.is_main, skipped)
-    if problems := problems_of([*chain(*datasets), *val_samples]):
-        exit_with(str(DataError(problems)), ranks.is_main)
     processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
     check_reference(cfg, ranks.is_main)
-    num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
-    stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
 
     ranks.open()
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
-    check_same_samples(ranks.gather(fingerprint(datasets + [val_samples])))
-    check_lengths(cfg, ranks, [*chain(*datasets), *val_samples], processor)
     lock, checkpoint = claim_run_dir(cfg, resume, ranks)
     inputs = check_inputs(cfg, checkpoint, accepted_changes, ranks)
-    if cfg.data.on_bad_sample == "skip" and ranks.is_main:  # only now is the run directory ours
-        print(report_skipped(skipped, cfg.training.output_dir), end="", flush=True)
+    datasets, val_files = load_data(cfg, ranks, inputs["digests"], processor, rewards)
+    check_lengths(cfg, ranks.is_main, datasets + val_files, processor)
+    val_samples: Sequence[Sample] = ConcatDataset(val_files) if val_files else []
+    weights = [spec.weight for spec in cfg.custom.train_jsonl]
+    num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
+    stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
     resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
 
@@ -199,24 +198,45 @@ def open_records(
 
 
 def load_data(
-    cfg: Config, is_main: bool, skipped: list[BadLine]
-) -> tuple[list[list[Sample]], list[float], list[Sample]]:
-    """Load training files with their weights, and validation samples; exit status 2 with every problem listed. With
-    `on_bad_sample: skip` bad lines go to `skipped` instead."""
-    try:
-        train_specs, val_specs = cfg.custom.train_jsonl, cfg.custom.val_jsonl or []
-        paths = [spec.path for spec in train_specs + val_specs]
-        bad = skipped if cfg.data.on_bad_sample == "skip" else None
-        loaded = load_samples(paths, cfg.data.prompt, cfg.data.object_order, bad, cfg.rm.format)
-        loaded = [
-            with_file_defaults(samples, spec.annotated, spec.teacher_forced_ratio)
-            for samples, spec in zip(loaded, train_specs + val_specs, strict=True)
-        ]
-        datasets, validation = loaded[: len(train_specs)], loaded[len(train_specs) :]
-    except DataError as error:
-        exit_with(str(error), is_main)
-    limit = cfg.training.eval_limit
-    return datasets, [spec.weight for spec in train_specs], [sample for part in validation for sample in part][:limit]
+    cfg: Config, ranks: Ranks, digests: Digests, processor: Any = None, rewards: Sequence[str] = ()
+) -> tuple[list[IndexedFile], list[IndexedFile]]:
+    """Training and validation files, whose lines rank 0 has checked in this run or an earlier one (DAT-6; collective).
+
+    Exit status 2 with every problem listed; with `on_bad_sample: skip` bad lines are left out instead, and reported.
+    """
+    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format)
+    count_tokens = processor and partial(num_prompt_tokens, processor=processor)
+    checks = Checks(reader, count_tokens, rewards)
+    model_files = {name: found for name, found in digests["base_model"].items() if not name.endswith(".safetensors")}
+    limits = [cfg.model.image_min_pixels, cfg.model.image_max_pixels]
+    settings = [reader.prompt, reader.object_order, reader.form.name, list(rewards), model_files, limits]
+    folder, skips_bad = Path(cfg.training.output_dir) / INDEX_FOLDER, cfg.data.on_bad_sample == "skip"
+    paths = data_paths(cfg)
+    targets = [index_path(folder, path, digests["data"][path]["blake2b"], settings) for path in paths]
+
+    def check_files(alive: Callable[[], None]) -> str | None:
+        files = dict(zip(targets, paths, strict=True))  # a file for both training and validation is one
+        indexes = [ensure_index(target, path, checks, alive) for target, path in files.items()]
+        try:
+            check_indexes(indexes, folder, skips_bad)
+        except DataError as error:
+            return str(error)
+        if skips_bad:
+            bad = chain.from_iterable(index.bad_lines() for index in indexes)
+            print(report_skipped(bad, cfg.training.output_dir), end="", flush=True)
+        return None
+
+    if problems := ranks.on_main(check_files):
+        exit_with(problems, ranks.is_main)
+    indexes = list(map(Index, targets))
+    warn_of_polygons(sum(i.num_polygons for i in indexes), sum(i.num_objects for i in indexes), reader.form)
+    train, val, left = [], [], cfg.training.eval_limit
+    for spec in cfg.custom.train_jsonl:
+        train.append(IndexedFile(spec.path, indexes.pop(0), reader, spec.annotated, spec.teacher_forced_ratio))
+    for spec in cfg.custom.val_jsonl or []:
+        val.append(IndexedFile(spec.path, indexes.pop(0), reader, spec.annotated, spec.teacher_forced_ratio, left))
+        left = None if left is None else left - len(val[-1])
+    return train, val
 
 
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
@@ -243,23 +263,24 @@ def check_reference(cfg: Config, is_main: bool) -> None:
     exit_with(problem(cfg, "model.reference_path", rule), is_main)
 
 
-def check_lengths(cfg: Config, ranks: Ranks, samples: Sequence[Sample], processor: Any) -> None:
-    """Exit with status 2 and name the samples whose prompt + `max_new_tokens` fits no row or engine (CFG-15; each rank
-    counts a share; collective)."""
-    (path, limit), key, found = length_limit(cfg), cfg.rollout_path("max_new_tokens"), []
+def check_lengths(cfg: Config, is_main: bool, files: Sequence[IndexedFile], processor: Any) -> None:
+    """Exit with status 2 and name the samples whose prompt + `max_new_tokens` fits no row or engine (CFG-15)."""
+    (path, limit), key = length_limit(cfg), cfg.rollout_path("max_new_tokens")
     new_tokens = cfg.rm.max_new_tokens if cfg.rm.teacher_forced_ratio < 1 else 0
-    for index in range(ranks.rank, len(samples), ranks.world_size):
+
+    def reason(sample: Sample) -> str:
         try:
-            needed = num_prompt_tokens(samples[index], processor) + new_tokens
-            what = f"prompt + {key}={new_tokens} make {needed} tokens"
+            needed = num_prompt_tokens(sample, processor) + new_tokens
         except ValueError as error:
-            needed, what = math.inf, str(error)
-        if needed > limit:
-            found.append((index, f"{samples[index].source}: {what}"))
-    if found := sorted(chain(*ranks.gather(found))):
-        rule = f"{len(found)} of {len(samples)} samples do not fit; raise it, lower {key} or model.image_max_pixels or "
-        lines = [problem(cfg, path, rule + "remove these samples"), str(DataError(list(dict(found).values())))]
-        exit_with("\n".join(lines), ranks.is_main)
+            return f"{sample.source}: {error}"
+        return f"{sample.source}: prompt + {key}={new_tokens} make {needed} tokens"
+
+    found = [(file, index) for file in files for index in np.flatnonzero(file.num_tokens > limit - new_tokens)]
+    if found:
+        reasons = [reason(file[index]) for file, index in found[:MAX_SHOWN]]
+        rule = f"{len(found)} of {sum(map(len, files))} samples do not fit; raise it, lower {key} or "
+        line = problem(cfg, path, rule + "model.image_max_pixels or remove these samples")
+        exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
 
 
 def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
@@ -376,7 +397,7 @@ def make_probe(
     else:
         token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
     segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
-    request = {"messages": prompt_chat(sample), "images": sample.images}
+    request = {"messages": prompt_chat(sample), "images": list(map(as_sent, sample.images))}
     return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
 
 
