@@ -123,7 +123,7 @@ def main(model_path: str, folder: str) -> None:
 def own_logprobs(model, request, token_ids):
     """Log-probabilities of an answer by transformers' forward, float64 `[len(token_ids)]`."""
     ids = torch.tensor([[*request.prompt_token_ids, *token_ids]])
-    images = {"pixel_values": request.pixel_values, "image_grid_thw": request.image_grid_thw}
+    images = request.vision
     is_image = (ids == model.config.image_token_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, mm_token_type_ids=is_image, **images).logits[0]

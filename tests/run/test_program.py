@@ -494,10 +494,11 @@ def test_LRN_8_the_main_thread_computes_no_positions_and_casts_no_pixels(
     assert "MainThread" not in {thread for _, thread in calls}, calls
 
     samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
-    pixels = {sample.id: encode_prompt(sample, load_processor(start_model)).pixel_values for sample in samples}
+    vision = {sample.id: encode_prompt(sample, load_processor(start_model)).vision for sample in samples}
+    rounded = {own: image | {"pixel_values": image["pixel_values"].bfloat16()} for own, image in vision.items()}
     for collate, row, batch in laid_out:
-        assert batch.pixel_values.dtype == torch.bfloat16
-        row = [replace(part, position_ids=None, pixel_values=pixels[part.sample_id].bfloat16()) for part in row]
+        assert batch.vision["pixel_values"].dtype == torch.bfloat16
+        row = [replace(part, position_ids=None, vision=rounded[part.sample_id]) for part in row]
         for name, value in vars(collate(row)).items():
             made = getattr(batch, name)
             assert torch.equal(value, made) if isinstance(value, torch.Tensor) else value == made, name

@@ -17,17 +17,26 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from transformers import AutoConfig
 
 from utils import targets
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.rules import length_limit
-from utils.data.encoding import encode_prompt, load_processor, model_digest, num_prompt_tokens, prompt_chat
+from utils.data.encoding import (
+    dummy_segment,
+    encode_prompt,
+    load_processor,
+    model_digest,
+    num_prompt_tokens,
+    prompt_chat,
+)
 from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples, with_file_defaults
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
+from utils.families import family_at
 from utils.learner.learner import Learner
-from utils.learner.model import dummy_segment, position_ids_for
+from utils.learner.model import position_ids_for
 from utils.packing import NO_IDS, Batch, collate_packed, collate_padded, place
 from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
@@ -93,7 +102,7 @@ def open_session(
     learner = Learner(cfg, ranks, num_steps)
     if checkpoint is not None:
         learner.load_state(checkpoint.path / "state")
-    place_segment, collate = make_layout(cfg, learner, table)
+    place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
     probe = make_probe(datasets[0][0], processor, table, learner, collate)
     engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
@@ -220,8 +229,10 @@ def load_data(
 
 
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
-    """Load processor and token table. Without coordinate tokens: exit status 2, or no table if they are not needed."""
+    """Load processor and token table; exit status 2 for a family that is not supported. Without coordinate tokens: the
+    same, or no table if they are not needed."""
     try:
+        family_at(AutoConfig.from_pretrained(cfg.model.path).model_type)
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     except (OSError, ValueError) as error:
         exit_with(f"model.path={cfg.model.path}: {error}", is_main)
@@ -289,7 +300,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
 
 
 def make_layout(
-    cfg: Config, learner: Learner, table: TokenTable | None
+    cfg: Config, learner: Learner, table: TokenTable | None, dummy: Segment
 ) -> tuple[Callable[[Segment], Segment], Callable[[list[Segment]], Batch]]:
     """What gives a segment its positions; what makes segments a batch of one row, or padded rows without packing."""
     place_segment = partial(place, position_ids_fn=position_ids_for(learner.model))
@@ -298,7 +309,7 @@ def make_layout(
         **place_segment.keywords,
         coord_ids=table.coord_ids if table else NO_IDS,
         digit_ids=table.digit_ids if table else NO_IDS,
-        dummy=place_segment(dummy_segment(learner.model)),
+        dummy=place_segment(dummy),
     )
 
 
@@ -328,7 +339,7 @@ def open_engine(
     if cfg.rm.rollout_backend == "hf":
         from utils.rollout.hf import HfEngine
 
-        return HfEngine(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
+        return HfEngine(learner, ranks, processor, cfg.rm.decode_batch_size)
     from utils.rollout.colocate import ColocateEngine
 
     options = {"max_model_len": cfg.global_max_length, "decode_batch_size": cfg.rm.decode_batch_size}
