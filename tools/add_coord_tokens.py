@@ -44,7 +44,7 @@ def add_coord_tokens(source: Path, target: Path, seed: int = 0) -> Path:
     """Write the checkpoint `source` with coordinate tokens to `target`, which appears complete or not at all.
 
     Raises:
-        ValueError: not a supported family's checkpoint in safetensors form, it has coordinate tokens, or `target` exists.
+        ValueError: no safetensors checkpoint of a supported family, it has coordinate tokens, or `target` exists.
         OSError: files cannot be read or written.
     """
     config = read_config(source)

@@ -22,11 +22,18 @@ class Family:
     name: str
     vit: str  # the vision tower
     aligner: frozenset[str]  # what maps the tower's output to the language model; may lie inside the tower
-    liger: str  # liger's name of the family
+    mixer: str | None = None  # a layer's recurrent mixer, which no position ids keep inside a segment
+    transposed: str = ""  # regular expression: tensors that files and engine hold with the last two dimensions swapped
+    liger: str | None = None  # liger's name of the family; None where its kernels are not proven here
 
 
+_MERGERS = frozenset({"merger", "deepstack_merger_list"})
 FAMILIES = {
-    "qwen3_vl": Family("Qwen3-VL", "visual", frozenset({"merger", "deepstack_merger_list"}), "qwen3_vl"),
+    "qwen3_vl": Family("Qwen3-VL", "visual", _MERGERS, liger="qwen3_vl"),
+    "qwen3_vl_moe": Family("Qwen3-VL-MoE", "visual", _MERGERS, transposed=r"\.experts\."),
+    "qwen2_5_vl": Family("Qwen2.5-VL", "visual", _MERGERS),
+    "qwen3_5": Family("Qwen3.5", "visual", _MERGERS, mixer="linear_attn"),
+    "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"})),
 }
 _ALIGNERS = frozenset().union(*(family.aligner for family in FAMILIES.values()))
 _TOWERS = frozenset(family.vit for family in FAMILIES.values())
@@ -42,7 +49,13 @@ def family_at(model_type: str | None) -> Family:
 
 def family_of(model: Any) -> Family:
     """The family of a transformers model."""
-    return FAMILIES[model.config.model_type]
+    return family_at(model.config.model_type)
+
+
+def transposed_in(module: Any) -> str:
+    """`Family.transposed` of a transformers model; of any other module none."""
+    family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", None))
+    return family.transposed if family else ""
 
 
 def part_of(name: str) -> str:

@@ -148,7 +148,7 @@ def test_rows_start_from_the_digits() -> None:
         (lambda source: (source.parent / "out").mkdir(), "out: exists; name another directory"),
         (
             lambda source: (source / "config.json").write_text('{"model_type": "qwen2"}'),
-            "a qwen2 model, which is not supported; use",
+            "a qwen2 model, which is not",
         ),
         (lambda source: (source / "config.json").unlink(), "config.json cannot be read"),
         (lambda source: [file.unlink() for file in source.glob("*.safetensors")], "no *.safetensors files"),

@@ -61,6 +61,9 @@ def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_p
     image_processor = getattr(processor, "image_processor", None)
     if image_processor is not None and (min_pixels or max_pixels):
         size = dict(image_processor.size)
+        if size.get("longest_edge") is None:
+            rule = "this model's processor has no limits in pixels; leave image_min_pixels and image_max_pixels out"
+            raise ValueError(rule)
         size["shortest_edge"] = min_pixels or size["shortest_edge"]  # Qwen's names for limits in pixels
         size["longest_edge"] = max_pixels or size["longest_edge"]
         image_processor.size = type(image_processor.size)(**size)

@@ -35,7 +35,7 @@ def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementa
     from utils.learner import attention
 
     try:
-        family_at(AutoConfig.from_pretrained(path).model_type)
+        family = family_at(AutoConfig.from_pretrained(path).model_type)
     except ValueError as error:
         raise ValueError(f"model.path={path}: {error}") from None
     if attn_implementation == "sdpa":
@@ -43,17 +43,23 @@ def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementa
     model, info = AutoModelForImageTextToText.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, output_loading_info=True
     )
+    if family.mixer is not None:
+        attention.isolate_mixers(model, family.mixer)
     if info["missing_keys"]:  # transformers would start them at random and only warn
         raise ValueError(f"model.path={path}: the checkpoint lacks {sorted(info['missing_keys'])[:5]}")
     return model
 
 
 def fuse_kernels(model: nn.Module) -> None:
-    """Replace transformers' norms and rotary embedding by liger's (CUDA only); call it before `apply_tuner`.
+    """Replace transformers' norms and rotary embedding by liger's (CUDA only); call it before `apply_tuner`. Raises
+    ValueError where the family's are not proven.
 
     liger's cross-entropy is not used: it has no coordinate terms, and logits already exist at labels only (LRN-4).
     """
-    fuse = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family_of(model).liger}")
+    family = family_of(model)
+    if family.liger is None:
+        raise ValueError(f"training.fused_kernels: not tested with {family.name}; set it to false")
+    fuse = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family.liger}")
     kernels = {"rope": True, "rms_norm": True}  # for Qwen3-VL liger 0.8.5 takes `swiglu` and ignores it
     fuse(model=model, **kernels, cross_entropy=False, fused_linear_cross_entropy=False)
 
