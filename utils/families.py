@@ -54,7 +54,7 @@ def family_of(model: Any) -> Family:
 
 def transposed_in(module: Any) -> str:
     """`Family.transposed` of a transformers model; of any other module none."""
-    family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", None))
+    family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
     return family.transposed if family else ""
 
 

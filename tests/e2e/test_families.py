@@ -1,21 +1,34 @@
 """One conformance suite for all model families, on tiny random checkpoints (FAM-1 to FAM-3).
 
 The first half needs no engine: prompts, positions, rows, parts, merged weights and checkpoints, each against
-transformers' or PEFT's own.
+transformers' or PEFT's own. The second half has a rollout server of the family.
 """
 
 import copy
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from tests.e2e import processes
+from tests.e2e.processes import Server, run_learner, write_yaml
+from tests.e2e.test_grpo import REWARDS
+from tests.e2e.test_partial_sync import open_sync
+from tests.e2e.test_server import assert_serves
 from tests.families import build_family
+from tests.rollout.test_hf import Engine
+from tools.make_demo import make_dataset
 from utils.config.memory import model_size
 from utils.config.schema import Tuner
 from utils.data.encoding import dummy_segment, encode_prompt, load_processor, num_prompt_tokens, prompt_chat
@@ -26,7 +39,10 @@ from utils.learner.checkpoint import save_merged
 from utils.learner.model import RowModel, apply_tuner, enable_gradient_checkpointing, load_model, position_ids_for
 from utils.packing import NO_IDS, collate_packed, collate_padded
 from utils.policy_loss import policy_segment
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling
+from utils.rollout.hf import HfEngine
 from utils.sync.merged_weights import MergedWeights
+from utils.sync.weight_sync import Probe
 
 ANSWER = [40, 41, 42, 43, 44, 45]
 SIZES = {"odd": [(77, 50)], "two": [(64, 64), (33, 121)], "text": []}  # pixels of each sample's images
@@ -58,14 +74,14 @@ def make_sample(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Sample
     return Sample(name, paths, heights_and_widths, 0, 0, [], messages, name, {}, None)
 
 
-def own_inputs(sample: Sample, processor) -> dict[str, torch.Tensor]:
+def own_inputs(sample: Sample, processor, answer: Sequence[int] = ANSWER) -> dict[str, torch.Tensor]:
     """The processor's own encoding of a sample and the answer behind it."""
     text = processor.apply_chat_template(prompt_chat(sample), tokenize=False, add_generation_prompt=True)
     images = [open_image(image) for image in sample.images] or None
     inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([ANSWER])], dim=1)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([list(answer)], dtype=torch.int64)], dim=1)
     if "mm_token_type_ids" in inputs:
-        inputs["mm_token_type_ids"] = nn.functional.pad(inputs["mm_token_type_ids"], (0, len(ANSWER)))
+        inputs["mm_token_type_ids"] = nn.functional.pad(inputs["mm_token_type_ids"], (0, len(answer)))
     del inputs["attention_mask"]
     return inputs
 
@@ -147,16 +163,20 @@ def test_each_parameter_has_its_part_FAM_1(family, checkpoint):
     assert {part for name, part in parts.items() if "embed_tokens" in name} == {"embeddings"}
 
 
+def train_a_little(model: nn.Module, size: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * size)
+
+
 @every_family
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_adapters_merge_as_peft_merges_them_FAM_3_SYN_4(family, checkpoint, use_dora):
     """FAM-3, SYN-4: on all linear layers, those of the vision tower too."""
     tuner = Tuner(type="lora", use_dora=use_dora, rank=4, freeze_vit=False, freeze_aligner=False)
     model = apply_tuner(load_model(checkpoint(family), "float32"), tuner)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+    train_a_little(model, 0.05)
     assert {part_of(name) for name, p in model.named_parameters() if p.requires_grad} == {"llm", "vit", "aligner"}
     streamed = dict(MergedWeights(model).tensors())
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
@@ -196,3 +216,136 @@ def test_memory_is_estimated_from_files_and_from_the_config_alike_FAM_1_CFG_16(f
         from_files.trainable == from_config.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     )
     assert from_files.num_layers == from_config.num_layers == model.config.text_config.num_hidden_layers
+
+
+# ---- with an engine --------------------------------------------------------------------------------------------------
+
+
+@every_family
+@pytest.mark.e2e
+def test_the_hf_engine_generates_as_transformers_does_FAM_3_ROL_6(family, checkpoint, samples, ranks):
+    """FAM-3, ROL-6: prompts of different lengths in one call, against transformers' own `generate` of one at a time."""
+    path = checkpoint(family)
+    processor, model = load_processor(path), load_model(path, "float32")
+    engine = HfEngine(SimpleNamespace(model=model, engine=Engine(model)), ranks, processor, 3)
+    requests = [RolloutRequest(s.id, prompt_chat(s), s.images, **vars(encode_prompt(s, processor))) for s in samples]
+    context = RolloutContext(run_seed=1, global_step=0, micro_step_idx=0, policy_version=None)
+    found = engine.generate(requests, RolloutSampling(max_new_tokens=12), context)
+    plain = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    for sample, result in zip(samples, found, strict=True):
+        prompt = own_inputs(sample, processor, [])
+        with torch.no_grad():
+            ids = plain.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert result.response_token_ids == [i for i in ids.tolist() if i != processor.tokenizer.eos_token_id]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    make_dataset(folder / "data", num_train=8, num_val=2)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if FAMILIES[family].mixer is None])
+def served(request, checkpoint, folder):
+    """A family's checkpoint and a server that started with it."""
+    path = checkpoint(request.param)
+    server = Server(folder, path)
+    try:
+        yield path, server.wait_ready()
+    finally:
+        server.end()
+
+
+def asked_of(samples: list[Sample], folder: Path) -> list[dict]:
+    """Requests for the samples, their images below the server's image root."""
+    requests = []
+    for sample in samples:
+        images = [shutil.copy(image, folder / "data") for image in sample.images]
+        requests.append({"messages": sample.messages, "images": list(map(str, images))})
+    return requests
+
+
+def tuned(path: Path, is_full: bool) -> nn.Module:
+    """The model with all parameters trained, the experts too, or with DoRA in all parts."""
+    every = {"freeze_llm": False, "freeze_vit": False, "freeze_aligner": False}
+    tuner = Tuner(type="full", **every) if is_full else Tuner(type="lora", use_dora=True, rank=4, **every)
+    return apply_tuner(load_model(path, "float32"), tuner)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("is_full", [True, False])
+def test_the_engine_follows_the_learner_FAM_3_SYN_6_SYN_7(served, folder, samples, tmp_path, ranks, is_full):
+    """FAM-3, SYN-6, SYN-7, ROL-3: prompt ids, greedy answers and log-probabilities of engine and transformers are equal
+    after a full sync and after a second one, which is partial where a part of the model is frozen. The probe of each
+    is proven, and it fails when the engine's weights are one step old."""
+    path, server = served
+    model, processor, asked = tuned(path, is_full), load_processor(path), asked_of(samples, folder)
+    token_ids, run_id = list(range(40, 52)), f"run-{is_full}"
+
+    def save() -> Path:
+        save_merged(model, str(path), tmp_path / "merged", ranks)
+        return tmp_path / "merged"
+
+    sample = replace(samples[0], images=asked[0]["images"])
+
+    def logprobs() -> np.ndarray:
+        plain = AutoModelForImageTextToText.from_pretrained(save(), dtype=torch.float32)
+        with torch.no_grad():
+            logits = plain(**own_inputs(sample, processor, token_ids), use_cache=False).logits[0]
+        picked = logits[-len(token_ids) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])
+        return picked[:, 0].numpy()
+
+    sync = open_sync(server, model, run_id, Probe(asked[0], token_ids, logprobs))
+    for step in range(2):
+        train_a_little(model, 0.02)
+        report = sync.sync(f"{run_id}:{step}")
+        assert report.verified and (step == 0 or is_full or report.num_tensors < len(sync.weights.entries))
+        assert_serves(server, save(), asked)
+    train_a_little(model, 0.02)
+    with pytest.raises(RuntimeError, match="log-probabilities of the probe are off"):
+        sync._check_probe(logprobs())
+    sync.close()
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["stage2", "grpo"])
+def test_both_programs_take_three_steps_and_resume_FAM_3(served, folder, program):
+    """FAM-3: DoRA in all parts, every sync proven; stopped after the second step and continued."""
+    path, server = served
+    for max_steps, resume in ((2, ()), (3, ("--resume", "auto"))):
+        config = program_config(folder, path, server, program, max_steps)
+        result = run_learner(f"train_{program}.py", config, num_ranks=1, arguments=resume)
+        assert result.returncode == 0, result.stdout[-6000:]
+    run_dir = folder / f"{path.name}_{program}"
+    events = EventAccumulator(str(run_dir)).Reload()
+    name = "loss/total" if "loss/total" in events.Tags()["scalars"] else events.Tags()["scalars"][0]
+    assert [event.step for event in events.Scalars(name)] == [1, 2, 3]
+    assert (run_dir / "checkpoint-3" / "merged" / "model.safetensors.index.json").exists()
+
+
+def program_config(folder: Path, model: Path, server: Server, program: str, max_steps: int) -> Path:
+    config = processes.config_of(folder, model, server.url, server.group_port, {})
+    config["tuner"] = {"type": "lora", "rank": 4, "use_dora": True, "freeze_vit": False, "freeze_aligner": False}
+    training = {"max_steps": max_steps, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    config["training"] |= training | {"output_dir": str(folder / f"{model.name}_{program}")}
+    matching = config["custom"]["extra"]["rollout_matching"]
+    if program == "stage2":
+        matching["max_new_tokens"] = 24
+        matching["vllm"]["sync"] = {"verify": "always"}
+    else:
+        (folder / "rewards.py").write_text(REWARDS)
+        config["custom"]["trainer_variant"] = "grpo"
+        del config["custom"]["extra"]["rollout_matching"]
+        config["rlhf"] = {
+            "vllm_server_port": [server.port],
+            "vllm_server_group_port": server.group_port,
+            "sync": {"verify": "always"},
+            "max_new_tokens": 12,
+            "num_generations": 4,
+            "reward_funcs": ["odd"],
+            "reward_files": [str(folder / "rewards.py")],
+        }
+    return write_yaml(folder / f"{model.name}_{program}_{max_steps}.yaml", config)

@@ -115,7 +115,7 @@ def test_greedy_answers_are_those_of_plain_generate_ROL_1_ROL_4_ROL_6(parts, dec
     """ROL-1, ROL-4, ROL-6: whatever is decoded beside a request, adapters in force, the stop token cut."""
     decoding = RolloutSampling(repetition_penalty=repetition_penalty, max_new_tokens=NEW_TOKENS)
     results = parts.make(decode_batch_size).generate(parts.requests, decoding, CONTEXT)
-    reasons, stop_ids = set(), stop_token_ids(parts.merged, parts.make(1).tokenizer)
+    reasons, stop_ids = set(), stop_token_ids(parts.merged, parts.make(1).processor.tokenizer)
     for request, result in zip(parts.requests, results, strict=True):
         expected = plain_generate(parts.merged, request, repetition_penalty=repetition_penalty)
         got = result.response_token_ids, result.finish_reason
@@ -124,7 +124,7 @@ def test_greedy_answers_are_those_of_plain_generate_ROL_1_ROL_4_ROL_6(parts, dec
         assert not set(stop_ids) & set(result.response_token_ids)
         assert result.finish_reason == "stop" or len(result.response_token_ids) == NEW_TOKENS
         assert result.prompt_token_ids == request.prompt_token_ids and result.weight_version == "run:3"
-        assert result.text == parts.make(1).tokenizer.decode(result.response_token_ids)
+        assert result.text == parts.make(1).processor.tokenizer.decode(result.response_token_ids)
         reasons.add(result.finish_reason)
     assert parts.model.training
     assert repetition_penalty > 1 or "stop" in reasons

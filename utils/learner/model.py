@@ -224,6 +224,11 @@ def param_groups(model: nn.Module, training: Training) -> list[dict[str, Any]]:
     return found
 
 
+def has_multimodal_positions(model: nn.Module) -> bool:
+    """Whether tokens of an image have a time, a height and a width, instead of a place in the text alone."""
+    return hasattr(base_model(model).model, "get_rope_index")
+
+
 def position_ids_for(model: nn.Module) -> PositionIds:
     """Return a function `(input_ids [L], vision tensors) -> int64[R, L]` for one segment.
 
@@ -231,7 +236,7 @@ def position_ids_for(model: nn.Module) -> PositionIds:
     they follow, and the model keeps packed segments apart only if the text row comes first.
     """
     inner = base_model(model).model
-    if not hasattr(inner, "get_rope_index"):
+    if not has_multimodal_positions(model):
         return lambda input_ids, vision: torch.arange(len(input_ids))[None]
     image_token_id, merge = inner.config.image_token_id, inner.config.vision_config.spatial_merge_size
 

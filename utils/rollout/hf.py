@@ -17,7 +17,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from utils.capacity import call_seed, rounds
 from utils.data.encoding import dummy_segment
 from utils.dist import Ranks
-from utils.learner.model import base_model
+from utils.learner.model import base_model, has_multimodal_positions
 from utils.packing import join_vision
 from utils.rollout.backend import NoEngine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 
@@ -68,7 +68,8 @@ class HfEngine(NoEngine):
         if self.is_sharded and not any(vision for _, vision in rows):
             dummy = dummy_segment(self.processor)  # other ranks run the vision tower
             rows.append((dummy.input_ids.tolist(), dummy.vision))
-        inputs = {name: tensor.to(device) for name, tensor in left_pad(rows, model.config.image_token_id).items()}
+        image_token_id = model.config.image_token_id if has_multimodal_positions(model) else None
+        inputs = {name: tensor.to(device) for name, tensor in left_pad(rows, image_token_id).items()}
         config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=False,  # see Sampler
@@ -136,11 +137,14 @@ class StopDummyRows(StoppingCriteria):
         return torch.arange(len(input_ids), device=input_ids.device) >= self.num_real
 
 
-def left_pad(rows: Sequence[Row], image_token_id: int) -> dict[str, Tensor]:
+def left_pad(rows: Sequence[Row], image_token_id: int | None) -> dict[str, Tensor]:
     """`generate`'s inputs for prompts of different lengths, int64 `[B, longest]`, images of all rows in order.
 
     Padding repeats the row's first token: masked out everywhere, and unlike a padding token it is in the prompt anyway,
     so that a repetition penalty does not depend on the padding.
+
+    Args:
+        image_token_id: of models with multimodal positions, which want to know where images are; else None.
     """
     longest = max(len(ids) for ids, _ in rows)
     ids = [torch.tensor(list(ids)) for ids, _ in rows]
@@ -149,8 +153,9 @@ def left_pad(rows: Sequence[Row], image_token_id: int) -> dict[str, Tensor]:
     inputs = {
         "input_ids": input_ids,
         "attention_mask": is_real.long(),
-        "mm_token_type_ids": (is_real & (input_ids == image_token_id)).int(),
     }
+    if image_token_id is not None:
+        inputs["mm_token_type_ids"] = (is_real & (input_ids == image_token_id)).int()
     return inputs | join_vision([vision for _, vision in rows])
 
 
