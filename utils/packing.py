@@ -227,8 +227,9 @@ class Batch(Movable):
     """
 
     input_ids: Tensor  # int64[B, T]
-    # int64[R, B, T]: text positions, restarting at 0 with each segment; then time, height, width where R is 4
-    position_ids: Tensor
+    # int64[R, B, T]: text positions, restarting at 0 with each segment; then time, height, width where R is 4. None for
+    # a single segment: the model makes them itself
+    position_ids: Tensor | None
     attention_mask: Tensor | None  # int64[B, T], 1 = token; None in a packed row, where position_ids[0] isolates
     vision: dict[str, Tensor]  # of all images in order: the model's inputs besides tokens, joined along dimension 0
     coord_pos: Tensor  # int64[Nc]

@@ -187,6 +187,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         monkeypatch.setattr(setup, "Learner", NoLearner)
         monkeypatch.setattr(setup, "make_weight_sync", lambda *_: sync or NoSync())
         monkeypatch.setattr(setup, "make_layout", layout or (lambda *_: (lambda segment: segment, lambda row: row)))
+        monkeypatch.setattr(setup, "check_model", lambda *_: None)
         monkeypatch.setattr(setup, "make_probe", lambda *_: None)
         monkeypatch.setattr(Session, "_save", save)
         monkeypatch.setattr(StopRequest, "install", lambda self: requests.append(self))

@@ -87,7 +87,7 @@ def encode_prompt(sample: Sample, processor: Any, pixel_dtype: torch.dtype = tor
     token_ids = render_prompt(processor, prompt_chat(sample))
     if not sample.images:
         return EncodedPrompt(token_ids, {})
-    tokens, vision = _process_images([open_image(image) for image in sample.images], processor)
+    tokens, vision = encode_images([open_image(image) for image in sample.images], processor)
     token_ids = _expand(token_ids, tokens, processor, f"{sample.source}: ")
     return EncodedPrompt(
         token_ids, {name: own.to(pixel_dtype) if own.is_floating_point() else own for name, own in vision.items()}
@@ -96,11 +96,11 @@ def encode_prompt(sample: Sample, processor: Any, pixel_dtype: torch.dtype = tor
 
 def dummy_segment(processor: Any) -> Segment:
     """A small blank image alone, without supervision; a row without an image runs the vision tower on it (PCK-8)."""
-    [tokens], vision = _process_images([Image.new("RGB", (DUMMY_PX, DUMMY_PX))], processor)
+    [tokens], vision = encode_images([Image.new("RGB", (DUMMY_PX, DUMMY_PX))], processor)
     return policy_segment("", tokens, [], vision)
 
 
-def _process_images(images: list[Image.Image], processor: Any) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+def encode_images(images: list[Image.Image], processor: Any) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
     """Return the tokens that stand for each image in a prompt, and the vision tensors of all images together."""
     features = processor.image_processor(images=images, return_tensors="pt")
     texts = [processor.replace_image_token(features, index) for index in range(len(images))]

@@ -319,7 +319,7 @@ class RowModel(nn.Module):
         """Final hidden states [B, T, D] of the model in training, or of another."""
         output = base_model(model or self.model).model(
             input_ids=batch.input_ids,
-            position_ids=batch.position_ids if len(batch.position_ids) > 1 else batch.position_ids[0],
+            position_ids=batch.position_ids.squeeze(0) if batch.position_ids is not None else None,
             attention_mask=batch.attention_mask,
             **batch.vision,
             # Read once here, not in every layer: on CUDA the host waits for it.

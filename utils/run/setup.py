@@ -51,6 +51,7 @@ from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_record
 from utils.run.rollout_log import RolloutLog
 from utils.run.server_watch import ServerWatch
 from utils.run.session import Data, Session
+from utils.run.start_checks import check_model
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe, WeightSync
@@ -103,6 +104,8 @@ def open_session(
     if checkpoint is not None:
         learner.load_state(checkpoint.path / "state")
     place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
+    if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
+        exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
     probe = make_probe(datasets[0][0], processor, table, learner, collate)
     engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
