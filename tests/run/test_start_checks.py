@@ -9,10 +9,12 @@ from torch import nn
 
 from tests.families import build_family
 from utils.data.encoding import load_processor
+from utils.data.images import open_image
+from utils.data.samples import Sample
 from utils.families import FAMILIES
 from utils.learner.model import RowModel, load_model
-from utils.run import start_checks
-from utils.run.start_checks import check_model
+from utils.run import setup, start_checks
+from utils.run.start_checks import check_model, make_prompts
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +53,9 @@ def test_a_row_that_is_not_its_segments_is_found_FAM_3_PCK_4(fault, dtype, check
     position_ids_for = start_checks.position_ids_for
     wrong = {"the text row": lambda own: own[1:], "positions": lambda own: torch.cat([own[:1], own[1:] * 2])}
     if fault in wrong:
-        positions = position_ids_for(model)
-        change = wrong[fault]
-        monkeypatch.setattr(
-            start_checks, "position_ids_for", lambda _: lambda ids, vision: change(positions(ids, vision))
-        )
+        positions, change = position_ids_for(model), wrong[fault]
+        changed = lambda ids, vision: change(positions(ids, vision))  # noqa: E731
+        monkeypatch.setattr(start_checks, "position_ids_for", lambda _: changed)
     with pytest.raises(ValueError, match="a packed row is not its segments: .* off by"):
         check_model(learner_of(model), load_processor(path), is_packed=True)
 
@@ -68,3 +68,26 @@ def test_a_part_without_parameters_is_found_FAM_1(checkpoint):
     del model.model.visual
     with pytest.raises(ValueError, match="no parameter of the model belongs to its vit"):
         check_model(learner_of(model), load_processor(path), is_packed=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_prompts_that_an_engine_must_make_are_the_processors_own_FAM_3_ROL_3(family, checkpoint):
+    """FAM-3, ROL-3: one odd-sized image, and two; a run's probe brings them; those too long are left out."""
+    processor = load_processor(checkpoint(family))
+    cfg = SimpleNamespace(global_max_length=4096, rs=None, generates=True)
+    sample = make_sample(FAMILIES[family].name)
+    learner = SimpleNamespace(last_logprobs=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "length_limit", lambda cfg: ("", cfg.global_max_length))
+        probe = setup.make_probe(cfg, sample, processor, None, learner, lambda segments: None)
+    assert [len(request["images"]) for request, _ in probe.prompts] == [1, 2]
+    for request, ids in probe.prompts:
+        text = processor.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
+        images = [open_image(image) for image in request["images"]]
+        assert ids == processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
+    longest = max(len(ids) for _, ids in probe.prompts)
+    assert len(make_prompts(processor, longest)) == 1
+
+
+def make_sample(text: str) -> Sample:
+    return Sample("s", [], [], 0, 0, [], [{"role": "user", "content": text}], "here", {}, None)

@@ -51,7 +51,7 @@ from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_record
 from utils.run.rollout_log import RolloutLog
 from utils.run.server_watch import ServerWatch
 from utils.run.session import Data, Session
-from utils.run.start_checks import check_model
+from utils.run.start_checks import check_model, make_prompts
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe, WeightSync
@@ -106,7 +106,7 @@ def open_session(
     place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
     if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
         exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
-    probe = make_probe(datasets[0][0], processor, table, learner, collate)
+    probe = make_probe(cfg, datasets[0][0], processor, table, learner, collate)
     engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
     steps_done = checkpoint.step if checkpoint else 0
@@ -376,6 +376,7 @@ def make_weight_sync(
 
 
 def make_probe(
+    cfg: Config,
     sample: Sample,
     processor: Any,
     table: TokenTable | None,
@@ -391,7 +392,8 @@ def make_probe(
         token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
     segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
     request = {"messages": prompt_chat(sample), "images": sample.images}
-    return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
+    logprobs = partial(learner.last_logprobs, collate([segment]), len(token_ids))
+    return Probe(request, token_ids, logprobs, make_prompts(processor, length_limit(cfg)[1]))
 
 
 def learner_host(base_url: str) -> str:

@@ -4,6 +4,8 @@ The conformance suite proves families on tiny checkpoints; these prove the check
 the dtype of this run.
 """
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from utils.data.encoding import dummy_segment, encode_images
+from utils.data.encoding import dummy_segment, encode_images, encode_prompt, num_prompt_tokens, prompt_chat
+from utils.data.samples import Sample
 from utils.families import PARTS, part_of
 from utils.learner.learner import Learner
 from utils.learner.model import base_model, has_multimodal_positions, position_ids_for
@@ -62,6 +65,27 @@ def make_segments(processor: Any) -> list[Segment]:
         ids = [*text[index:], *(token for image in tokens for token in [*image, *text[:2]]), *text]
         found.append(policy_segment(f"start check {index}", ids, [], vision))
     return found
+
+
+def make_prompts(processor: Any, max_tokens: float) -> list[tuple[dict[str, Any], list[int]]]:
+    """Requests with an image of an odd size and with two images, and the learner's prompt token ids of each; those that
+    are longer than an engine may take are left out."""
+    found = []
+    for sizes in (SIZES_PX[:1], SIZES_PX[1:]):
+        messages = [{"role": "user", "content": f"{TEXT}<image>" * len(sizes)}]
+        heights_and_widths = [(height, width) for width, height in sizes]
+        sample = Sample("", list(map(data_uri, sizes)), heights_and_widths, 0, 0, [], messages, "start check", {}, None)
+        if num_prompt_tokens(sample, processor) < max_tokens:
+            request = {"messages": prompt_chat(sample), "images": sample.images}
+            found.append((request, encode_prompt(sample, processor).prompt_token_ids))
+    return found
+
+
+def data_uri(size: tuple[int, int]) -> str:
+    """A noise image of that width and height."""
+    file = io.BytesIO()
+    Image.effect_noise(size, 80).convert("RGB").save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def own_batch(learner: Learner, segment: Segment, layout: dict[str, Any]) -> Batch:
