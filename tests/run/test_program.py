@@ -180,6 +180,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         world_size: int = 1,
         layout: Any = None,
         save: Callable[..., None] = lambda *_: None,
+        check_model: Callable[..., None] = lambda *_: None,
     ) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
         monkeypatch.setattr(LikeRanks, "world", world_size)
@@ -187,7 +188,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         monkeypatch.setattr(setup, "Learner", NoLearner)
         monkeypatch.setattr(setup, "make_weight_sync", lambda *_: sync or NoSync())
         monkeypatch.setattr(setup, "make_layout", layout or (lambda *_: (lambda segment: segment, lambda row: row)))
-        monkeypatch.setattr(setup, "check_model", lambda *_: None)
+        monkeypatch.setattr(setup, "check_model", check_model)
         monkeypatch.setattr(setup, "make_probe", lambda *_: None)
         monkeypatch.setattr(Session, "_save", save)
         monkeypatch.setattr(StopRequest, "install", lambda self: requests.append(self))
@@ -231,6 +232,21 @@ def test_CFG_10_several_learners_cannot_sync_adapters(
             assert "vllm.sync.mode" in error and "2 learners in server mode need full" in error
         else:
             assert "no LoRA slots for DoRA" in error
+
+
+def test_FAM_3_a_model_that_fails_its_checks_stops_both_programs(folder, start_model, server, start, monkeypatch):
+    """FAM-3: before the engine is opened; the check is told whether rows are packed."""
+    asked = []
+
+    def check(learner: Any, processor: Any, is_packed: bool) -> None:
+        asked.append((type(learner).__name__, type(processor).__name__, is_packed))
+        raise ValueError("a packed row is not its segments")
+
+    monkeypatch.setattr(setup, "open_engine", lambda *_: pytest.fail("went on"))
+    for program, write in ((train_stage2, write_config), (train_grpo, write_grpo_config)):
+        status, _, error = start(program, write(folder, start_model, server), check_model=check)
+        assert status == 2 and f"model.path={start_model}: a packed row is not its segments" in error
+    assert asked == [("NoLearner", "Qwen3VLProcessor", True)] * 2
 
 
 def test_DIS_2_more_learners_than_the_servers_have_room_for(folder, start_model, server, start, monkeypatch):
