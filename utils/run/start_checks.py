@@ -25,10 +25,10 @@ from utils.targets import Segment
 
 SIZES_PX = ((77, 50), (64, 64), (33, 121))  # odd, square, tall
 TEXT = "A packed row must not show one text to another, and every image has its own place: 1, 2, 3."
-# Largest gap of a token's hidden state as a share of its norm: in float32, and in half precision, where rounding may
-# send a token to other experts. Segments that see each other, or have wrong positions, are off by 0.6 to 1.4 in both
-# (measured on the tiny checkpoints of all families; correct ones by 1e-6 and, in bfloat16 on CPU, 0).
-EXACT, ROUNDED = 1e-3, 0.4
+# Mean gap of a segment's hidden states as a share of their norm. In half precision the row's first segment, which has
+# nothing before it, tells what rounding does; it is itself only wrong if its positions are. Wrong positions gave 0.4 to
+# 0.5 on tiny checkpoints, segments that see each other 0.06 to 0.8, correct rows below 1e-6.
+EXACT, FIRST, LEAST = 1e-3, 0.25, 0.04
 
 
 def check_model(learner: Learner, processor: Any, is_packed: bool) -> None:
@@ -46,13 +46,18 @@ def check_model(learner: Learner, processor: Any, is_packed: bool) -> None:
         layout["dummy"] = dummy_segment(processor)
         row = collate_packed(segments, **layout)
         *alone, together = learner.hidden_states([*(own_batch(learner, s, layout) for s in segments), row])
-        gap = largest_gap([own[: len(s)] for own, s in zip(alone, segments, strict=True)], together)
-        bound = EXACT if together.dtype == torch.float32 else ROUNDED
-        if not gap <= bound:
-            raise ValueError(
-                f"a packed row is not its segments: hidden states are off by {gap:.3g} of their norm, allowed {bound}; "
-                "set training.packing: false, or another model.attn_implementation"
-            )
+        first, *others = mean_gaps([own[: len(s)] for own, s in zip(alone, segments, strict=True)], together)
+        is_exact = together.dtype == torch.float32
+        _check_gap(first, EXACT if is_exact else FIRST)
+        _check_gap(max(others), EXACT if is_exact else max(LEAST, 3 * first))
+
+
+def _check_gap(gap: float, bound: float) -> None:
+    if not gap <= bound:
+        raise ValueError(
+            f"a packed row is not its segments: hidden states are off by {gap:.3g} of their norm, allowed {bound:.3g}; "
+            "set training.packing: false, or another model.attn_implementation"
+        )
 
 
 def make_segments(processor: Any) -> list[Segment]:
@@ -97,12 +102,12 @@ def own_batch(learner: Learner, segment: Segment, layout: dict[str, Any]) -> Bat
     return replace(batch, position_ids=None, vision=vision)
 
 
-def largest_gap(alone: Sequence[Tensor], together: Tensor) -> float:
-    """Gap of the worst token, as a share of its norm.
+def mean_gaps(alone: Sequence[Tensor], together: Tensor) -> list[float]:
+    """Mean gap of each segment's tokens, as a share of their norm.
 
     Args:
         alone: [L, D] of each segment.
         together: [T, D] of the row that they make.
     """
-    own = torch.cat(list(alone)).double()
-    return float(((own - together.double()).norm(dim=1) / own.norm(dim=1)).max())
+    pairs = zip(alone, together.split([len(own) for own in alone]), strict=True)
+    return [float(((own - ours).double().norm(dim=1) / own.double().norm(dim=1)).mean()) for own, ours in pairs]
