@@ -112,6 +112,14 @@ def qwen3_5() -> tuple[Any, dict[str, Any]]:
     return processor, config
 
 
+def qwen3_5_moe() -> tuple[Any, dict[str, Any]]:
+    processor, config = qwen3_5()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    config["text_config"] |= {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64, **experts}
+    config["vision_config"] |= {"model_type": "qwen3_5_moe"}
+    return processor, config
+
+
 def internvl() -> tuple[Any, dict[str, Any]]:
     """Tiles of 32 px with four tokens each."""
     names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
@@ -140,5 +148,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl_moe": qwen3_vl_moe,
     "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
     "internvl": internvl,
 }

@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen3_vl_moe": Family("Qwen3-VL-MoE", "visual", _MERGERS, transposed=r"\.experts\."),
     "qwen2_5_vl": Family("Qwen2.5-VL", "visual", _MERGERS),
     "qwen3_5": Family("Qwen3.5", "visual", _MERGERS, mixer="linear_attn"),
+    "qwen3_5_moe": Family("Qwen3.5-MoE", "visual", _MERGERS, mixer="linear_attn"),
     "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"})),
 }
 _ALIGNERS = frozenset().union(*(family.aligner for family in FAMILIES.values()))

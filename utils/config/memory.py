@@ -137,7 +137,7 @@ def _is_frozen(name: str, tuner: Tuner) -> bool:
 
 
 def _is_adapted(name: str, shape: list[int], tuner: Tuner) -> bool:
-    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
+    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name and ".experts." not in name
     if tuner.type != "lora" or not is_linear or _is_saved_whole(name, tuner) or _is_frozen(name, tuner):
         return False
     module, targets = name.rsplit(".", 1)[0], tuner.target_modules
