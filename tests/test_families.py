@@ -1,7 +1,7 @@
 """`utils.families`: the records, and where each of their facts is used (FAM-1, FAM-2)."""
 
 import json
-from functools import cache
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -67,7 +67,8 @@ def test_what_trains_and_is_never_sent_is_refused_FAM_3_SYN_4():
     model = nn.Sequential(nn.Linear(4, 3))
     assert len(MergedWeights(model).entries) == 2
     hidden = nn.Linear(3, 2)
-    model.named_parameters = lambda: [*nn.Module.named_parameters(model), ("hidden", hidden.weight)]
+    own = partial(nn.Module.named_parameters, model)
+    model.named_parameters = lambda recurse=True: [*own(recurse=recurse), *[("hidden", hidden.weight)] * recurse]
     with pytest.raises(ValueError, match=r"\['hidden'\] would be trained but are in no tensor"):
         MergedWeights(model)
     hidden.requires_grad_(False)

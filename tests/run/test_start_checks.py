@@ -76,7 +76,7 @@ def test_the_prompts_that_an_engine_must_make_are_the_processors_own_FAM_3_ROL_3
     processor = load_processor(checkpoint(family))
     cfg = SimpleNamespace(global_max_length=4096, rs=None, generates=True)
     sample = make_sample(FAMILIES[family].name)
-    learner = SimpleNamespace(last_logprobs=None)
+    learner = SimpleNamespace(last_logprobs=lambda *_: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "length_limit", lambda cfg: ("", cfg.global_max_length))
         probe = setup.make_probe(cfg, sample, processor, None, learner, lambda segments: None)
