@@ -24,16 +24,17 @@ class Family:
     aligner: frozenset[str]  # what maps the tower's output to the language model; may lie inside the tower
     mixer: str | None = None  # a layer's recurrent mixer, which no position ids keep inside a segment
     transposed: str = ""  # regular expression: tensors that files and engine hold with the last two dimensions swapped
+    answer_format: str | None = None  # name of its native form in `utils.answer_format`; None where that is not built
     liger: str | None = None  # liger's name of the family; None where its kernels are not proven here
 
 
 _MERGERS = frozenset({"merger", "deepstack_merger_list"})
 FAMILIES = {
-    "qwen3_vl": Family("Qwen3-VL", "visual", _MERGERS, liger="qwen3_vl"),
-    "qwen3_vl_moe": Family("Qwen3-VL-MoE", "visual", _MERGERS, transposed=r"\.experts\."),
+    "qwen3_vl": Family("Qwen3-VL", "visual", _MERGERS, answer_format="qwen3vl", liger="qwen3_vl"),
+    "qwen3_vl_moe": Family("Qwen3-VL-MoE", "visual", _MERGERS, transposed=r"\.experts\.", answer_format="qwen3vl"),
     "qwen2_5_vl": Family("Qwen2.5-VL", "visual", _MERGERS),
-    "qwen3_5": Family("Qwen3.5", "visual", _MERGERS, mixer="linear_attn"),
-    "qwen3_5_moe": Family("Qwen3.5-MoE", "visual", _MERGERS, mixer="linear_attn"),
+    "qwen3_5": Family("Qwen3.5", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
+    "qwen3_5_moe": Family("Qwen3.5-MoE", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
     "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"})),
 }
 _ALIGNERS = frozenset().union(*(family.aligner for family in FAMILIES.values()))

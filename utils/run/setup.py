@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig
 
 from utils import targets
+from utils.answer_format import COORD_TOKENS
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.rules import length_limit
 from utils.data.encoding import (
@@ -232,13 +233,16 @@ def load_data(
 
 
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
-    """Load processor and token table; exit status 2 for a family that is not supported. Without coordinate tokens: the
-    same, or no table if they are not needed."""
+    """Load processor and token table; exit status 2 for a family that is not supported, or not in this answer format.
+    Without coordinate tokens: the same, or no table if they are not needed."""
     try:
-        family_at(AutoConfig.from_pretrained(cfg.model.path).model_type)
+        family = family_at(AutoConfig.from_pretrained(cfg.model.path).model_type)
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     except (OSError, ValueError) as error:
         exit_with(f"model.path={cfg.model.path}: {error}", is_main)
+    if cfg.rm.answer_format not in (COORD_TOKENS.name, family.answer_format):
+        rule = f"{family.name} does not ground in this form; use {COORD_TOKENS.name}"
+        exit_with(problem(cfg, cfg.rollout_path("answer_format"), rule), is_main)
     try:
         return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
     except ValueError as error:
