@@ -399,7 +399,7 @@ def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int =
     """Score the model's greedy responses, generated in one call of transformers' `generate`."""
     model, tokenizer = parts.model.eval(), parts.processor.tokenizer
     prompts = [encode_prompt(sample, parts.processor) for sample in samples]
-    rows = [(prompt.prompt_token_ids, prompt.pixel_values, prompt.image_grid_thw) for prompt in prompts]
+    rows = [(prompt.prompt_token_ids, prompt.vision) for prompt in prompts]
     stop = stop_token_ids(model, tokenizer)
     inputs = left_pad(rows, model.config.image_token_id)
     with torch.no_grad():

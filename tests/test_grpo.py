@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.learner.test_model import smallest_image
 from utils.config.schema import Rlhf
 from utils.credit import Credit
 from utils.grpo import (
@@ -21,7 +22,7 @@ from utils.grpo import (
     std_of,
     weight_answers,
 )
-from utils.learner.model import dummy_segment, load_model, position_ids_for
+from utils.learner.model import load_model, position_ids_for
 from utils.packing import collate_packed
 from utils.policy_loss import policy_segment
 
@@ -194,7 +195,7 @@ def test_a_row_knows_its_tokens_in_order_GRP_6(start_model):
     weighted = weight_answers([group], WEIGHTS, RLHF, Alone())
 
     def collate(segments):
-        return collate_packed(segments, position_ids_for(model), np.zeros(0, dtype=np.int64), dummy_segment(model))
+        return collate_packed(segments, position_ids_for(model), np.zeros(0, dtype=np.int64), smallest_image(model))
 
     row = policy_row(weighted, [1, 0], collate).to("cpu")
     assert row.text_label.tolist() == [10, 11, 10, 11, 12]

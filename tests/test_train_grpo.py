@@ -189,7 +189,7 @@ def answer(folder: Path, start_model: Path, result: RolloutResult, **rlhf):
 
     fake = grpo_of(SimpleNamespace(cfg=cfg, data=data, place=place), train_grpo.rewards_of(cfg))
     sample = SimpleNamespace(id="s", source="file:1", extra={})
-    prompt = train_grpo.EncodedPrompt([5, 6], None, None)
+    prompt = train_grpo.EncodedPrompt([5, 6], {})
     return fake.make_answer(sample, prompt, result, 0)
 
 
@@ -233,7 +233,7 @@ def detection_run(folder: Path, start_model: Path, **rlhf) -> tuple[train_grpo.G
 def detection_answer(folder: Path, start_model: Path, step: int, **rlhf) -> Answer:
     """The response of `detection_run`, judged in a step."""
     run, truth, result = detection_run(folder, start_model, **rlhf)
-    return run.make_answer(truth, train_grpo.EncodedPrompt([5, 6], None, None), result, step)
+    return run.make_answer(truth, train_grpo.EncodedPrompt([5, 6], {}), result, step)
 
 
 def test_objects_get_credit_where_the_config_says_so_GRP_8(folder, start_model):
@@ -431,7 +431,7 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
             stream=SampleStream([[SimpleNamespace(id="s", source="file:1")]], seed=0),
             processor=SimpleNamespace(image_token_id=99),
             table=None,
-            encode=lambda samples: [train_grpo.EncodedPrompt([5], None, None) for _ in samples],
+            encode=lambda samples: [train_grpo.EncodedPrompt([5], {}) for _ in samples],
         )
         policy = SimpleNamespace(client=object(), generate=generate)
         parts = {"cfg": cfg, "data": data, "policy": policy, "place": lambda segment: segment}

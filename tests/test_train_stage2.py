@@ -1,6 +1,7 @@
 """What the learner program itself does: a user's mistakes end it early with one message; answers become segments."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -12,10 +13,12 @@ import pytest
 import yaml
 
 import train_stage2
+from tests.families import build_family
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.data.encoding import encode_prompt
 from utils.dist import Ranks
+from utils.families import FAMILIES
 from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
 from utils.run.inputs import check_inputs
@@ -145,6 +148,22 @@ def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert "model.path" in message and "coord" in message, message
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "qwen3_5"])
+def test_a_form_in_which_the_family_does_not_ground_ends_the_run_FAM_2(folder, tmp_path, capsys, family):
+    """FAM-2: Qwen3-VL's numbers from 0 to 1000 are not what Qwen2.5-VL writes; Qwen3.5 does write them."""
+    model, train = build_family(family, tmp_path / family), folder / "data" / "train.jsonl"
+    setup.load_tokenizer(config_of(folder, model, train), is_main=True)
+    native = config_of(folder, model, train, answer_format="qwen3vl")
+    if family == "qwen3_5":
+        assert setup.load_tokenizer(native, is_main=True)[1] is not None
+        return
+    with pytest.raises(SystemExit) as ended:
+        setup.load_tokenizer(native, is_main=True)
+    rule = f"answer_format: {FAMILIES[family].name} does not ground in this form; use coord_tokens"
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and re.search(rule.replace(": ", ".*: "), message), message
 
 
 def test_a_start_policy_of_another_model_ends_the_run_TGT_16(folder, start_model, capsys, tmp_path):

@@ -76,8 +76,7 @@ def policy_segment(
     sample_id: str,
     prompt_token_ids: Sequence[int],
     answer_ids: Sequence[int],
-    pixel_values: Tensor | None = None,
-    image_grid_thw: Tensor | None = None,
+    vision: dict[str, Tensor] | None = None,
     policy_version: str | None = None,
 ) -> Segment:
     """Prompt and answer as a segment. All of the answer is scored, its end token too if the model generated one."""
@@ -92,8 +91,7 @@ def policy_segment(
         text_index=start + np.arange(len(answer)),
         text_label=answer,
         text_weight=np.ones(len(answer), dtype=np.float32),
-        pixel_values=pixel_values,
-        image_grid_thw=image_grid_thw,
+        vision=vision or {},
         policy_version=policy_version,
     )
 

@@ -182,6 +182,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         world_size: int = 1,
         layout: Any = None,
         save: Callable[..., None] = lambda *_: None,
+        check_model: Callable[..., None] = lambda *_: None,
     ) -> tuple[int, str, str]:
         gc.collect()  # the lock of a start that was refused before this one
         monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
@@ -190,6 +191,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         monkeypatch.setattr(setup, "Learner", NoLearner)
         monkeypatch.setattr(setup, "make_weight_sync", lambda *_: sync or NoSync())
         monkeypatch.setattr(setup, "make_layout", layout or (lambda *_: (lambda segment: segment, lambda row: row)))
+        monkeypatch.setattr(setup, "check_model", check_model)
         monkeypatch.setattr(setup, "make_probe", lambda *_: None)
         monkeypatch.setattr(Session, "_save", save)
         monkeypatch.setattr(StopRequest, "install", lambda self: requests.append(self))
@@ -233,6 +235,24 @@ def test_CFG_10_several_learners_cannot_sync_adapters(
             assert "vllm.sync.mode" in error and "2 learners in server mode need full" in error
         else:
             assert "no LoRA slots for DoRA" in error
+
+
+def test_FAM_3_a_model_that_fails_its_checks_stops_both_programs(
+    folder, start_model, server, start, monkeypatch, tmp_path
+):
+    """FAM-3: before the engine is opened; the check is told whether rows are packed."""
+    asked = []
+
+    def check(learner: Any, processor: Any, is_packed: bool) -> None:
+        asked.append((type(learner).__name__, type(processor).__name__, is_packed))
+        raise ValueError("a packed row is not its segments")
+
+    monkeypatch.setattr(setup, "open_engine", lambda *_: pytest.fail("went on"))
+    for program, write in ((train_stage2, write_config), (train_grpo, write_grpo_config)):
+        config = write(folder, start_model, server, training={"output_dir": str(tmp_path / program.__name__)})
+        status, _, error = start(program, config, check_model=check)
+        assert status == 2 and f"model.path={start_model}: a packed row is not its segments" in error
+    assert asked == [("NoLearner", "Qwen3VLProcessor", True)] * 2
 
 
 def test_DIS_2_more_learners_than_the_servers_have_room_for(folder, start_model, server, start, monkeypatch):
@@ -502,12 +522,14 @@ def test_LRN_8_the_main_thread_computes_no_positions_and_casts_no_pixels(
     assert "MainThread" not in {thread for _, thread in calls}, calls
 
     samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
-    pixels = {sample.id: encode_prompt(sample, load_processor(start_model)).pixel_values for sample in samples}
+    vision = {sample.id: encode_prompt(sample, load_processor(start_model)).vision for sample in samples}
+    rounded = {own: image | {"pixel_values": image["pixel_values"].bfloat16()} for own, image in vision.items()}
     for collate, row, batch in laid_out:
-        assert batch.pixel_values.dtype == torch.bfloat16
-        row = [replace(part, position_ids=None, pixel_values=pixels[part.sample_id].bfloat16()) for part in row]
-        for name, value in vars(collate(row)).items():
-            made = getattr(batch, name)
+        assert batch.vision["pixel_values"].dtype == torch.bfloat16
+        row = [replace(part, position_ids=None, vision=rounded[part.sample_id]) for part in row]
+        expected, own = (vars(made) | made.vision for made in (collate(row), batch))
+        for name in expected.keys() - {"vision"}:
+            value, made = expected[name], own[name]
             assert torch.equal(value, made) if isinstance(value, torch.Tensor) else value == made, name
 
 

@@ -5,7 +5,7 @@ Types, the checks that hold for every engine, and the engine that stands for the
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from utils.capacity import EVAL_MICRO_STEP, request_seed
@@ -31,16 +31,15 @@ class RolloutRequest:
     """One sample to generate for.
 
     `messages` in ms-swift's form (string content with `<image>` markers, or content lists), `images` as paths, URLs or
-    data URIs in order of appearance; `prompt_token_ids`, `pixel_values` [num_patches, dim] and `image_grid_thw` [n, 3]
-    are the learner's own encoding, image placeholders expanded; the last two only where there are images.
+    data URIs in order of appearance; `prompt_token_ids` and `vision` are the learner's own encoding,
+    as in `utils.data.encoding.EncodedPrompt`.
     """
 
     sample_id: str
     messages: list[dict[str, Any]]
     images: list[str]
     prompt_token_ids: list[int]
-    pixel_values: Any = None
-    image_grid_thw: Any = None
+    vision: dict[str, Any] = field(default_factory=dict)
 
 
 class RolloutSampling(Decoding):

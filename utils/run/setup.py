@@ -18,19 +18,29 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
+from transformers import AutoConfig
 
 from utils import targets
+from utils.answer_format import COORD_TOKENS
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.rules import length_limit
-from utils.data.encoding import encode_prompt, load_processor, model_digest, num_prompt_tokens, prompt_chat
+from utils.data.encoding import (
+    dummy_segment,
+    encode_prompt,
+    load_processor,
+    model_digest,
+    num_prompt_tokens,
+    prompt_chat,
+)
 from utils.data.images import as_sent
 from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
 from utils.data.mistakes import report_skipped
 from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of_polygons
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
+from utils.families import family_at
 from utils.learner.learner import Learner
-from utils.learner.model import dummy_segment, position_ids_for
+from utils.learner.model import position_ids_for
 from utils.packing import NO_IDS, Batch, collate_packed, collate_padded, place
 from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
@@ -45,6 +55,7 @@ from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_record
 from utils.run.rollout_log import RolloutLog
 from utils.run.server_watch import ServerWatch
 from utils.run.session import Data, Session
+from utils.run.start_checks import check_model, make_prompts
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe, WeightSync
@@ -92,8 +103,10 @@ def open_session(
     learner = Learner(cfg, ranks, num_steps)
     if checkpoint is not None:
         learner.load_state(checkpoint.path / "state")
-    place_segment, collate = make_layout(cfg, learner, table)
-    probe = make_probe(datasets[0][0], processor, table, learner, collate)
+    place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
+    if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
+        exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
+    probe = make_probe(cfg, datasets[0][0], processor, table, learner, collate)
     engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
     steps_done = checkpoint.step if checkpoint else 0
@@ -240,11 +253,16 @@ def load_data(
 
 
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
-    """Load processor and token table. Without coordinate tokens: exit status 2, or no table if they are not needed."""
+    """Load processor and token table; exit status 2 for a family that is not supported, or not in this answer format.
+    Without coordinate tokens: the same, or no table if they are not needed."""
     try:
+        family = family_at(AutoConfig.from_pretrained(cfg.model.path).model_type)
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     except (OSError, ValueError) as error:
         exit_with(f"model.path={cfg.model.path}: {error}", is_main)
+    if cfg.rm.answer_format not in (COORD_TOKENS.name, family.answer_format):
+        rule = f"{family.name} does not ground in this form; use {COORD_TOKENS.name}"
+        exit_with(problem(cfg, cfg.rollout_path("answer_format"), rule), is_main)
     try:
         return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
     except ValueError as error:
@@ -310,7 +328,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
 
 
 def make_layout(
-    cfg: Config, learner: Learner, table: TokenTable | None
+    cfg: Config, learner: Learner, table: TokenTable | None, dummy: Segment
 ) -> tuple[Callable[[Segment], Segment], Callable[[list[Segment]], Batch]]:
     """What gives a segment its positions; what makes segments a batch of one row, or padded rows without packing."""
     place_segment = partial(place, position_ids_fn=position_ids_for(learner.model))
@@ -319,7 +337,7 @@ def make_layout(
         **place_segment.keywords,
         coord_ids=table.coord_ids if table else NO_IDS,
         digit_ids=table.digit_ids if table else NO_IDS,
-        dummy=place_segment(dummy_segment(learner.model)),
+        dummy=place_segment(dummy),
     )
 
 
@@ -349,7 +367,7 @@ def open_engine(
     if cfg.rm.rollout_backend == "hf":
         from utils.rollout.hf import HfEngine
 
-        return HfEngine(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
+        return HfEngine(learner, ranks, processor, cfg.rm.decode_batch_size)
     from utils.rollout.colocate import ColocateEngine
 
     options = {"max_model_len": cfg.global_max_length, "decode_batch_size": cfg.rm.decode_batch_size}
@@ -383,6 +401,7 @@ def make_weight_sync(
 
 
 def make_probe(
+    cfg: Config,
     sample: Sample,
     processor: Any,
     table: TokenTable | None,
@@ -398,7 +417,8 @@ def make_probe(
         token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
     segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
     request = {"messages": prompt_chat(sample), "images": list(map(as_sent, sample.images))}
-    return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
+    logprobs = partial(learner.last_logprobs, collate([segment]), len(token_ids))
+    return Probe(request, token_ids, logprobs, make_prompts(processor, length_limit(cfg)[1]))
 
 
 def learner_host(base_url: str) -> str:
