@@ -11,16 +11,6 @@ LAYERS = ["", "config", "data", "sync", "learner", "rollout", "server", "run"]  
 STEP = {"parsing", "answer_format", "matching", "geometry", "targets", "packing", "losses", "policy_loss", "grpo"}
 FLAT = STEP | {"drafts", "token_table", "scores", "rewards", "detection_rewards", "credit", "capacity", "dist"}
 FLAT |= {"families"}
-    "drafts",
-    "token_table",
-    "scores",
-    "rewards",
-    "detection_rewards",
-    "credit",
-    "capacity",
-    "dist",
-    "families",
-}
 
 
 def imports(path: Path) -> set[str]:
