@@ -348,7 +348,11 @@ def test_dat_6_images_in_tar_shards(tmp_path):
 def test_dat_6_what_is_not_in_a_shard(tmp_path):
     """DAT-6, DAT-3: missing members and broken shards are told; folders may have any name; other paths are as ever."""
     path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
-    for missing in (f"{path}/b.png", f"{tmp_path}/001.tar/a.png", f"{path}/../a.png"):
+    link = tarfile.TarInfo("link.png")
+    link.type, link.linkname = tarfile.SYMTYPE, "a.png"
+    with tarfile.open(path, "a") as archive:
+        archive.addfile(link)
+    for missing in (f"{path}/link.png", f"{path}/b.png", f"{tmp_path}/001.tar/a.png", f"{path}/../a.png"):
         with pytest.raises(FileNotFoundError, match="no such image"):
             image_size(missing)
     with pytest.raises(OSError, match="not an image"):

@@ -128,8 +128,9 @@ def load(cfg):
     return setup.load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"])
 
 
-def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys):
-    """DAT-6, DAT-3: nor an image; it says again what it leaves out. Another prompt, or a changed file, is read."""
+def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys, read, settled):
+    """DAT-6, DAT-3: nor digests the file; it says again what it leaves out. The file is read again where it, the
+    prompt, the tokenizer or the images' limits have changed."""
     path = write(tmp_path, line(), "{", *[line()] * 4)
     cfg, passes = config(tmp_path / "run", path, skips=True), []
     monkeypatch.setattr(index_module, "scan", lambda *args: passes.append(args) or scan(*args))
@@ -138,11 +139,18 @@ def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys):
     assert said.startswith("1 bad sample(s) skipped") and len(passes) == 1  # training and validation are one file
     assert list(map(len, train)) == [5] and list(map(len, val)) == [3]
     assert list(train[0]) == list(load(cfg)[0][0]) and capsys.readouterr().out == said and len(passes) == 1
+    assert read.count(path) == 1
     assert json.loads((tmp_path / "run" / "skipped.jsonl").read_text())["line"] == 2
     changed = cfg.model_copy(update={"data": cfg.data.model_copy(update={"prompt": "Other."})})
     assert load(changed)[0][0][0].messages[0]["content"] == "Other." and len(passes) == 2
     path.write_text(json.dumps(line()) + "\n")
     assert list(map(len, load(changed)[0])) == [1] and len(passes) == 3
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")  # the base checkpoint's
+    load(changed)
+    assert len(passes) == 4
+    larger = changed.model_copy(update={"model": changed.model.model_copy(update={"image_max_pixels": 10**6})})
+    load(larger)
+    assert len(passes) == 5
     assert len([each for each in (tmp_path / "run" / "data_index").iterdir() if each.is_dir()]) == 1
 
 
@@ -163,7 +171,7 @@ def test_dat_6_only_rank_0_reads(tmp_path, monkeypatch):
     expected = list(load(cfg)[0][0])
     ranks = Ranks()
     ranks.is_main = False
-    monkeypatch.setattr(index_module, "scan", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(setup, "ensure_index", lambda *_: pytest.fail("read"))
     found = setup.load_data(cfg, LikeOther(), check_inputs(cfg, None, (), Ranks())["digests"])
     assert list(found[0][0]) == expected
 

@@ -249,7 +249,7 @@ def find_in_shard(image: str) -> ShardImage | None:
     if not member or not os.path.isfile(shard):
         return None
     with _reading_shards:  # threads that need the same one wait for the first
-        found = _members(shard, os.stat(shard).st_mtime_ns).get(posixpath.normpath(member))
+        found = _members(shard, os.stat(shard).st_mtime_ns).get(member)
     if found is None:
         raise FileNotFoundError(f"{_short(image)}: no such image")
     return ShardImage(image, *found)
@@ -274,7 +274,7 @@ def _members(shard: str, mtime_ns: int) -> dict[str, tuple[int, int]]:
     """Offset and size of the files in an uncompressed tar file. Only its headers are read."""
     try:
         with tarfile.open(shard, "r:") as archive:
-            files = [member for member in archive if member.isreg() and not member.issparse()]
+            files = [member for member in archive if member.isreg()]
     except tarfile.TarError as error:
         raise OSError(f"{shard}: {error}") from None
     return {posixpath.normpath(member.name): (member.offset_data, member.size) for member in files}
