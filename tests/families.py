@@ -108,7 +108,7 @@ def qwen3_5() -> tuple[Any, dict[str, Any]]:
         "linear_num_value_heads": 2,
         "rope_parameters": config["text_config"]["rope_parameters"] | {"partial_rotary_factor": 1.0},
     }
-    config["vision_config"] |= {"model_type": "qwen3_5"}
+    config["vision_config"] |= {"model_type": "qwen3_5", "deepstack_visual_indexes": []}
     return processor, config
 
 
