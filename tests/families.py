@@ -92,7 +92,7 @@ def qwen2_5_vl() -> tuple[Any, dict[str, Any]]:
 
 def qwen3_vl_moe() -> tuple[Any, dict[str, Any]]:
     processor, config = qwen3_vl()
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
     config["text_config"] |= {"model_type": "qwen3_vl_moe_text", **experts}
     config["vision_config"] |= {"model_type": "qwen3_vl_moe"}
     return processor, config
@@ -108,7 +108,7 @@ def qwen3_5() -> tuple[Any, dict[str, Any]]:
         "linear_num_value_heads": 2,
         "rope_parameters": config["text_config"]["rope_parameters"] | {"partial_rotary_factor": 1.0},
     }
-    config["vision_config"] |= {"model_type": "qwen3_5"}
+    config["vision_config"] |= {"model_type": "qwen3_5", "deepstack_visual_indexes": []}
     return processor, config
 
 

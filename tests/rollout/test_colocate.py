@@ -169,8 +169,9 @@ def test_sampling_is_repeatable_by_seed_DIS_6(seen):
 
 
 def test_the_probe_proves_a_sync_SYN_7(seen):
-    """SYN-7, second step."""
+    """SYN-7, second step; FAM-3: at the first sync the engine must make the learner's prompts."""
     assert seen["verified"] is True
+    assert "the engine of rank 0: the engine's prompt has" in seen["wrong_prompt"]
     assert "log-probabilities of the probe are off by 0.01" in seen["wrong_probe"]
     assert "the engine of rank 0" in seen["wrong_probe"]
 
