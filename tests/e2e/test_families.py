@@ -353,7 +353,7 @@ def program_config(folder: Path, model: Path, server: Server, program: str, max_
         matching["vllm"]["sync"] = {"verify": "always"}
     else:
         (folder / "rewards.py").write_text(REWARDS)
-        config["custom"]["trainer_variant"] = "grpo"
+        config["custom"]["trainer_variant"], config["global_max_length"] = "grpo", 512
         del config["custom"]["extra"]["rollout_matching"]
         config["rlhf"] = {
             "vllm_server_port": [server.port],
