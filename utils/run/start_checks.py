@@ -23,7 +23,7 @@ from utils.packing import NO_IDS, Batch, collate_packed
 from utils.policy_loss import policy_segment
 from utils.targets import Segment
 
-SIZES_PX = ((77, 50), (64, 64), (33, 121))  # odd, square, tall
+SIZES_PX = ((77, 50), (64, 64), (30, 180))  # odd, square, tall
 TEXT = "A packed row must not show one text to another, and every image has its own place: 1, 2, 3."
 # Mean gap of a segment's hidden states as a share of their norm. In half precision the row's first segment, which has
 # nothing before it, tells what rounding does; it is itself only wrong if its positions are. Wrong positions gave 0.4 to
