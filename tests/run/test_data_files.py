@@ -208,9 +208,11 @@ def test_dat_6_the_probe_of_a_sync_sends_images_of_shards_as_bytes(tmp_path, mon
     """DAT-6 at the call site."""
     path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
     sample = Sample("s", [f"{path}/a.png"], [(4, 4)], 4, 4, [], [{"role": "user", "content": "x"}], "d.jsonl:1")
-    monkeypatch.setattr(setup, "encode_prompt", lambda *_: EncodedPrompt([1, 2], None, None))
+    monkeypatch.setattr(setup, "encode_prompt", lambda *_: EncodedPrompt([1, 2], {}))
+    monkeypatch.setattr(setup, "make_prompts", lambda *_: [])
+    monkeypatch.setattr(setup, "length_limit", lambda cfg: ("global_max_length", 10))
     processor = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda *_, **__: [3]))
     learner = SimpleNamespace(last_logprobs=lambda *_: None)
-    probe = setup.make_probe(sample, processor, None, learner, lambda segments: segments)
+    probe = setup.make_probe(None, sample, processor, None, learner, lambda segments: segments)
     (sent,) = probe.infer_request["images"]
     assert sent == as_sent(sample.images[0]) and sent.startswith("data:")
