@@ -71,7 +71,7 @@ def test_every_requirement_is_used():
     text = "\n".join(file.read_text() for file in sources)
     for name in required.keys() - NOT_IMPORTED:
         module = IMPORTED_AS.get(name, name.replace("-", "_"))
-        assert re.search(rf"^\s*(import|from) {module}\b", text, re.MULTILINE), name
+        assert re.search(rf"^\s*(import|from) {module}\b|import_module\(\"{module}\b", text, re.MULTILINE), name
     assert not {"gguf", "matplotlib"} & (pins_of("constraints-cpu.txt") | pins_of("constraints-gpu.txt")).keys()
 
 
