@@ -25,8 +25,14 @@ from utils.scores import label_of
 
 SIDE = 128  # pixels
 NEW_LABELS = ("yellow ring", "blue triangle")
+VERSION = 1  # raise it when the code below draws, warms up or labels differently; records of old material then go stale
 WARMUP_CONFIG = "configs/demo/warmup.yaml"
-SPLITS = {"warmup": 6000, "train": 1200, "tune": 128, "test": 256}  # images; "tune" decides settings, "test" only scores
+SPLITS = {
+    "warmup": 6000,
+    "train": 1200,
+    "tune": 128,
+    "test": 256,
+}  # images; "tune" decides settings, "test" only scores
 SAME_OBJECT_IOU = 0.5
 
 
@@ -68,18 +74,18 @@ MATERIALS = {
 def prepare(material: Material) -> None:
     """Make `data`, `start`, `model` and the pseudo-labels `data/pseudo.jsonl` below `material.root`, if missing."""
     torch.set_num_threads(1)
-    settings = [asdict(material), SPLITS, NEW_LABELS]
-    root, source = material.root, Path(__file__).read_text()
-    cached(root / "data", [settings, source], "synthetic scenes", lambda folder: make_data(folder, material))
+    settings = [VERSION, asdict(material), SPLITS, NEW_LABELS]
+    root = material.root
+    cached(root / "data", settings, "synthetic scenes", lambda folder: make_data(folder, material))
     cached(root / "start", [material.seed], "untrained", lambda to: build_start_model(to, SIDE, seed=material.seed))
     cfg = load_warmup_config(WARMUP_CONFIG)
     data = cfg.train_jsonl[0].model_copy(update={"path": str(root / "data/warmup.jsonl")})
     paths = {"model": str(root / "start"), "train_jsonl": [data], "output_dir": str(root / "model")}
     cfg = cfg.model_copy(update=paths | {"seed": material.seed, "steps": material.warmup_steps})
-    cached(root / "model", [settings, source, cfg.model_dump()], "start model", lambda _: warm_up(cfg))
+    cached(root / "model", [settings, cfg.model_dump()], "start model", lambda _: warm_up(cfg))
     cached(
         root / "pseudo",
-        [settings, source, cfg.model_dump()],
+        [settings, cfg.model_dump()],
         "pseudo-labels",
         lambda to: write_pseudo_labels(root / "model", root / "data/train.jsonl", to),
     )
@@ -144,7 +150,7 @@ def write_jsonl(path: Path, rows: Sequence[dict]) -> None:
 def write_pseudo_labels(model: Path, data: Path, folder: Path) -> None:
     """Write to `folder/train.jsonl` the lines of `data` with what `model` sees besides; the time to `seconds.json`."""
     began = time.monotonic()
-    processor = load_processor(str(model), None, None)
+    processor = load_processor(model)
     table = TokenTable.from_tokenizer(processor.tokenizer)
     samples = load_samples([str(data)], Data().prompt, "file")[0]
     sampling = RolloutSampling(max_new_tokens=128)

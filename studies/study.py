@@ -111,6 +111,11 @@ def main() -> None:
     if not args.report:
         demo.exit_on_sigterm()
         run_all([job for job in all_jobs() if args.task in (None, job.task.name)])
+    write_report()
+
+
+def write_report() -> None:
+    """Rewrite docs/results.md from docs/results.json."""
     REPORT.write_text(text_of(load_records(), missing(load_records())))
 
 
@@ -169,7 +174,7 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
 
 def run_all(jobs: Sequence[Job]) -> None:
     """Make the missing runs, one server at a time and a new one for each task; name failed runs at the end."""
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = revision()
     failed = []
     server: Server | None = None
     try:
@@ -185,7 +190,7 @@ def run_all(jobs: Sequence[Job]) -> None:
             name = f"{job.task.name}: {job.variant}, seed {job.seed}"
             demo.say(f"{time.strftime('%H:%M:%S')} {name}")
             try:
-                record = run_learner(job, num_steps(job, records), server) | {"revision": revision}
+                record = run_learner(job, num_steps(job, records), server) | {"revision": commit}
             except RunFailed as error:
                 print(f"FAILED {name}: {error}", flush=True)
                 failed.append(name)
@@ -200,6 +205,10 @@ def run_all(jobs: Sequence[Job]) -> None:
             server.close()
     if failed:
         sys.exit("failed: " + "; ".join(failed))
+
+
+def revision() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 class RunFailed(Exception):
@@ -290,12 +299,17 @@ def read_curves(folder: Path) -> dict[str, Any]:
     disturbs least. `rollout_f1`: of rollouts on training images, mean over the run.
     """
     curves = EventAccumulator(str(folder)).Reload()
-    parts = ("rollout", "sync", "prepare", "train")
-    values = {part: [event.value for event in curves.Scalars(f"seconds/{part}")] for part in parts}
     return {
-        "step_seconds": {part: round(float(np.percentile(values[part], 10)), 4) for part in parts},
+        "step_seconds": quiet_parts(curves),
         "rollout_f1": round(statistics.fmean(event.value for event in curves.Scalars("rollout/f1")), 4),
     }
+
+
+def quiet_parts(curves: EventAccumulator) -> dict[str, float]:
+    """Seconds of an undisturbed step by part: see `read_curves`."""
+    parts = ("rollout", "sync", "prepare", "train")
+    values = {part: [event.value for event in curves.Scalars(f"seconds/{part}")] for part in parts}
+    return {part: round(float(np.percentile(values[part], 10)), 4) for part in parts}
 
 
 def resolved(task: Task) -> dict[str, Any]:
