@@ -3,7 +3,8 @@
     python -m studies.new_class                    # all runs that docs/results.json lacks, most important first
     python -m studies.new_class --limit 1          # the next run only, for a machine that is shared
     python -m studies.new_class --task new_class   # only the runs of one study
-    python -m studies.new_class --plan             # list what is missing; train nothing
+    python -m studies.new_class --plan             # list what can be run next; train nothing
+    python -m studies.new_class --limit 0          # only rewrite docs/results.md
 
 Each run is one learner process, which makes its own rollouts; no server. Settings of each arm (learning rate and, where
 it has one, weight of the KL) are chosen by the same grid with seed `TUNING_SEED` on the tuning images. Only then the
@@ -23,12 +24,13 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from studies import new_class_data, study
-from studies.new_class_data import MATERIALS, NEW_LABELS
+from studies import new_class_data, new_class_report, study
+from studies.new_class_data import MATERIALS, NEW_LABELS, SPLITS, VERSION
 from studies.study import RM, RunFailed, Task, load_records, quiet_parts, resolved, slug, store, write_config
 from studies.study_report import Record, last, quiet_step_seconds, runs_of
 from tools import demo
 
+REPORT = Path("docs/results.md")
 TASKS = {name: Task(name, f"studies/configs/{name}.yaml") for name in MATERIALS}
 SEEDS = (1, 2, 3, 4, 5)
 TUNING_SEED = 0
@@ -121,9 +123,19 @@ def main() -> None:
         return
     demo.exit_on_sigterm()
     failed = run_all(names, args.limit)
-    study.write_report()
+    write_report()
     if failed:
         sys.exit("failed: " + "; ".join(failed))
+
+
+def write_report() -> None:
+    """Rewrite docs/results.md and its plots from docs/results.json."""
+    records = load_records()
+    left = {name: num_left(records, name) for name in TASKS}
+    current = [record for record in records if record["task"] in TASKS and is_current(records, record)]
+    REPORT.write_text(new_class_report.text_of(current, left))
+    for name, svg in new_class_report.plots(current).items():
+        (REPORT.parent / name).write_text(svg)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +165,8 @@ def find(records: Sequence[Record], job: Job) -> Record | None:
     """Return the record of a run if its settings are still the same."""
     for record in records:
         if (record["task"], record["variant"], record["seed"]) == (job.task, job.variant, job.seed):
-            return record if record["overrides"] == job.overrides else None
+            is_same = (record["overrides"], record["material"]) == (job.overrides, VERSION)
+            return record if is_same else None
     return None
 
 
@@ -164,10 +177,28 @@ def missing(records: Sequence[Record], tasks: Sequence[str]) -> Iterator[Job]:
     """
     for task in tasks:
         for arm in ARMS:
-            jobs = [*grid(task, arm), *tests(records, task, arm, equal_seconds=False)]
-            if arm in RIVALS and has_seconds(records, task, arm):
-                jobs += tests(records, task, arm, equal_seconds=True)
-            yield from (job for job in jobs if find(records, job) is None)
+            yield from (job for job in planned(records, task, arm) if find(records, job) is None)
+
+
+def is_current(records: Sequence[Record], record: Record) -> bool:
+    """Whether a record is of a run that is planned now, with today's settings."""
+    task = record["task"]
+    return any(find([record], job) for arm in ARMS for job in planned(records, task, arm))
+
+
+def planned(records: Sequence[Record], task: str, arm: Arm) -> list[Job]:
+    """Return all runs of an arm that are known by now, in order."""
+    jobs = [*grid(task, arm), *tests(records, task, arm, equal_seconds=False)]
+    if arm in RIVALS and has_seconds(records, task, arm):
+        jobs += tests(records, task, arm, equal_seconds=True)
+    return jobs
+
+
+def num_left(records: Sequence[Record], task: str) -> int:
+    """Number of runs without a record, those included whose settings are not known yet."""
+    total = sum(len(grid(task, arm)) + len(SEEDS) * (2 if arm in RIVALS else 1) for arm in ARMS)
+    jobs = [job for arm in ARMS for job in planned(records, task, arm)]
+    return total - sum(find(records, job) is not None for job in jobs)
 
 
 def has_seconds(records: Sequence[Record], task: str, arm: Arm) -> bool:
@@ -179,18 +210,22 @@ def has_seconds(records: Sequence[Record], task: str, arm: Arm) -> bool:
 def num_steps(job: Job, records: Sequence[Record]) -> int:
     """Number of optimizer steps: the task's, or as many as fit into the quiet seconds of `STAGE2`.
 
-    Pseudo-labels cost seconds too, which `pseudo/seconds.json` has; still no arm gets fewer steps than `STAGE2`.
+    The start model's answers to all training images cost seconds too, once: as much as so many rollouts of `STAGE2`.
+    Still no arm gets fewer steps than `STAGE2`.
     """
-    common = int(resolved(TASKS[job.task])["training"]["max_steps"])
+    training = resolved(TASKS[job.task])["training"]
+    common = int(training["max_steps"])
     if not job.equal_seconds:
         return common
     if decided := [record["steps"] for record in runs_of(records, job.task, job.variant)]:
         return decided[0]
-    own, stage2 = (quiet_step_seconds(runs_of(records, job.task, arm.name)) for arm in (job.arm, STAGE2))
-    spent = 0.0
-    if job.arm is PSEUDO:
-        spent = json.loads((MATERIALS[job.task].root / "pseudo/seconds.json").read_text())
-    return max(common, round((common * stage2 - spent) / own))
+    own, stage2 = (runs_of(records, job.task, arm.name) for arm in (job.arm, STAGE2))
+    seconds = {part: min(run["step_seconds"][part] for run in own) for part in ("prepare", "train")}
+    answers = 0.0
+    if job.arm in (PSEUDO, OFFLINE):
+        rollout = min(run["step_seconds"]["rollout"] for run in stage2)
+        answers = rollout * SPLITS["train"] / training["per_device_train_batch_size"]
+    return max(common, round((common * quiet_step_seconds(stage2) - answers) / sum(seconds.values())))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,6 +277,7 @@ def run_learner(job: Job, steps: int) -> Record:
         "variant": job.variant,
         "seed": job.seed,
         "overrides": job.overrides,
+        "material": VERSION,
         "steps": finished["steps"],
         "seconds": finished["seconds"],
         "step_seconds": quiet_parts(EventAccumulator(str(folder)).Reload()),

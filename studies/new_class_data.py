@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from utils.scores import label_of
 
 SIDE = 128  # pixels
 NEW_LABELS = ("yellow ring", "blue triangle")
-VERSION = 1  # raise it when the code below draws, warms up or labels differently; records of old material then go stale
+VERSION = 1  # raise it when the code below draws, warms up or labels differently: records of older material are stale
 WARMUP_CONFIG = "configs/demo/warmup.yaml"
 SPLITS = {
     "warmup": 6000,
@@ -148,8 +147,7 @@ def write_jsonl(path: Path, rows: Sequence[dict]) -> None:
 
 
 def write_pseudo_labels(model: Path, data: Path, folder: Path) -> None:
-    """Write to `folder/train.jsonl` the lines of `data` with what `model` sees besides; the time to `seconds.json`."""
-    began = time.monotonic()
+    """Write to `folder/train.jsonl` the lines of `data` with what `model` sees besides."""
     processor = load_processor(model)
     table = TokenTable.from_tokenizer(processor.tokenizer)
     samples = load_samples([str(data)], Data().prompt, "file")[0]
@@ -163,7 +161,6 @@ def write_pseudo_labels(model: Path, data: Path, folder: Path) -> None:
         for row, sample, result in zip(rows, samples, results, strict=True)
     ]
     write_jsonl(folder / "train.jsonl", labelled)
-    (folder / "seconds.json").write_text(json.dumps(round(time.monotonic() - began, 1)))
 
 
 def merged_objects(

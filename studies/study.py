@@ -1,8 +1,8 @@
-"""`make study`: does stage 2 beat plain supervised training? Makes the runs that docs/results.md is based on.
+"""`make study`: does stage 2 beat plain supervised training? Makes the runs that docs/results_earlier.md is based on.
 
     python -m studies.study               # all runs that docs/results.json lacks, most important first; takes hours
     python -m studies.study --task hard   # only those of one task
-    python -m studies.study --report      # only rewrite docs/results.md from docs/results.json
+    python -m studies.study --report      # only rewrite docs/results_earlier.md from docs/results.json
 
 Each run is the real learner (`deepspeed --num_gpus 1 train_stage2.py`) on CPU with a real rollout server, which serves
 all runs of a task. Supervised training is the same program with `RM.teacher_forced_ratio: 1`. A finished run becomes
@@ -54,7 +54,7 @@ from utils.rollout.hf import left_pad, stop_token_ids
 from utils.scores import count_duplicates, count_sample, scores
 
 RECORDS = Path("docs/results.json")
-REPORT = Path("docs/results.md")
+REPORT = Path("docs/results_earlier.md")
 ROOT = Path("runs/study")
 HARD = ROOT / "hard"
 WARMUP_CONFIG = Path("studies/configs/warmup.yaml")
@@ -105,7 +105,7 @@ VARIANTS = MAIN | LONGER | HARD_ONLY | ABLATIONS | LEARNING_RATES
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", action="store_true", help="only rewrite docs/results.md")
+    parser.add_argument("--report", action="store_true", help="only rewrite docs/results_earlier.md")
     parser.add_argument("--task", choices=[task.name for task in TASKS], help="only the runs of this task")
     args = parser.parse_args()
     if not args.report:
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def write_report() -> None:
-    """Rewrite docs/results.md from docs/results.json."""
+    """Rewrite docs/results_earlier.md from docs/results.json."""
     REPORT.write_text(text_of(load_records(), missing(load_records())))
 
 
