@@ -30,22 +30,22 @@ NEEDED, MIN_SEEDS = 2, 5
 REFRESHED_IS_BUILT = False  # the strongest rival, pseudo-labels refreshed every k steps, has no runs: nothing is shown
 TEST_SEED = 1  # seed 0 tunes
 
-ABOUT = """Written by `python -m studies.new_class --limit 0` from `docs/results.json`. Every finished run counts, with the scores
-of its last step. [Earlier results](results_earlier.md) on fully annotated images found nothing that beats supervised
-training.
+ABOUT = """Written by `python -m studies.new_class --limit 0` from `docs/results.json`. Every finished run counts, with
+the scores of its last step. [Earlier results](results_earlier.md) on fully annotated images found nothing that beats
+supervised training.
 
 Not built yet: pseudo-labels refreshed every k steps, the strongest baseline, without which the claim stays unproven;
 10 % replay; GRPO arms; and the studies that say so below.
 """
-METHOD = """**Method.** The start model was warmed up on images that show none of the new classes. The training images each
-show a new class and annotate nothing else; the old classes are there, without annotation. Tuning, training and test
-images are disjoint. Each arm is tuned alike with seed 0 on the tuning images (the same learning rates; where the arm
+METHOD = """**Method.** The start model was warmed up on images that show none of the new classes. The training images
+each show a new class and annotate nothing else; the old classes are there, without annotation. Tuning, training and
+test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images (the same learning rates; where the arm
 has a KL, times the same weights), then runs with seeds 1 to 5, scored once, after its last step, on the test images.
 *Pseudo-labels* are the annotation merged with the start model's answers, made once. *Start model's answers + KL* is
 stage 2 with the start model's rollouts in place of the policy's. *Equal seconds*: as many steps as fit into the
 undisturbed seconds of *stage 2 + KL*, less those of the start model's answers to all training images, and at least as
 many steps as it. Each run makes its rollouts with transformers' `generate`; a rollout server would be quicker, which
-would give the rivals fewer steps. Intervals are of 95 % (Welch's t); nothing corrects for comparing several arms.
+would give the rivals fewer steps at equal seconds. Intervals are of 95 % (Welch's t); nothing corrects for comparing several arms.
 """
 
 
@@ -62,8 +62,8 @@ def verdict(records: Sequence[Record]) -> str:
     unfinished = [STUDIES[task] for task in STUDIES if task not in (*won, *lost)]
     lines = [
         f"**The claim is {'shown' if is_shown else 'not shown'}.** Sought: at equal steps and at equal seconds some "
-        f"on-policy arm beats every SFT arm, pseudo-labels included, with a 95 % interval above 0, in at least {NEEDED} "
-        f"of {len(STUDIES)} studies. So far it does in {len(won)}"
+        "on-policy arm beats every SFT arm, pseudo-labels included, with a 95 % interval above 0, in at least "
+        f"{NEEDED} of {len(STUDIES)} studies. So far it does in {len(won)}"
         + (f" ({'; '.join(STUDIES[task] for task in won)})" if won else "")
         + f", and does not in {len(lost)}"
         + (f" ({'; '.join(STUDIES[task] for task in lost)})." if lost else "."),

@@ -1,4 +1,4 @@
-"""`make study`: does stage 2 beat plain supervised training? Makes the runs that docs/results_earlier.md is based on.
+"""Does stage 2 beat plain supervised training? Makes the runs that docs/results_earlier.md is based on.
 
     python -m studies.study               # all runs that docs/results.json lacks, most important first; takes hours
     python -m studies.study --task hard   # only those of one task
