@@ -39,13 +39,14 @@ Not built yet: pseudo-labels refreshed every k steps, the strongest baseline, wi
 """
 METHOD = """**Method.** The start model was warmed up on images that show none of the new classes. The training images
 each show a new class and annotate nothing else; the old classes are there, without annotation. Tuning, training and
-test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images (the same learning rates; where the arm
-has a KL, times the same weights), then runs with seeds 1 to 5, scored once, after its last step, on the test images.
-*Pseudo-labels* are the annotation merged with the start model's answers, made once. *Start model's answers + KL* is
-stage 2 with the start model's rollouts in place of the policy's. *Equal seconds*: as many steps as fit into the
-undisturbed seconds of *stage 2 + KL*, less those of the start model's answers to all training images, and at least as
-many steps as it. Each run makes its rollouts with transformers' `generate`; a rollout server would be quicker, which
-would give the rivals fewer steps at equal seconds. Intervals are of 95 % (Welch's t); nothing corrects for comparing several arms.
+test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images (the same learning rates; where the
+arm has a KL, times the same weights), then runs with seeds 1 to 5, scored once, after its last step, on the test
+images. *Pseudo-labels* are the annotation merged with the start model's answers, made once. *Start model's answers +
+KL* is stage 2 with the start model's rollouts in place of the policy's. *Equal seconds*: as many steps as fit into
+the undisturbed seconds of *stage 2 + KL*, less those of the start model's answers to all training images, and at
+least as many steps as it. Each run makes its rollouts with transformers' `generate`; a rollout server would be
+quicker, which would give the rivals fewer steps at equal seconds. Intervals are of 95 % (Welch's t); nothing corrects
+for comparing several arms.
 """
 
 

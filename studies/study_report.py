@@ -34,8 +34,8 @@ INTRODUCTION = """# Earlier results: stage 2 against plain supervised training
 
 Records of two fully annotated tasks, where theory expects no gain. The current studies are in results.md.
 
-Written by `python -m studies.study --report` from `docs/results.json`, which `python -m studies.study` fills. Nothing was
-selected: every finished run counts, with the scores of its last step, not of its best.
+Written by `python -m studies.study --report` from `docs/results.json`, which `python -m studies.study` fills. Nothing
+was selected: every finished run counts, with the scores of its last step, not of its best.
 
 **Method.** The learner (`train_stage2.py`, one rank) runs next to a real rollout server, both on CPU with one thread
 each; DoRA in float32, 32 samples per optimizer step, the settings of `configs/demo/stage2.yaml`. All runs of a task
