@@ -65,7 +65,7 @@ class Material:
 
 
 MATERIALS = {
-    "new_class": Material("new_class", seed=101, warmup_steps=500),
+    "new_class": Material("new_class", seed=101, warmup_steps=1500),
     "shifted": Material("shifted", 102, warmup_steps=300, shift=Shift(contrast=0.5, noise=20.0, sizes=(0.15, 0.32))),
 }
 
