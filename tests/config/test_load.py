@@ -28,7 +28,7 @@ from utils.config.schema import RM, RS, Config
 from utils.config.section import iter_fields, section_of
 
 ROOT = Path(__file__).parents[2]
-STUDY = [ROOT / "studies/configs" / name for name in ("demo.yaml", "hard.yaml", "new_class.yaml", "shifted.yaml")]
+STUDY = [ROOT / "studies/configs" / name for name in ("demo.yaml", "hard.yaml")]
 SHIPPED = sorted([*ROOT.glob("configs/demo/stage2*.yaml"), *ROOT.glob("configs/stage2/*.yaml"), *STUDY])
 GRPO_RUNS = sorted(ROOT.glob("configs/grpo/summary*.yaml"))
 REMOVE = object()
