@@ -26,8 +26,9 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
 .PHONY: help setup lock check-lock demo demo-grpo bench study test test-all test-faults soak lint audit server train grpo docs clean
 
+##@ Environment
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@awk -F ':[^#]*## ' '/^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-12s%s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv from the pinned requirements (skipped when up to date)
 
@@ -52,18 +53,21 @@ ifeq ($(DEVICE),gpu)
 demo demo-grpo bench study test test-all test-faults soak:
 	CUDA_VISIBLE_DEVICES= $(MAKE) DEVICE=cpu VENV=.venv-cpu $@
 else
+##@ Try it (on CPU)
 demo: $(READY) ## stage 2 from start to end on this machine's CPU: data, start model, server, learner, result
 	$(BIN)/python -m tools.demo $(ARGS)
 
 demo-grpo: $(READY) ## GRPO from start to end on this machine's CPU
 	$(BIN)/python -m tools.demo_grpo $(ARGS)
 
+##@ Measure (on CPU)
 bench: $(READY) ## ours against honest baselines, side by side: a table, and benchmarks/results.json (some minutes)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 study: $(READY) ## the runs behind docs/results.md that are still missing; hours on two cores, stop and resume at will
 	$(BIN)/python -m studies.new_class $(ARGS)
 
+##@ Test (on CPU)
 test: $(READY) ## the tests, real server and learner included
 	$(BIN)/python -m pytest tests -q -m "not slow" $(ARGS)
 
@@ -73,11 +77,12 @@ test-all: $(READY) ## every test, the slow ones too
 test-faults: $(READY) ## learners and servers killed, frozen and resumed, spoilt answers; the slow tests too
 	$(BIN)/python -m pytest tests/faults -q $(ARGS)
 
-soak: $(READY) ## 20 minutes of server and learner, watched for what creeps (ARGS="--minutes 60"): runs/soak/soak.json
+soak: $(READY) ## 20 minutes of server and learner beside a hostile client, watched for what creeps (ARGS="--minutes 60"): runs/soak/soak.json
 	$(BIN)/python -m studies.soak $(ARGS)
 
 endif
 
+##@ Check the code
 lint: $(READY) ## ruff check and format check, and mypy on the flat modules of utils
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -91,6 +96,7 @@ audit: ## known vulnerabilities of the locked packages of DEVICE, if PyPI's data
 	$(PYTHON) -m venv $$tmp/venv && $$tmp/venv/bin/pip install --disable-pip-version-check -q pip-audit && \
 	$$tmp/venv/bin/pip-audit --disable-pip --no-deps -r $$tmp/lock.txt
 
+##@ Train (settings in CONFIG)
 server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
 	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)
 
@@ -103,6 +109,7 @@ grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on C
 	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
 	  train_grpo.py --config $(CONFIG) $(ARGS)
 
+##@ Upkeep
 docs: $(READY) ## docs/config.md from the schema
 	$(BIN)/python -m tools.make_config_docs
 

@@ -16,7 +16,15 @@ import sys
 from utils.config.load import ConfigError, exit_with, load_config_or_exit
 from utils.config.plan import print_dry_run
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
-from utils.server.process import answer_loading, begin_as_child, escape_logs, kill_later, listen, set_environment
+from utils.server.process import (
+    answer_loading,
+    begin_as_child,
+    end_now,
+    escape_logs,
+    kill_later,
+    listen,
+    set_environment,
+)
 
 if __name__ == "__mp_main__":  # in a process that vLLM spawned
     begin_as_child()
@@ -55,6 +63,7 @@ def main() -> None:
     set_environment(launch.device, launch.settings.cpu_kv_cache_gib, launch.world_size)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(launch, server_socket, token))
+    end_now()
 
 
 async def serve(launch: Launch, server_socket: socket.socket, token: str | None) -> None:

@@ -10,26 +10,26 @@ more likely, one that scored worse less likely. How to run it: docs/runbook_grpo
 """
 
 import logging
+import math
 import os
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from utils.config.load import Config, exit_with, problem
+from utils.config.rlhf import setting_at
+from utils.credit import credit_of
 from utils.data.encoding import EncodedPrompt
 from utils.data.samples import Sample
+from utils.detection_rewards import OF_OBJECTS
 from utils.grpo import (
     Answer,
     Group,
     WeightedAnswers,
     choose_rows,
-    groups_from_state,
-    groups_to_state,
     has_signal,
     policy_row,
     weight_answers,
@@ -38,8 +38,9 @@ from utils.learner.learner import StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyRow, policy_segment
-from utils.rewards import REWARDS, Completion, RewardFunction, data_problems, load_rewards, score
+from utils.rewards import REWARDS, Completion, RewardFunction, load_rewards, score
 from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
+from utils.run.grpo_steps import MicroStep, Prompts, ResponseGroup, Responses
 from utils.run.program import run_program
 from utils.run.records import dump_answers, reward_metrics, step_metrics
 from utils.run.session import Session
@@ -61,7 +62,7 @@ def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[st
         accepted_changes,
         metric="reward",
         needs_coordinates=any(REWARDS.get(name) and name.startswith("detection_") for name in rewards),
-        problems_of=partial(data_problems, list(rewards)),
+        rewards=list(rewards),
     )
     run = Grpo(session, rewards)
     session.resume(run)
@@ -70,10 +71,15 @@ def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[st
 
 def rewards_of(cfg: Config) -> dict[str, RewardFunction]:
     """Load the reward functions of the config; exit status 2 where one cannot be loaded."""
+    is_main = os.environ.get("RANK", "0") == "0"
     try:
-        return load_rewards(cfg.rlhf.reward_funcs, cfg.rlhf.reward_files)
+        rewards = load_rewards(cfg.rlhf.reward_funcs, cfg.rlhf.reward_files)
     except ValueError as error:
-        exit_with(problem(cfg, "rlhf.reward_funcs", str(error)), is_main=os.environ.get("RANK", "0") == "0")
+        exit_with(problem(cfg, "rlhf.reward_funcs", str(error)), is_main)
+    if cfg.rlhf.advantage == "object" and not any(function in OF_OBJECTS for function in rewards.values()):
+        rule = "object needs a reward of objects among rlhf.reward_funcs, such as detection_f1; add one, or set answer"
+        exit_with(problem(cfg, "rlhf.advantage", rule), is_main)
+    return rewards
 
 
 def train(run: "Grpo") -> None:
@@ -89,61 +95,13 @@ def train(run: "Grpo") -> None:
             # Weights current; then, in threads, the methods of `Grpo` in order: draw, generate, judge.
             micro_steps = session.prepare(step)
             run.data_position = max((made.data_position for made in micro_steps), key=lambda at: at["position"])
-            weighted = run.weight(micro_steps)
+            weighted = run.weight(micro_steps, step)
             with session.timed("train"):
                 batches = run.pack(weighted)
                 result = run.learn(batches, weighted, step)
         session.steps_done = step + 1
         session.end_step(run, log_step(run, step + 1, result, weighted, micro_steps))
     session.finish()
-
-
-@dataclass
-class Prompts:
-    """A micro-step's samples, followed by those drawn to replace prompts without a signal.
-
-    Attributes:
-        data_position: after all of them were drawn; None while replacements may still be drawn.
-    """
-
-    samples: list[Sample]
-    data_position: dict[str, Any] | None = None
-
-
-@dataclass
-class ResponseGroup:
-    """A prompt, its responses, and their scored answers once `Grpo.score_group` was called."""
-
-    sample: Sample
-    prompt: EncodedPrompt
-    results: list[RolloutResult]
-    answers: Group | None = None
-
-
-@dataclass
-class Responses:
-    """Response groups of one micro-step."""
-
-    groups: list[ResponseGroup]
-    num_drawn: int  # prompts
-    data_position: dict[str, Any]  # after they were drawn
-
-
-@dataclass
-class MicroStep:
-    """Scored answers of one micro-step; the rest as in `Responses`."""
-
-    groups: list[Group]
-    num_drawn: int
-    data_position: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types and tensors."""
-        return vars(self) | {"groups": groups_to_state(self.groups)}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "MicroStep":
-        return cls(**state | {"groups": groups_from_state(state["groups"])})
 
 
 class Grpo:
@@ -153,21 +111,23 @@ class Grpo:
     `weight`, `pack` and `learn` run in the main thread.
 
     Attributes:
-        reward_weights: float64 [F].
         data_position: after the last trained step; a resumed run draws again from there.
     """
 
     encode = None  # `generate` may draw replacements
 
     def __init__(self, session: Session, rewards: dict[str, RewardFunction]) -> None:
-        weights = session.cfg.rlhf.reward_weights
         self.session = session
         self.rewards = rewards
-        self.reward_weights = np.ones(len(rewards)) if weights is None else np.array(weights)
         self.data_position = session.data.stream.state_dict()
         self._scoring = threading.Lock()  # one reward function at a time
         self._redraw: deque[int] = deque()  # numbers of prompts that a checkpoint's prepared micro-steps had drawn
         session.prefetch(self, draws_more=session.cfg.rlhf.dynamic_sample)
+
+    def reward_weights(self, step: float) -> np.ndarray:
+        """The weight of each reward in optimizer step `step`, float64 `[F]`."""
+        weights = self.session.cfg.rlhf.reward_weights or [1.0] * len(self.rewards)
+        return np.array([setting_at(weight, step) for weight in weights])
 
     # A micro-step
 
@@ -185,8 +145,8 @@ class Grpo:
         num_used = training.per_device_train_batch_size
         groups = self.generate_groups(prompts.samples[:num_used], step, micro_step_idx)
         for turn in range(1, cfg.max_resample_times + 1) if cfg.dynamic_sample else ():
-            answers = [self.score_group(group) for group in groups]
-            no_signal = np.flatnonzero(~has_signal(answers, self.reward_weights)).tolist()
+            answers = [self.score_group(group, step) for group in groups]
+            no_signal = np.flatnonzero(~has_signal(answers, self.reward_weights(step))).tolist()
             # Each rank uses servers by itself; other engines work on all ranks together.
             is_needed = [bool(no_signal)] if self.session.policy.client else self.session.ranks.gather(bool(no_signal))
             if not any(is_needed):
@@ -206,7 +166,8 @@ class Grpo:
 
     def judge(self, responses: Responses, step: int) -> MicroStep:
         """Score responses; a slow reward function holds up no request in this thread."""
-        return MicroStep(list(map(self.score_group, responses.groups)), responses.num_drawn, responses.data_position)
+        groups = [self.score_group(group, step) for group in responses.groups]
+        return MicroStep(groups, responses.num_drawn, responses.data_position)
 
     def lag(self, micro_step: MicroStep, step: int) -> int:
         """Age in optimizer steps of the oldest weights in a micro-step that `step` would train."""
@@ -228,14 +189,14 @@ class Grpo:
             for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
         ]
 
-    def score_group(self, group: ResponseGroup) -> Group:
-        """Score the responses to one prompt, once however often this is called."""
+    def score_group(self, group: ResponseGroup, step: int) -> Group:
+        """Score the responses to one prompt for `step`, once however often this is called."""
         if group.answers is None:
             with self._scoring, self.session.timed("prepare"):
-                group.answers = [self.make_answer(group.sample, group.prompt, result) for result in group.results]
+                group.answers = [self.make_answer(group.sample, group.prompt, result, step) for result in group.results]
         return group.answers
 
-    def make_answer(self, sample: Sample, prompt: EncodedPrompt, result: RolloutResult) -> Answer:
+    def make_answer(self, sample: Sample, prompt: EncodedPrompt, result: RolloutResult, step: int) -> Answer:
         """Score one response and write it as a training sequence.
 
         Raises:
@@ -256,28 +217,38 @@ class Grpo:
         is_failed, is_truncated = result.error is not None, result.finish_reason == "length"
         # In a row the learner would take a sampled image placeholder for a place where an image's features go.
         is_unusable = is_failed or self.session.data.processor.image_token_id in result.response_token_ids
+        rewards, credit = self.score(sample, result, step), None
+        if cfg.rlhf.advantage == "object" and not is_unusable:
+            credit = credit_of(self.completion(result, step), sample, self.rewards, rewards, len(segment.text_index))
         return Answer(
             segment if is_unusable else self.session.place(segment),
             result.text,
-            self.score(sample, result),
+            rewards,
             [*(result.logprobs or []), *stop_logprobs],
             is_valid=not is_unusable and not (is_truncated and cfg.rlhf.overlong_filter),
             is_truncated=is_truncated,
             is_failed=is_failed,
+            credit=credit,
         )
 
-    def score(self, sample: Sample, result: RolloutResult) -> np.ndarray:
+    def completion(self, result: RolloutResult, step: float) -> Completion:
+        """A response as reward functions get it in optimizer step `step`."""
+        rlhf, table = self.session.cfg.rlhf, self.session.data.table
+        iou = setting_at(rlhf.reward_iou, step)
+        return Completion(result.text, result.response_token_ids, table, iou, rlhf.max_new_tokens)
+
+    def score(self, sample: Sample, result: RolloutResult, step: float) -> np.ndarray:
         """Every reward function's value, float64 `[F]`; 0 for a failed request."""
         if result.error is not None:
             return np.zeros(len(self.rewards))
-        return score(Completion(result.text, result.response_token_ids, self.session.data.table), sample, self.rewards)
+        return score(self.completion(result, step), sample, self.rewards)
 
     # The update
 
-    def weight(self, micro_steps: Sequence[MicroStep]) -> WeightedAnswers:
+    def weight(self, micro_steps: Sequence[MicroStep], step: int) -> WeightedAnswers:
         """Compare the answers with their groups."""
         groups = [group for micro_step in micro_steps for group in micro_step.groups]
-        return weight_answers(groups, self.reward_weights, self.session.cfg.rlhf, self.session.ranks)
+        return weight_answers(groups, self.reward_weights(step), self.session.cfg.rlhf, self.session.ranks)
 
     def pack(self, weighted: WeightedAnswers) -> list[PolicyRow]:
         """Lay the answers out in rows, equally many on all ranks."""
@@ -308,7 +279,7 @@ class Grpo:
     # Evaluation and checkpoints
 
     def evaluate(self, step: int) -> None:
-        """Average rewards of greedy responses to the validation samples."""
+        """Average rewards of greedy responses to the validation samples, with the settings of the last step."""
         records = self.session.score_validation(step, self.evaluation_record)
         sums: Counter[str] = Counter()
         for record in records:
@@ -321,13 +292,13 @@ class Grpo:
 
     def evaluation_record(self, sample: Sample, result: RolloutResult) -> dict[str, Any]:
         """A validation response as it is kept on disk."""
-        rewards = self.score(sample, result)
+        rewards = self.score(sample, result, math.inf)
         return {
             "id": sample.id,
             "images": sample.images,
             "text": result.text,
             "finish_reason": result.finish_reason,
-            "reward": float(rewards @ self.reward_weights),
+            "reward": float(rewards @ self.reward_weights(math.inf)),
             "rewards": dict(zip(self.rewards, rewards.tolist(), strict=True)),
         }
 
@@ -370,16 +341,16 @@ def log_step(
         failed=len(weighted.answers) - len(answers),
         left_out=sum(not answer.is_valid for answer in weighted.answers),
         replaced=sum(micro_step.num_drawn for micro_step in micro_steps) - num_groups,
-        advantages=weighted.advantages,
+        advantages=np.array([np.abs(own).mean() if len(own) else 0.0 for own in weighted.advantages]),
         has_signal=weighted.has_signal,
         lags=policy_lags(policy_versions(micro_steps), step - 1),
     )
-    metrics = reward_metrics(list(run.rewards), run.reward_weights, np.concatenate(ranks["rewards"]))
+    metrics = reward_metrics(list(run.rewards), run.reward_weights(step - 1), np.concatenate(ranks["rewards"]))
     metrics |= step_metrics(result, ranks)
     truncated_rate = float(np.mean(sum(ranks["truncated"], []) or [0]))
     signal_share = float(np.concatenate(ranks["has_signal"]).mean())
     metrics |= {
-        "advantage/abs_mean": float(np.abs(np.concatenate(ranks["advantages"])).mean()),
+        "advantage/abs_mean": float(np.concatenate(ranks["advantages"]).mean()),
         "advantage/signal_share": signal_share,
         **{f"loss/{name}": result.losses[name] for name in ("total", "policy")},
         **{f"policy/{name}": value for name, value in result.losses.items() if name not in ("total", "policy")},

@@ -265,8 +265,7 @@ def make_segment(
         prompt.prompt_token_ids,
         target,
         table,
-        prompt.pixel_values,
-        prompt.image_grid_thw,
+        prompt.vision,
         policy_version=None if response is None else response.weight_version,
     )
 

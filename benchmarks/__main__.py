@@ -13,7 +13,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported; engine and learner share the cores
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-TOPICS = ("cpu_work", "learner", "sync", "overlap")
+TOPICS = ("cpu_work", "data", "learner", "sync", "overlap")
 RESULTS = Path(__file__).parent / "results.json"
 
 

@@ -76,7 +76,8 @@ def segment_of(ids: list[int], gt: list[Object], table: TokenTable) -> Segment:
     parsed = parse_answer(ids, table)
     pairs = match(iou_matrix(parsed.pred_objects, gt), THRESHOLD)
     target = build_target(parsed, gt, pairs, table, TargetOptions())
-    return make_segment("sample", PROMPT, target, table, torch.zeros(4, 8), torch.tensor([[1, 2, 2]]))
+    image = {"pixel_values": torch.zeros(4, 8), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    return make_segment("sample", PROMPT, target, table, image)
 
 
 def text_positions(input_ids: torch.Tensor, _: Any) -> torch.Tensor:

@@ -100,7 +100,8 @@ def long_segment(num_tokens: int, table: TokenTable, seed: int) -> Segment:
     ids, gt = make_answer(table, max(2, num_tokens // TOKENS_PER_OBJECT), "bbox_2d", seed)
     parsed = parse_answer(ids, table)
     target = build_target(parsed, gt, match(iou_matrix(parsed.pred_objects, gt), 0.5), table, TargetOptions())
-    return make_segment(str(seed), PROMPT, target, table, torch.zeros(4, 8), torch.tensor([[1, 2, 2]]))
+    image = {"pixel_values": torch.zeros(4, 8), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    return make_segment(str(seed), PROMPT, target, table, image)
 
 
 def peak_bytes(function: Callable[[], object]) -> float:

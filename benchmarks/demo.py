@@ -11,10 +11,10 @@ import torch
 from tools.make_demo import build_start_model, make_dataset
 from utils.config.load import load_config
 from utils.config.schema import Losses, Training
-from utils.data.encoding import EncodedPrompt, encode_prompt, load_processor
+from utils.data.encoding import EncodedPrompt, dummy_segment, encode_prompt, load_processor
 from utils.data.samples import load_samples
 from utils.geometry import Object, iou_matrix
-from utils.learner.model import RowModel, apply_tuner, dummy_segment, load_model, param_groups, position_ids_for
+from utils.learner.model import RowModel, apply_tuner, load_model, param_groups, position_ids_for
 from utils.learner.objectives import MatchingObjective
 from utils.losses import num_chunks_for
 from utils.matching import match
@@ -49,7 +49,7 @@ class Demo:
         self.layout: dict[str, Any] = {
             "position_ids_fn": position_ids_for(model),
             "coord_ids": self.table.coord_ids,
-            "dummy": dummy_segment(model),
+            "dummy": dummy_segment(self.processor),
         }
         self.optimizer = torch.optim.AdamW(param_groups(model, Training(output_dir="", learning_rate=1e-4)))
 
@@ -59,9 +59,7 @@ class Demo:
         parsed = parse_answer(self.answers[index], self.table)
         pairs = match(iou_matrix(parsed.pred_objects, sample.objects), self.cfg.rm.matching.iou_threshold)
         target = build_target(parsed, sample.objects, pairs, self.table, TargetOptions())
-        return make_segment(
-            sample.id, prompt.prompt_token_ids, target, self.table, prompt.pixel_values, prompt.image_grid_thw
-        )
+        return make_segment(sample.id, prompt.prompt_token_ids, target, self.table, prompt.vision)
 
     def packed(self, segments: Sequence[Segment]) -> Batch:
         return collate_packed(segments, **self.layout)

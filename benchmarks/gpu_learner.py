@@ -30,10 +30,11 @@ from tools.plan import write_constants
 from utils.config.memory import known_config
 from utils.config.schema import Losses
 from utils.learner import attention
-from utils.learner.model import RowModel, dummy_segment, position_ids_for
+from utils.learner.model import RowModel, position_ids_for
 from utils.learner.objectives import MatchingObjective
 from utils.losses import loss_sums, num_chunks_for, total_loss
 from utils.packing import Batch, collate_packed, collate_padded, denominators
+from utils.policy_loss import policy_segment
 from utils.sync.merged_weights import MergedWeights
 from utils.targets import Segment
 
@@ -95,7 +96,7 @@ def measure(size: Size, device: torch.device, rounds: int) -> dict[str, float | 
     layout = {
         "position_ids_fn": position_ids_for(model),
         "coord_ids": np.arange(FIRST_COORD, FIRST_COORD + 1000),
-        "dummy": dummy_segment(model),
+        "dummy": smallest_image(model),
     }
     rows = carried_rows(segments, size.cap)
     used = [segment for row in rows for segment in row]
@@ -133,6 +134,14 @@ def make_model(size: Size, device: torch.device) -> Qwen3VLForConditionalGenerat
     finally:
         torch.set_default_dtype(default)
     return model.train()
+
+
+def smallest_image(model: Qwen3VLForConditionalGeneration) -> Segment:
+    """A segment of one image token, without labels."""
+    vision = model.config.vision_config
+    merge, patch_dim = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    image = {"pixel_values": torch.zeros(merge**2, patch_dim), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+    return policy_segment("", [model.config.image_token_id], [], image)
 
 
 def make_segments(size: Size) -> list[Segment]:

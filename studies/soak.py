@@ -8,6 +8,9 @@ After it, the soak fails if the memory of front, engines or learner (proportiona
 64 MB, if file descriptors accumulate, or if steps become slower; and if the server does not have the learner's weights
 at the end. All figures go to FOLDER/soak.json. Checkpoints are written throughout: page cache is not counted, mapped
 files are.
+
+Beside the run a hostile client (studies/hostile_client.py; `--no-hostile` leaves it out) sends what server and learner
+must refuse. The soak also fails if an answer breaks their promises, or if `/health/` takes more than a second (p99).
 """
 
 import argparse
@@ -18,7 +21,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ import requests
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from studies.hostile_client import judge
 from tools import demo
 from tools.demo import ENVIRONMENT, free_ports
 from tools.launch import process_tree, ranks_of
@@ -45,31 +50,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0, help="length of the run")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="emptied first")
+    parser.add_argument("--no-hostile", action="store_true", help="leave out the hostile client")
     args = parser.parse_args()
     demo.exit_on_sigterm()
-    problems, figures = soak(args.folder, args.minutes)
+    problems, figures = soak(args.folder, args.minutes, with_hostile=not args.no_hostile)
     (args.folder / "soak.json").write_text(json.dumps({"problems": problems, **figures}, indent=2) + "\n")
     for name, values in figures["judged"].items():
         print(f"{name}: {values['before']:.4g} -> {values['after']:.4g}")
+    if figures["hostile"]:
+        print(f"hostile client: /health/ {figures['hostile']['health']}")
     print(*(problems or ["no leak, no slowdown"]), sep="\n")
     sys.exit(1 if problems else 0)
 
 
-def soak(folder: Path, minutes: float) -> tuple[list[str], dict[str, Any]]:
+def soak(folder: Path, minutes: float, with_hostile: bool) -> tuple[list[str], dict[str, Any]]:
     """Run the whole soak; return the problems and all figures."""
     shutil.rmtree(folder, ignore_errors=True)
     config = prepare(folder)
-    url = yaml.safe_load(config.read_text())["custom"]["extra"]["rollout_matching"]["vllm"]["server"]["base_url"]
+    connection = yaml.safe_load(config.read_text())["custom"]["extra"]["rollout_matching"]["vllm"]["server"]
+    url, (port,) = connection["base_url"], free_ports(1)
+    hostile = ["--url", url, "--rendezvous-port", str(port), "--group-port", str(connection["group_port"])]
     server = demo.start_server(str(config), ENVIRONMENT, folder / "server.log")
     try:
         demo.wait_healthy(server, url, folder / "server.log")
-        samples = watch(start_learner(config, folder / "learner.log"), server.pid, folder, 60 * minutes)
+        learner = start_learner(config, folder / "learner.log", port)
+        samples = watch(learner, server.pid, folder, 60 * minutes, hostile if with_hostile else None)
         problems = resume_once(config, folder, url)
     finally:
         demo.stop(server)
     steps = EventAccumulator(str(folder / "run"), size_guidance={"scalars": 0}).Reload().Scalars("seconds/step")
     trends, growth = find_growth(samples, [event.value for event in steps])
-    return growth + problems, {"minutes": minutes, "steps": len(steps), "judged": trends, "samples": samples}
+    refusals, more = read_hostile(folder) if with_hostile else ({}, [])
+    figures = {"minutes": minutes, "steps": len(steps), "judged": trends, "hostile": refusals, "samples": samples}
+    return growth + problems + more, figures
 
 
 def prepare(folder: Path) -> Path:
@@ -103,29 +116,27 @@ def prepare(folder: Path) -> Path:
     return path
 
 
-def start_learner(config: Path, log: Path) -> subprocess.Popen:
-    port = free_ports(1)[0]
+def start_learner(config: Path, log: Path, port: int) -> subprocess.Popen:
+    """Start two ranks, which meet at `port`."""
     command = [sys.executable, "-m", "tools.launch", "--num_gpus", "2", "--master_port", str(port)]
     command += ["train_stage2.py", "--config", str(config)]
     with log.open("w") as sink:
         return subprocess.Popen(command, env=ENVIRONMENT, stdout=sink, stderr=subprocess.STDOUT)
 
 
-def watch(learner: subprocess.Popen, server_pid: int, folder: Path, seconds: float) -> list[Sample]:
-    """Sample all processes for `seconds` from the first step on, then stop the learner with SIGTERM."""
-    samples: list[Sample] = []
+def watch(
+    learner: subprocess.Popen, server_pid: int, folder: Path, seconds: float, hostile: Sequence[str] | None
+) -> list[Sample]:
+    """Sample all processes for `seconds` from the first step on, then stop the learner with SIGTERM.
+
+    Args:
+        hostile: where the hostile client finds its ports, as its flags; None leaves it out.
+    """
+    log = folder / "learner.log"
     try:
-        log, deadline = folder / "learner.log", time.monotonic() + 600
-        while "step 1/" not in log.read_text(errors="replace"):
-            check_runs(learner, log)
-            if time.monotonic() > deadline:
-                sys.exit(f"no step within 600 s; see {log}")
-            time.sleep(1.0)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            check_runs(learner, log)
-            samples.append(sample(server_pid, learner.pid))
-            time.sleep(SAMPLE_S)
+        wait_for_a_step(learner, log)
+        with hostile_client(folder, hostile, seconds):  # while a run owns the server: before, a stranger may have it
+            samples = take_samples(learner, log, server_pid, seconds)
         learner.terminate()
         status = learner.wait(timeout=300)
         if status != STOPPED_STATUS:
@@ -133,6 +144,51 @@ def watch(learner: subprocess.Popen, server_pid: int, folder: Path, seconds: flo
     finally:
         kill_tree(learner)
     return samples
+
+
+def wait_for_a_step(learner: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 600
+    while "step 1/" not in log.read_text(errors="replace"):
+        check_runs(learner, log)
+        if time.monotonic() > deadline:
+            sys.exit(f"no step within 600 s; see {log}")
+        time.sleep(1.0)
+
+
+def take_samples(learner: subprocess.Popen, log: Path, server_pid: int, seconds: float) -> list[Sample]:
+    samples: list[Sample] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        check_runs(learner, log)
+        samples.append(sample(server_pid, learner.pid))
+        time.sleep(SAMPLE_S)
+    return samples
+
+
+@contextmanager
+def hostile_client(folder: Path, flags: Sequence[str] | None, seconds: float) -> Iterator[None]:
+    """Run the hostile client meanwhile; it writes `hostile.json` when it is ended. None for `flags`: do nothing."""
+    if flags is None:
+        yield
+        return
+    command = [sys.executable, "-m", "studies.hostile_client", *flags, "--seconds", str(seconds + 60)]
+    with (folder / "hostile.log").open("w") as sink:
+        client = subprocess.Popen(
+            [*command, "--counts", str(folder / "hostile.json")], env=ENVIRONMENT, stdout=sink, stderr=sink
+        )
+    try:
+        yield
+    finally:
+        demo.stop(client)
+
+
+def read_hostile(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the hostile client's figures and what is wrong with them."""
+    counts = folder / "hostile.json"
+    if not counts.exists():
+        return {}, [f"the hostile client ended without its counts; see {folder / 'hostile.log'}"]
+    figures = json.loads(counts.read_text())
+    return figures, judge(figures)
 
 
 def kill_tree(learner: subprocess.Popen) -> None:
@@ -204,7 +260,7 @@ def resume_once(config: Path, folder: Path, url: str) -> list[str]:
     content["training"]["max_steps"] = done + 1
     last = config.with_name("last.yaml")
     last.write_text(yaml.safe_dump(content))
-    learner = start_learner(last, folder / "last.log")
+    learner = start_learner(last, folder / "last.log", free_ports(1)[0])
     try:
         status = learner.wait(timeout=600)
     finally:

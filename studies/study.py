@@ -45,6 +45,7 @@ from studies.study_report import (
 )
 from tools import demo, make_demo
 from tools.demo import ENVIRONMENT
+from tools.report_answers import objects_of
 from tools.warmup_sft import Parts, WarmupConfig, load_parts, load_warmup_config, save, train
 from utils.config.load import resolve_yaml
 from utils.data.encoding import encode_prompt
@@ -286,7 +287,7 @@ def read_scores(path: Path) -> dict[str, float]:
     """Scores of one evaluation (`eval/step_N.json`), with figures counted from its answers (`eval/step_N.jsonl`)."""
     kept = ("f1", "f1_no_label", "recall", "precision", "parse_rate", "truncated_rate")
     result = {key: json.loads(path.read_text())[key] for key in kept}
-    answers = [demo.to_objects(json.loads(line)["pred"]) for line in path.with_suffix(".jsonl").open()]
+    answers = [objects_of(json.loads(line)["pred"]) for line in path.with_suffix(".jsonl").open()]
     result["objects"] = statistics.fmean(map(len, answers))
     result["duplicates"] = statistics.fmean(count_duplicates(objects, DUPLICATE_IOU) for objects in answers)
     return {key: round(value, 5) for key, value in result.items()}
@@ -412,7 +413,7 @@ def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int =
     """Score the model's greedy responses, generated in one call of transformers' `generate`."""
     model, tokenizer = parts.model.eval(), parts.processor.tokenizer
     prompts = [encode_prompt(sample, parts.processor) for sample in samples]
-    rows = [(prompt.prompt_token_ids, prompt.pixel_values, prompt.image_grid_thw) for prompt in prompts]
+    rows = [(prompt.prompt_token_ids, prompt.vision) for prompt in prompts]
     stop = stop_token_ids(model, tokenizer)
     inputs = left_pad(rows, model.config.image_token_id)
     with torch.no_grad():

@@ -1,97 +1,78 @@
-"""ms-swift's published forms for `/infer/`, as its client posts them (`asdict`) and reads them (`model_validate`).
+"""ms-swift's own forms of `/infer/` and its own client, out of the published package of `VERSION`.
 
-Source: swift/infer_engine/protocol.py and swift/rlhf_trainers/vllm_client.py of modelscope/ms-swift (main, 2026): only
-the fields with their types and defaults, none of the code.
+The package is installed without its dependencies, once, into a folder of its own in the environment. Only the two
+modules with the forms and the client are loaded; what they import from the rest of ms-swift and do not need here is
+replaced.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import importlib
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
 
-from pydantic import BaseModel, ConfigDict
+import pytest
 
-
-@dataclass
-class RolloutInferRequest:
-    messages: list[dict[str, Any]]
-    images: list[str] = field(default_factory=list)
-    audios: list[str] = field(default_factory=list)
-    videos: list[str] = field(default_factory=list)
-    tools: list[dict] | None = None
-    objects: dict[str, Any] = field(default_factory=dict)
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    data_dict: dict = field(default_factory=dict)
-    uuid: str | None = None
+VERSION = "4.6.0"
+FOLDER = Path(sys.prefix) / "opt" / f"ms_swift-{VERSION}"
 
 
-@dataclass
-class RequestConfig:
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    num_beams: int = 1
-    stop: list[str] | None = field(default_factory=list)
-    seed: int | None = None
-    stream: bool = False
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    length_penalty: float = 1.0
-    return_details: bool = False
-    structured_outputs_regex: str | None = None
+@cache
+def load() -> SimpleNamespace:
+    """Return modules `protocol` and `vllm_client` of ms-swift; skip the test if the package cannot be had."""
+    if not FOLDER.exists():
+        partial = FOLDER.with_suffix(".partial")
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--upgrade"]
+        run = subprocess.run([*pip, "--target", partial, f"ms-swift=={VERSION}"], capture_output=True, text=True)
+        if run.returncode:
+            pytest.skip(f"ms-swift {VERSION} cannot be installed: {run.stderr[-500:]}")
+        partial.rename(FOLDER)
+    optional = ("trl", "vllm", "vllm_ascend", "vllm_kunlun", "vllm_metax")
+    absent = {f"is_{name}_available": lambda: False for name in optional}
+    with patch.dict(sys.modules):
+        _replace("swift", FOLDER / "swift")
+        _replace("swift.template", Messages=list[dict[str, Any]], Tool=dict)
+        _replace("swift.utils", **absent, SafeMediaPath=None, remove_response=None, synchronize=None)
+        sys.modules["swift.utils"].get_torch_device = MagicMock()
+        _replace("swift.metrics", Metric=dict)
+        engine = _replace("swift.infer_engine", FOLDER / "swift" / "infer_engine", AdapterRequest=dict)
+        _replace("swift.rlhf_trainers", FOLDER / "swift" / "rlhf_trainers")
+        addresses = ("format_host_for_url", "is_valid_ipv6_address", "resolve_hostname")
+        others = ("broadcast_tensor_for_vllm_weight_sync", "peft_config_to_dict")
+        _replace("swift.rlhf_trainers.utils", **dict.fromkeys(addresses + others, lambda host: host))
+        protocol = importlib.import_module("swift.infer_engine.protocol")
+        engine.RequestConfig = protocol.RequestConfig
+        client = importlib.import_module("swift.rlhf_trainers.vllm_client")
+    client.is_vllm_available = lambda: True  # only what receives weights needs it, and that is not used here
+    return SimpleNamespace(protocol=protocol, client=client)
 
 
-class Form(BaseModel):
-    """A strict model: ms-swift's own models ignore unknown fields and convert values; here both are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class ChatMessage(Form):
-    role: Literal["system", "user", "assistant"]
-    content: str | list[dict[str, Any]] | int | float | list[float]
-    tool_calls: list[dict] | None = None
-    reasoning_content: str | None = None
+def _replace(name: str, folder: Path | None = None, **attributes: Any) -> Any:
+    module = sys.modules[name] = ModuleType(name)
+    module.__path__ = [str(folder)] if folder else []
+    vars(module).update(attributes)
+    return module
 
 
-class Choice(Form):
-    index: int
-    message: ChatMessage
-    finish_reason: Literal["stop", "length"] | None
-    logprobs: dict[str, list[dict[str, Any]]] | None = None
-    token_ids: list[int] | None = None
-    routed_experts: Any = None
+def read_answer(answer: dict[str, Any]) -> Any:
+    """Return an answer as their `RolloutOutput`. Fails where it ignored a field or converted a value."""
+    output = load().protocol.RolloutOutput.model_validate(answer)
+    assert_kept(answer, output.model_dump(mode="json"))
+    return output
 
 
-class UsageInfo(Form):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class ChatCompletionResponse(Form):
-    model: str
-    choices: list[Choice]
-    usage: UsageInfo
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list | None = None
-    images_size: list[tuple[int, int]] | None = None
-
-
-class RolloutOutput(Form):
-    response: ChatCompletionResponse
-    messages: list[dict[str, Any]] | None = None
-    response_token_ids: list[list[int]] = []
-    response_loss_mask: list[list[int]] = []
-    rollout_infos: dict[str, Any] = {}
-    rollout_logprobs: list[list[float]] = []
-    prompt_logprobs: list | None = None
+def assert_kept(sent: Any, read: Any) -> None:
+    """Everything that was sent is in what was read, with the same value and type."""
+    if isinstance(sent, dict):
+        assert sent.keys() <= read.keys(), f"unknown to ms-swift: {sent.keys() - read.keys()}"
+        for key, value in sent.items():
+            assert_kept(value, read[key])
+    elif isinstance(sent, list):
+        assert len(sent) == len(read)
+        for one, other in zip(sent, read, strict=True):
+            assert_kept(one, other)
+    else:
+        assert (type(sent), sent) == (type(read), read)

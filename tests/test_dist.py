@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,10 @@ import pytest
 import torch
 from torch.utils.file_baton import FileBaton
 
+from utils import dist
 from utils.dist import DistributedError, Ranks, check_master_address, remove_dead_locks
+
+TIMEOUT_S = 12
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def seen(tmp_path_factory) -> list[dict]:
 
 
 def main(folder: str) -> None:
-    ranks = Ranks(timeout_s=30)
+    ranks = Ranks(TIMEOUT_S)
     ranks.open()
     seen: dict = {"values": ranks.gather_or_raise(ranks.rank * 10, "counting")}
 
@@ -48,6 +53,22 @@ def main(folder: str) -> None:
     except DistributedError as failure:
         seen["failure"] = str(failure)
     seen["after"] = ranks.gather(ranks.rank)  # still in step
+    dist.ALIVE_S = 0.5
+
+    def long_work(alive: Callable[[], None]) -> list[int]:
+        """Takes longer than ranks wait for each other."""
+        until = time.monotonic() + TIMEOUT_S + 2
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            alive()
+        return [ranks.rank, 7]
+
+    seen["work"] = ranks.on_main(long_work)
+    try:
+        ranks.on_main(lambda alive: [][0])
+    except DistributedError as failure:
+        seen["failed_work"] = str(failure)
+    seen["after_work"] = ranks.gather(ranks.rank)
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
     ranks.close()
 
@@ -61,6 +82,13 @@ def test_a_rank_that_fails_on_its_way_to_an_agreement_is_not_waited_for_SYN_3(se
     assert all("rank 0: ValueError: no such image" in rank["failure"] for rank in seen)
     assert all("failed on 1 of 2 ranks" in rank["failure"] for rank in seen)
     assert [rank["after"] for rank in seen] == [[0, 1], [0, 1]]
+
+
+def test_ranks_wait_for_the_work_of_rank_0_as_long_as_it_is_alive_DAT_6(seen):
+    """DAT-6: longer than for each other; result and error reach all of them, and their collectives still match."""
+    assert [rank["work"] for rank in seen] == [[0, 7]] * 2
+    assert all("rank 0: IndexError: list index out of range" in rank["failed_work"] for rank in seen)
+    assert [rank["after_work"] for rank in seen] == [[0, 1], [0, 1]]
 
 
 def test_the_device_is_deepspeeds_whatever_torch_sees(monkeypatch):
@@ -93,9 +121,30 @@ def test_an_address_where_other_nodes_do_not_reach_rank_0_is_refused_LRN_11(monk
         check_master_address("localhost")
 
 
-def opened(folder: Path) -> subprocess.CompletedProcess[str]:
+def test_a_message_that_is_too_large_is_refused_by_rank_before_it_is_read_LRN_11(monkeypatch):
+    """LRN-11: 1 GiB; a stranger's number must not take all memory."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks, gathered = Ranks(), []
+
+    def all_gather(parts, own, group):
+        gathered.append(own)
+        parts[0].copy_(own)
+        parts[1].fill_((1 << 30) + 1)
+
+    monkeypatch.setattr("utils.dist.dist.all_gather", all_gather)
+    with pytest.raises(DistributedError, match=f"rank 1 of this run announces .* 0 to {1 << 30} bytes"):
+        ranks.gather("x")
+    assert len(gathered) == 1
+
+
+def test_an_interface_of_your_own_overrides_loopback_LRN_11(tmp_path):
+    """LRN-11: Gloo looks for the one that GLOO_SOCKET_IFNAME names."""
+    assert "own-interface" in opened(tmp_path, GLOO_SOCKET_IFNAME="own-interface").stderr
+
+
+def opened(folder: Path, **given: str) -> subprocess.CompletedProcess[str]:
     """A rank alone that opens its groups, with DeepSpeed's operator in `folder`."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder), **given}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     program = "from utils.dist import Ranks; ranks = Ranks(timeout_s=30); ranks.open(); ranks.close(); print('open')"
     return subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, capture_output=True, text=True)

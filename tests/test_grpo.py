@@ -6,7 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.learner.test_model import smallest_image
 from utils.config.schema import Rlhf
+from utils.credit import Credit
 from utils.grpo import (
     EPSILON,
     Answer,
@@ -20,7 +22,7 @@ from utils.grpo import (
     std_of,
     weight_answers,
 )
-from utils.learner.model import dummy_segment, load_model, position_ids_for
+from utils.learner.model import load_model, position_ids_for
 from utils.packing import collate_packed
 from utils.policy_loss import policy_segment
 
@@ -125,7 +127,7 @@ def test_rewards_are_weighted_and_compared_within_their_group_GRP_6():
     """GRP-6: 1, 3 and 0.5, 0.5 with weights 1 and 2: totals 3 and 1 in the first group."""
     groups = [[answer([1.0, 1.0]), answer([1.0, 0.0])], [answer([0.5, 0.0]), answer([0.5, 0.0])]]
     weighted = weight_answers(groups, WEIGHTS, RLHF, Alone())
-    assert weighted.advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert [own.tolist() for own in weighted.advantages] == [[1.0] * 3, [-1.0] * 3, [0.0] * 3, [0.0] * 3]
     assert weighted.has_signal.tolist() == [True, False] == has_signal(groups, WEIGHTS).tolist()
     assert weighted.weights == pytest.approx([1 / 3] * 4) and weighted.denominator == 4.0
 
@@ -133,9 +135,10 @@ def test_rewards_are_weighted_and_compared_within_their_group_GRP_6():
 def test_the_std_of_the_batch_is_that_of_all_ranks_GRP_6():
     """GRP-6: rewards 0, 2 here and 4, 6 on the other rank."""
     groups = [[answer([0.0, 0.0]), answer([0.0, 1.0])]]
-    elsewhere = np.array([2.0, 10.0, 52.0])
+    elsewhere = np.array([[2.0, 10.0, 52.0], *np.zeros((3, 3))])
     weighted = weight_answers(groups, WEIGHTS, RLHF.model_copy(update={"scale_rewards": "batch"}), Alone(elsewhere))
-    assert weighted.advantages == pytest.approx(np.array([-1, 1]) / (np.std([0, 2, 4, 6], ddof=1) + 1e-4))
+    expected = np.array([-1, 1]) / (np.std([0, 2, 4, 6], ddof=1) + 1e-4)
+    np.testing.assert_allclose(weighted.advantages, np.tile(expected[:, None], 3))
 
 
 def test_answers_left_out_weigh_nothing_and_take_no_row_GRP_6():
@@ -143,7 +146,7 @@ def test_answers_left_out_weigh_nothing_and_take_no_row_GRP_6():
     failed = Answer(policy_segment("f", [1, 2], []), "", np.zeros(2), [], is_valid=False, is_failed=True)
     group = [answer([0.0, 0.0]), answer([1.0, 0.0]), answer([1.0, 1.0], is_valid=False, is_truncated=True), failed]
     weighted = weight_answers([group], WEIGHTS, RLHF, Alone())
-    assert weighted.advantages.tolist() == [-0.5, 0.5, 0.0, 0.0] and weighted.denominator == 2.0
+    assert [set(own) for own in weighted.advantages] == [{-0.5}, {0.5}, {0.0}, set()] and weighted.denominator == 2.0
     assert choose_rows(weighted, has_penalty=True, cap=100, per_row=8, ranks=Alone()) == [[0, 1]]
 
 
@@ -168,9 +171,13 @@ def test_all_ranks_run_equally_many_rows_PCK_5_PCK_8():
 
 def test_groups_survive_a_checkpoint_LRN_5(tmp_path):
     """LRN-5."""
-    groups = [[answer([1.0, 0.25]), answer([0.0, 0.0], is_valid=False, is_truncated=True)]]
+    credit = Credit(np.array([0, 1]), np.array([[1.0, 0.25], [0.5, 0.5]]), np.array([0, 1, 1]))
+    groups = [[answer([1.0, 0.25], credit=credit), answer([0.0, 0.0], is_valid=False, is_truncated=True)]]
     torch.save(groups_to_state(groups), tmp_path / "state.pt")
     again = groups_from_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert again[0][1].credit is None
+    for name, array in vars(credit).items():
+        np.testing.assert_array_equal(getattr(again[0][0].credit, name), array)
     for old, new in zip(groups[0], again[0], strict=True):
         assert (new.text, new.engine_logprobs, new.is_valid, new.is_truncated) == (
             *(old.text, old.engine_logprobs, old.is_valid, old.is_truncated),
@@ -188,7 +195,7 @@ def test_a_row_knows_its_tokens_in_order_GRP_6(start_model):
     weighted = weight_answers([group], WEIGHTS, RLHF, Alone())
 
     def collate(segments):
-        return collate_packed(segments, position_ids_for(model), np.zeros(0, dtype=np.int64), dummy_segment(model))
+        return collate_packed(segments, position_ids_for(model), np.zeros(0, dtype=np.int64), smallest_image(model))
 
     row = policy_row(weighted, [1, 0], collate).to("cpu")
     assert row.text_label.tolist() == [10, 11, 10, 11, 12]

@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LAYERS = ["", "config", "data", "sync", "learner", "rollout", "server", "run"]  # "": the words of a step, flat
 STEP = {"parsing", "answer_format", "matching", "geometry", "targets", "packing", "losses", "policy_loss", "grpo"}
-FLAT = STEP | {"drafts", "token_table", "scores", "rewards", "capacity", "dist"}
+FLAT = STEP | {"drafts", "token_table", "scores", "rewards", "detection_rewards", "credit", "capacity", "dist"}
+FLAT |= {"families"}
 
 
 def imports(path: Path) -> set[str]:

@@ -71,7 +71,7 @@ def test_every_requirement_is_used():
     text = "\n".join(file.read_text() for file in sources)
     for name in required.keys() - NOT_IMPORTED:
         module = IMPORTED_AS.get(name, name.replace("-", "_"))
-        assert re.search(rf"^\s*(import|from) {module}\b", text, re.MULTILINE), name
+        assert re.search(rf"^\s*(import|from) {module}\b|import_module\(\"{module}\b", text, re.MULTILINE), name
     assert not {"gguf", "matplotlib"} & (pins_of("constraints-cpu.txt") | pins_of("constraints-gpu.txt")).keys()
 
 
@@ -155,3 +155,12 @@ def test_finding_9_audit_says_in_one_line_where_it_can_audit_nothing(tmp_path):
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert run.returncode == 0 and run.stderr == "", run.stderr
         assert run.stdout.startswith(f"nothing audited: {database} gives no") and run.stdout.count("\n") == 1
+
+
+def test_help_lists_every_target_in_a_group():
+    run = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    groups = [block.splitlines() for block in run.stdout.strip().split("\n\n")]
+    assert len(groups) > 4 and all(not lines[0].startswith(" ") and len(lines) > 1 for lines in groups)
+    listed = [line.split()[0] for lines in groups for line in lines[1:]]
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    assert sorted(listed) == sorted(phony)

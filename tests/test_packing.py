@@ -30,6 +30,11 @@ def plain_segment(sample_id: str, length: int) -> Segment:
     return Segment(sample_id=sample_id, input_ids=np.full(length, length), answer_start=length, **NO_LABELS)
 
 
+def picture(num_patches: int, value: float) -> dict[str, torch.Tensor]:
+    grid = torch.tensor([[1, 2, num_patches // 2]])
+    return {"pixel_values": torch.full((num_patches, 3), value), "image_grid_thw": grid}
+
+
 def labelled_segment(sample_id: str, coord: int, num_patches: int | None = 4) -> Segment:
     """Six tokens, answer from 2 on: a coordinate at 3 with target `coord`, the text token 77 at 4 with weight 0.5."""
     image = num_patches is not None
@@ -42,8 +47,7 @@ def labelled_segment(sample_id: str, coord: int, num_patches: int | None = 4) ->
         text_index=np.array([4]),
         text_label=np.array([77]),
         text_weight=np.array([0.5], dtype=np.float32),
-        pixel_values=torch.full((num_patches, 3), float(coord)) if image else None,
-        image_grid_thw=torch.tensor([[1, 2, num_patches // 2]]) if image else None,
+        vision=picture(num_patches, float(coord)) if image else {},
     )
 
 
@@ -52,12 +56,11 @@ DUMMY = Segment(
     input_ids=np.array([1, 2, 3]),
     answer_start=3,
     **NO_LABELS,
-    pixel_values=torch.zeros(4, 3),
-    image_grid_thw=torch.tensor([[1, 2, 2]]),
+    vision=picture(4, 0.0),
 )
 
 
-def counting_positions(input_ids, image_grid_thw):
+def counting_positions(input_ids, vision):
     """Text row 0..L-1; multimodal rows ten times as large, so that a mix-up of rows shows."""
     row = torch.arange(len(input_ids))
     return torch.stack([row, 10 * row, 10 * row, 10 * row])
@@ -212,7 +215,8 @@ def test_buffer_state_survives_a_checkpoint_lrn_5(tmp_path):
     restored.load_state_dict(torch.load(tmp_path / "buffer.pt", weights_only=True))
     assert waiting(restored) == ["c"]
     before, after = buffer.pop_row()[0], restored.pop_row()[0]
-    assert torch.equal(before.pixel_values, after.pixel_values) and np.array_equal(before.input_ids, after.input_ids)
+    assert torch.equal(before.vision["pixel_values"], after.vision["pixel_values"])
+    assert np.array_equal(before.input_ids, after.input_ids)
     assert torch.equal(before.position_ids, after.position_ids)
     assert isinstance(after.coord_index, np.ndarray) and after.coord_target.dtype == np.float32
     assert restored.state_dict()["lengths"] == buffer.state_dict()["lengths"]
@@ -233,8 +237,8 @@ def test_packed_row_moves_everything_with_its_segment_pck_4():
     assert batch.text_weight.tolist() == [0.5, 0.5]
     assert batch.unlabelled_pos.tolist() == [1, 4, 10, 13]  # `p` is a prompt alone
     assert batch.cu_seqlens.tolist() == [0, 6, 9, 15]
-    assert batch.image_grid_thw.tolist() == [[1, 2, 2], [1, 2, 4]]
-    assert batch.pixel_values[:, 0].tolist() == [10.0] * 4 + [20.0] * 8
+    assert batch.vision["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+    assert batch.vision["pixel_values"][:, 0].tolist() == [10.0] * 4 + [20.0] * 8
     assert batch.sample_ids == ["a", "p", "b"]
     assert batch.num_tokens == 15 and batch.num_labels == 4
 
@@ -255,9 +259,9 @@ def test_padded_batch_holds_the_same_labels_pck_6():
 def test_dummy_image_only_where_none_is_pck_8(collate):
     """PCK-8."""
     with_image = collate([labelled_segment("a", 1)], counting_positions, COORD_IDS, DUMMY)
-    assert with_image.image_grid_thw.shape == (1, 3) and with_image.input_ids.numel() == 6
+    assert with_image.vision["image_grid_thw"].shape == (1, 3) and with_image.input_ids.numel() == 6
     without = collate([labelled_segment("a", 1, num_patches=None)], counting_positions, COORD_IDS, DUMMY)
-    assert without.pixel_values.shape == (4, 3) and without.num_tokens == 6 and without.sample_ids == ["a"]
+    assert without.vision["pixel_values"].shape == (4, 3) and without.num_tokens == 6 and without.sample_ids == ["a"]
     assert without.coord_pos.tolist() == [2]
     empty = collate([], counting_positions, COORD_IDS, DUMMY)
     assert empty.input_ids.tolist() == [[1, 2, 3]]
@@ -279,7 +283,7 @@ def test_row_check_names_the_sample_tgt_8(collate, index):
 def test_images_that_do_not_fit_name_the_sample_pck_4():
     """PCK-4."""
 
-    def refuse(input_ids, image_grid_thw):
+    def refuse(input_ids, vision):
         raise ValueError("3 image tokens")
 
     with pytest.raises(ValueError, match="sample a: 3 image tokens"):
@@ -298,5 +302,5 @@ def test_batch_moves_to_a_device():
     batch.start = StartStates(torch.zeros(2, 4), num_chunks=3)
     batch = batch.to("meta")
     assert batch.start.states.is_meta and batch.start.num_chunks == 3 and batch.unlabelled_pos.is_meta
-    assert batch.input_ids.is_meta and batch.attention_mask.is_meta and batch.pixel_values.is_meta
+    assert batch.input_ids.is_meta and batch.attention_mask.is_meta and batch.vision["pixel_values"].is_meta
     assert batch.sample_ids == ["a"] and batch.num_tokens == 6

@@ -310,6 +310,7 @@ MALFORMED = {
         '{"desc": "a", "bbox_2d": [<|coord_3|>, <|coord_2|>, <|coord_1|>, <|coord_4|>]}',
         '{"desc": "a", "bbox_2d": [<|coord_1|>, <|coord_4|>, <|coord_3|>, <|coord_2|>]}',
     ],
+    "escaped_key": [r'{"d\u0065sc": "a", "bbox_2d": BOX}', r'{"desc": "a", "bbox\u005f2d": BOX}'],
     "bad_json": [
         '{"desc": "a" "bbox_2d": BOX}',
         '{"desc": "a", "bbox_2d": BOX,}',
@@ -419,6 +420,25 @@ def test_tgt_2_nested_objects_are_not_objects() -> None:
     for bad in [f'{{"desc": "a", "part": {GOOD}}}', f'{{"desc": "a", "parts": [{GOOD}, {GOOD}]}}']:
         parsed = parse_text(wrap(bad, GOOD))
         assert parsed.pred_objects == [GOOD_OBJECT] and parsed.dropped == {"extra_key": 1}
+
+
+@pytest.mark.parametrize(
+    "list_of", ['[<|coord_5|>, {"a": 1}]', f"[<|coord_5|>, {GOOD}, {GOOD}]", '[[<|coord_5|>, {"a": []}]]']
+)
+def test_tgt_2_an_object_in_a_list_after_a_coordinate_is_not_an_object_if_brackets_are_balanced(list_of: str) -> None:
+    """TGT-2: a balanced reading comes before the one that takes `, {` after a coordinate for the next object."""
+    bad = f'{{"desc": "a", "extra": {list_of}, "bbox_2d": {BOX}}}'
+    for objects, num_good in ([bad, *[GOOD] * 5], 5), ([GOOD, bad], 1), ([GOOD, bad, bad, GOOD], 2):
+        parsed = parse_text(wrap(*objects))
+        assert parsed.pred_objects == [GOOD_OBJECT] * num_good and parsed.closed
+        assert parsed.dropped == {"extra_key": objects.count(bad)}
+
+
+@pytest.mark.parametrize("end", ["", "]", "}", "]}}", '], "x": 1', "]} {", "]}x", "]},"])
+def test_tgt_2_without_balance_an_object_after_a_coordinate_is_the_next_one(end: str) -> None:
+    """TGT-2: nor is a reading balanced that neither another object nor the end of the answer follows."""
+    parsed = parse_text(f'{{"objects": [{{"desc": "a", "bbox_2d": [<|coord_1|>, {GOOD}, {GOOD}{end}')
+    assert parsed.pred_objects == [GOOD_OBJECT] * 2 and parsed.dropped["unclosed"] == 1
 
 
 def test_tgt_2_spelled_coordinates_are_not_coordinate_tokens() -> None:

@@ -333,8 +333,7 @@ def answers_of(model: nn.Module, num: int = 4) -> list:
     raw = [make_segment(model, seed, grids[seed % 4], 5 + 2 * seed) for seed in range(num)]
     split = [(s.input_ids[: s.answer_start], s.input_ids[s.answer_start :]) for s in raw]
     return [
-        policy_segment(s.sample_id, prompt, answer, s.pixel_values, s.image_grid_thw)
-        for s, (prompt, answer) in zip(raw, split, strict=True)
+        policy_segment(s.sample_id, prompt, answer, s.vision) for s, (prompt, answer) in zip(raw, split, strict=True)
     ]
 
 
@@ -368,8 +367,7 @@ def test_packed_rows_train_as_transformers_own_forward_would_grp_6_pck_5(model):
         logits = model(
             input_ids=input_ids,
             mm_token_type_ids=(input_ids == model.config.image_token_id).int(),
-            pixel_values=segment.pixel_values,
-            image_grid_thw=segment.image_grid_thw,
+            **segment.vision,
         ).logits[0]
         log_p = logits.log_softmax(-1)[torch.arange(len(segment)) - 1, input_ids[0]][segment.answer_start :]
         (-advantage[segment.sample_id] * log_p.mean() / len(segments)).backward()

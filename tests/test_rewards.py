@@ -270,6 +270,75 @@ def test_detection_agrees_with_evaluation_grp_5() -> None:
         assert found["detection_f1_no_label"] == theirs["f1_no_label"]
 
 
+def value(name: str, objects: list[Object], gt: list[Object], annotated: Any = None, **state: Any) -> float:
+    text = format_objects(objects)
+    ids = make_tokenizer("qwen").encode(text, add_special_tokens=False)
+    image = replace(sample(gt), annotated=annotated)
+    (found,) = score(Completion(text, ids, make_table("qwen"), **state), image, load_rewards([name]))
+    return float(found)
+
+
+HALF = Object("red car", "bbox_2d", (0, 0, 100, 62))  # IoU with RED: 0.62
+GIANT = Object("red car", "bbox_2d", (0, 0, 990, 990))
+TREE = Object("tree", "bbox_2d", (900, 900, 950, 950))
+
+
+def test_the_threshold_of_a_pair_is_the_completions_grp_9() -> None:
+    """GRP-9: IoU 0.62 is found at 0.5 and at 0.6, not at 0.65; the mean over COCO's ten counts three of them."""
+    for threshold, expected in ((0.5, 1.0), (0.6, 1.0), (0.65, 0.0)):
+        assert value("detection_f1", [HALF], [RED], iou_threshold=threshold) == expected
+        assert value("detection_no_missed", [HALF], [RED], iou_threshold=threshold) == expected
+    assert value("detection_f1_mean", [HALF], [RED]) == pytest.approx(3 / 10)
+    assert value("detection_f1_mean", [HALF, BLUE], [RED, BLUE]) == pytest.approx((3 * 1 + 7 * 1 / 2) / 10)
+    assert value("detection_f1_mean", [], []) == 1 and value("detection_f1_mean", [], [RED]) == 0
+
+
+def test_each_penalty_by_hand_grp_9() -> None:
+    """GRP-9: 1 without any, less by the share of what it counts."""
+    assert value("detection_no_missed", [RED], [RED, BLUE]) == 1 / 2 and value("detection_no_missed", [RED], []) == 1
+    assert value("detection_no_duplicates", [RED, HALF, BLUE, BLUE], [RED, BLUE]) == 1 / 2
+    assert value("detection_no_duplicates", [HALF, RED], [RED]) == 1 / 2  # the worse copy, although it comes first
+    assert value("detection_no_duplicates", [RED, HALF], [RED, HALF]) == 1  # two objects that overlap
+    assert value("detection_no_duplicates", [TREE, TREE, TREE], [RED]) == pytest.approx(1 / 3)  # two repeat a wrong one
+    assert value("detection_no_duplicates", [RED, replace(RED, desc="blue car")], [RED]) == 1  # another label
+    assert value("detection_no_duplicates", [], [RED]) == 1
+    for objects, gt, expected in (([RED, BLUE], [RED], 0), ([RED], [RED, BLUE, TREE], 1 / 3), ([RED], [], 0)):
+        assert value("detection_count", objects, gt) == pytest.approx(expected)
+    assert value("detection_count", [TREE], [RED]) == 1 == value("detection_count", [], [])
+    assert value("detection_no_giant_boxes", [GIANT, RED], [RED]) == 1 / 2
+    assert value("detection_no_giant_boxes", [GIANT, RED], [GIANT]) == 1 == value("detection_no_giant_boxes", [], [RED])
+
+
+@pytest.mark.parametrize("name", ["detection_f1_mean", "detection_no_duplicates", "detection_count"])
+def test_new_rewards_hold_no_label_against_the_model_that_is_not_annotated_TGT_12(name: str) -> None:
+    """TGT-12, GRP-9: trees may well be there, and twice."""
+    assert value(name, [RED, TREE, TREE], [RED], annotated=frozenset({"red car"})) == 1
+    assert value(name, [RED, TREE, TREE], [RED]) < 1
+
+
+def test_length_and_repetition_by_hand_grp_9() -> None:
+    """GRP-9: 100 tokens of 100 are too long, 90 half so, 80 not; of six equal runs of 40 tokens five occur again."""
+    overlong, repetition = load_rewards(["no_overlong"]), load_rewards(["no_repetition"])
+    for length, expected in ((101, 0), (100, 0), (90, 0.5), (80, 1), (3, 1)):
+        assert score(Completion("x", [1] * length, max_new_tokens=100), sample(), overlong)[0] == pytest.approx(
+            expected
+        )
+    assert score(Completion("x", [1] * 100), sample(), overlong)[0] == 1
+    for ids, expected in (([1] * 45, 1 / 6), (list(range(99)), 1), ([1] * 39, 1), ([1] * 40, 1)):
+        assert score(Completion("x", ids), sample(), repetition)[0] == pytest.approx(expected)
+
+
+def test_no_detection_reward_leaves_its_range_grp_9() -> None:
+    """GRP-9, on random scenes; `score` raises beyond [0, 1]."""
+    rng = random.Random(2)
+    names = [name for name in REWARDS if not name.startswith("summary_")]
+    for _ in range(30):
+        objects, gt = ([random_object(rng) for _ in range(rng.randint(0, 5))] for _ in range(2))
+        objects += rng.sample(objects + gt, k=min(2, len(objects + gt)))
+        for name in names:
+            value(name, objects, gt, iou_threshold=rng.choice([0.1, 0.5, 1.0]), max_new_tokens=rng.choice([10, 1000]))
+
+
 def test_an_answer_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr("utils.rewards.parse_answer", lambda ids, table: calls.append(ids) or parse_answer(ids, table))

@@ -141,6 +141,17 @@ def test_while_loading_every_request_gets_503():
         server.close()
 
 
+def test_a_server_that_does_not_end_in_time_is_killed():
+    """SRV-7"""
+    program = "import time; from utils.server import process; process.SHUTDOWN_S = 0.5; process.kill_later()"
+    begun = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", f"{program}; time.sleep(60)"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0 and "engines did not end in time and are killed" in run.stderr
+    assert time.monotonic() - begun < 30
+
+
 def test_dry_run_prints_the_learners_plan_and_starts_nothing(model_dir, tmp_path, capsys):
     """CFG-16: the YAML and the plan are the learner's, word for word; where the server would not start, status 2."""
     import yaml
@@ -301,3 +312,21 @@ def test_the_engine_starts_with_the_defaults_of_vllms_own_api_server(model_dir, 
     monkeypatch.setattr(arg_utils, "current_platform", h100)
     budgets, sequences = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
     assert (budgets[started["usage_context"]], sequences[started["usage_context"]]) == (8192, 1024)
+
+
+def test_SRV_7_the_server_does_not_wait_for_pythons_own_teardown():
+    """SRV-7: it takes many seconds with torch and vLLM on a busy machine, and nothing bounds it."""
+    program = """
+import atexit, sys, time, rollout_server
+async def serve(*_):
+    atexit.register(time.sleep, 60)
+    print("served", end="")
+for name in ("load_config_or_exit", "resolve", "listen", "set_environment"):
+    setattr(rollout_server, name, __import__("unittest.mock").mock.MagicMock())
+rollout_server.describe = rollout_server.problems_of = lambda *_: []
+rollout_server.serve = serve
+sys.argv = ["rollout_server.py", "--config", "x"]
+rollout_server.main()
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (run.returncode, run.stdout) == (0, "[]\nserved"), run.stderr

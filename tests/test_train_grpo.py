@@ -1,6 +1,7 @@
 """GRPO's program in one process: transformers generates, the real learner trains (GRP-1, GRP-6)."""
 
 import json
+import math
 import threading
 import time
 from collections import deque
@@ -16,16 +17,21 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_grpo
+from tests.answers import make_table, make_tokenizer
 from tools.demo_grpo import make_data
 from utils.config.load import load_config
+from utils.credit import OBJECT
 from utils.data.encoding import load_processor
+from utils.data.samples import Sample
 from utils.data.stream import SampleStream
 from utils.dist import Ranks
+from utils.geometry import Object
 from utils.grpo import Answer
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutResult
 from utils.run.prefetch import Prefetcher
 from utils.run.session import Session
+from utils.targets import format_objects
 
 REWARDS = """
 def odd(completion, sample):
@@ -169,7 +175,7 @@ def grpo_of(session, rewards: dict) -> train_grpo.Grpo:
     """A run on a session that is made up."""
     run = object.__new__(train_grpo.Grpo)
     run.session, run.rewards, run._redraw, run._scoring = session, rewards, deque(), threading.Lock()
-    run.reward_weights = np.ones(max(len(rewards), 1))
+    run.reward_weights = lambda step: np.ones(max(len(rewards), 1))
     return run
 
 
@@ -183,8 +189,8 @@ def answer(folder: Path, start_model: Path, result: RolloutResult, **rlhf):
 
     fake = grpo_of(SimpleNamespace(cfg=cfg, data=data, place=place), train_grpo.rewards_of(cfg))
     sample = SimpleNamespace(id="s", source="file:1", extra={})
-    prompt = train_grpo.EncodedPrompt([5, 6], None, None)
-    return fake.make_answer(sample, prompt, result)
+    prompt = train_grpo.EncodedPrompt([5, 6], {})
+    return fake.make_answer(sample, prompt, result, 0)
 
 
 def test_truncated_and_failed_answers_GRP_6_CON_3(folder, start_model):
@@ -209,6 +215,85 @@ def test_an_answer_with_an_image_placeholder_is_left_out_GRP_6(folder, start_mod
     image_id = load_processor(start_model).image_token_id
     drawn = answer(folder, start_model, RolloutResult([7, image_id], [5, 6], "ab", "stop", "r:0", stop_token_id=9))
     assert not drawn.is_valid and not drawn.is_failed and drawn.rewards.any()
+
+
+def detection_run(folder: Path, start_model: Path, **rlhf) -> tuple[train_grpo.Grpo, Sample, RolloutResult]:
+    """A run, a sample, and a response to it with an object of IoU 0.62 and a wrong one."""
+    table = make_table("qwen")
+    objects = [Object("cat", "bbox_2d", (0, 0, 100, 62)), Object("cat", "bbox_2d", (500, 500, 600, 600))]
+    ids = make_tokenizer("qwen").encode(format_objects(objects), add_special_tokens=False)
+    cfg = load_config(config_of(folder, start_model, "detection", reward_weights=None, **rlhf))
+    data = SimpleNamespace(processor=SimpleNamespace(image_token_id=-1), table=table)
+    session = SimpleNamespace(cfg=cfg, data=data, place=lambda segment: segment)
+    run = grpo_of(session, train_grpo.rewards_of(cfg))
+    truth = Sample("s", [], [], 0, 0, [Object("cat", "bbox_2d", (0, 0, 100, 100))], [], "f:1", {})
+    return run, truth, RolloutResult(ids, [5, 6], "", "stop", "r:0", stop_token_id=9)
+
+
+def detection_answer(folder: Path, start_model: Path, step: int, **rlhf) -> Answer:
+    """The response of `detection_run`, judged in a step."""
+    run, truth, result = detection_run(folder, start_model, **rlhf)
+    return run.make_answer(truth, train_grpo.EncodedPrompt([5, 6], {}), result, step)
+
+
+def test_objects_get_credit_where_the_config_says_so_GRP_8(folder, start_model):
+    """GRP-8: decisions of every scored token, the stop token's too; without the setting none."""
+    common = {"reward_funcs": ["detection_f1"], "max_new_tokens": 128}
+    plain = detection_answer(folder, start_model, 0, **common)
+    assert plain.credit is None and plain.rewards == pytest.approx([2 / 3])
+    found = detection_answer(folder, start_model, 0, advantage="object", **common)
+    assert found.credit.rewards[found.credit.kinds == OBJECT, 0] == pytest.approx([2 / 3, 2 / 3 - 1])
+    assert len(found.credit.decisions) == found.num_tokens == len(found.segment.input_ids) - 2
+
+
+def test_thresholds_and_weights_follow_the_step_GRP_9(folder, start_model):
+    """GRP-9: from 0.5 to 0.7 over 100 steps: at 0.62 the pair no longer counts."""
+    ramp = {"reward_iou": {"start": 0.5, "end": 0.7, "steps": 100}, "max_new_tokens": 128}
+    found = [
+        detection_answer(folder, start_model, step, reward_funcs=["detection_f1"], **ramp).rewards[0]
+        for step in (0, 50, 70, 1000)
+    ]
+    assert found == pytest.approx([2 / 3, 2 / 3, 0, 0])
+    for step, earned in ((50, 2 / 3), (70, 0)):
+        answer = detection_answer(folder, start_model, step, reward_funcs=["detection_f1"], advantage="object", **ramp)
+        assert answer.credit.rewards[answer.credit.kinds == OBJECT, 0][0] == pytest.approx(earned)
+    run, truth, result = detection_run(folder, start_model, reward_funcs=["detection_f1"], **ramp)
+    assert run.evaluation_record(truth, result)["rewards"] == {"detection_f1": 0.0}  # with the settings of the end
+    weights = [1.0, {"start": 0.0, "end": 2.0, "steps": 4}]
+    cfg = load_config(config_of(folder, start_model, "ramp", reward_weights=weights))
+    run = object.__new__(train_grpo.Grpo)
+    run.session, run.rewards = SimpleNamespace(cfg=cfg), {"odd": None, "same": None}
+    assert [run.reward_weights(step).tolist() for step in (0, 1, 4, math.inf)] == [[1, 0], [1, 0.5], [1, 2], [1, 2]]
+    run.session.ranks = SimpleNamespace(gather=lambda value: [value])
+    group = [Answer(policy_segment("s", [1], [2]), "", np.array(rewards), []) for rewards in ([0.0, 0.0], [0.0, 1.0])]
+    assert [run.weight([SimpleNamespace(groups=[group])], step).has_signal.tolist() for step in (0, 4)] == [
+        [False],
+        [True],
+    ]
+
+
+def test_a_reward_of_the_length_knows_the_limit_GRP_9(folder, start_model):
+    """GRP-9: the response is longer than `max_new_tokens` less its margin."""
+    common = {"reward_funcs": ["no_overlong"]}
+    assert detection_answer(folder, start_model, 0, max_new_tokens=500, **common).rewards == [1.0]
+    assert detection_answer(folder, start_model, 0, max_new_tokens=10, **common).rewards == [0.0]
+
+
+def test_a_run_weighs_rewards_by_the_step_GRP_9(folder, start_model):
+    """GRP-9: `same` is always 1, so the curve of the reward shows its weight; evaluation takes the last one."""
+    weights = [{"start": 0.0, "end": 0.0, "steps": 1}, {"start": 1.0, "end": 2.0, "steps": 2}]
+    found = curves(run(config_of(folder, start_model, "weighed", reward_weights=weights)))
+    assert found["reward"] == [1.0, 1.5, 2.0] and found["eval/reward"] == [2.0]
+
+
+def test_credit_of_objects_needs_a_reward_of_objects_GRP_8(folder, start_model, capsys):
+    """GRP-8: one message, status 2, before anything is touched."""
+    cfg = load_config(config_of(folder, start_model, "no_objects", advantage="object"))
+    with pytest.raises(SystemExit) as ended:
+        train_grpo.rewards_of(cfg)
+    assert (
+        ended.value.code == 2 and 'rlhf.advantage="object": object needs a reward of objects' in capsys.readouterr().err
+    )
 
 
 def test_an_unknown_reward_ends_the_dry_run_GRP_5(folder, start_model, capsys, monkeypatch):
@@ -346,7 +431,7 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
             stream=SampleStream([[SimpleNamespace(id="s", source="file:1")]], seed=0),
             processor=SimpleNamespace(image_token_id=99),
             table=None,
-            encode=lambda samples: [train_grpo.EncodedPrompt([5], None, None) for _ in samples],
+            encode=lambda samples: [train_grpo.EncodedPrompt([5], {}) for _ in samples],
         )
         policy = SimpleNamespace(client=object(), generate=generate)
         parts = {"cfg": cfg, "data": data, "policy": policy, "place": lambda segment: segment}

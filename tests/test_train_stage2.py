@@ -1,6 +1,7 @@
 """What the learner program itself does: a user's mistakes end it early with one message; answers become segments."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -12,12 +13,15 @@ import pytest
 import yaml
 
 import train_stage2
+from tests.families import build_family
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.data.encoding import encode_prompt
-from utils.data.mistakes import BadLine, report_skipped
+from utils.dist import Ranks
+from utils.families import FAMILIES
 from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
+from utils.run.inputs import check_inputs
 from utils.run.session import Session
 from utils.scores import scores
 from utils.targets import format_objects
@@ -50,6 +54,14 @@ def config_of(folder: Path, model: Path, train: Path, **matching):
     return load_config(path)
 
 
+def load(cfg, is_main: bool = True):
+    """Training and validation files, as this rank alone reads them."""
+    ranks = Ranks()
+    ranks.is_main = is_main
+    Path(cfg.training.output_dir).mkdir(exist_ok=True)
+    return setup.load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"])
+
+
 def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "data" / "train.jsonl").open()]
 
@@ -79,7 +91,7 @@ def test_bad_data_ends_the_run_before_training_with_file_and_line_DAT_3(folder, 
     change, word = MISTAKES[name]
     path = broken_file(folder, name, change)
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=True, skipped=[])
+        load(config_of(folder, start_model, path))
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert f"{path}:3" in message and word in message, message
@@ -96,10 +108,9 @@ def test_bad_samples_can_be_skipped_DAT_3(folder, start_model, name, capsys, tmp
             "training": cfg.training.model_copy(update={"output_dir": str(tmp_path / "run")}),
         }
     )
-    skipped: list[BadLine] = []
-    datasets, _, _ = setup.load_data(cfg, is_main=True, skipped=skipped)
-    assert len(datasets[0]) == 5 and not (tmp_path / "run").exists()
-    said = report_skipped(skipped, cfg.training.output_dir)
+    datasets, _ = load(cfg)
+    assert len(datasets[0]) == 5
+    said = capsys.readouterr().out
     assert said.startswith("1 bad sample(s) skipped (data.on_bad_sample: skip)") and "line 3: " in said, said
     assert word in said
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").open()]
@@ -111,14 +122,17 @@ def test_an_empty_file_ends_the_run_DAT_3(folder, start_model, capsys):
     path = folder / "data" / "empty.jsonl"
     path.write_text("")
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=True, skipped=[])
+        load(config_of(folder, start_model, path))
     assert ended.value.code == 2 and str(path) in capsys.readouterr().err
 
 
 def test_only_rank_0_speaks_but_all_ranks_leave(folder, start_model, capsys):
     path = folder / "data" / "nowhere.jsonl"
     with pytest.raises(SystemExit) as ended:
-        setup.load_data(config_of(folder, start_model, path), is_main=False, skipped=[])
+        load(config_of(folder, start_model, path))
+    assert ended.value.code == 2 and capsys.readouterr().err == f"{path}: cannot be read: No such file or directory\n"
+    with pytest.raises(SystemExit) as ended:
+        load(config_of(folder, start_model, path), is_main=False)
     assert ended.value.code == 2 and capsys.readouterr().err == ""
 
 
@@ -134,6 +148,22 @@ def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert "model.path" in message and "coord" in message, message
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "qwen3_5"])
+def test_a_form_in_which_the_family_does_not_ground_ends_the_run_FAM_2(folder, tmp_path, capsys, family):
+    """FAM-2: Qwen3-VL's numbers from 0 to 1000 are not what Qwen2.5-VL writes; Qwen3.5 does write them."""
+    model, train = build_family(family, tmp_path / family), folder / "data" / "train.jsonl"
+    setup.load_tokenizer(config_of(folder, model, train), is_main=True)
+    native = config_of(folder, model, train, answer_format="qwen3vl")
+    if family == "qwen3_5":
+        assert setup.load_tokenizer(native, is_main=True)[1] is not None
+        return
+    with pytest.raises(SystemExit) as ended:
+        setup.load_tokenizer(native, is_main=True)
+    rule = f"answer_format: {FAMILIES[family].name} does not ground in this form; use coord_tokens"
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and re.search(rule.replace(": ", ".*: "), message), message
 
 
 def test_a_start_policy_of_another_model_ends_the_run_TGT_16(folder, start_model, capsys, tmp_path):
@@ -179,7 +209,7 @@ def run(folder, start_model):
 def run_of(folder: Path, start_model: Path, **matching) -> SimpleNamespace:
     """A run without processes: what `make_segment` needs."""
     cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", **matching)
-    datasets, _, _ = setup.load_data(cfg, is_main=True, skipped=[])
+    datasets, _ = load(cfg)
     processor, table = setup.load_tokenizer(cfg, is_main=True)
     return SimpleNamespace(cfg=cfg, samples=datasets[0], processor=processor, table=table)
 
@@ -232,7 +262,7 @@ def test_a_file_has_its_own_teacher_forced_ratio_and_annotated_labels_DAT_5(fold
     clean = cfg.custom.train_jsonl[0].model_copy(update={"teacher_forced_ratio": 1.0})
     own = clean.model_copy(update={"path": str(partial), "teacher_forced_ratio": None, "annotated": [" Red Circle"]})
     cfg = cfg.model_copy(update={"custom": cfg.custom.model_copy(update={"train_jsonl": [clean, own]})})
-    (whole, part), _, _ = setup.load_data(cfg, is_main=True, skipped=[])
+    (whole, part), _ = load(cfg)
     assert {sample.annotated for sample in whole} == {None}
     assert [sample.annotated for sample in part] == [frozenset({"red circle"}), frozenset(), frozenset({"red circle"})]
     assert train_stage2.teacher_forced(cfg, 0, 0, 0, [*whole, *part]).tolist() == [True] * 6 + [False] * 3

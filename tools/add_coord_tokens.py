@@ -1,4 +1,4 @@
-"""Add the 1000 coordinate tokens of `answer_format: coord_tokens` to a released Qwen3-VL checkpoint.
+"""Add the 1000 coordinate tokens of `answer_format: coord_tokens` to a released checkpoint.
 
     python -m tools.add_coord_tokens --model DIR --output DIR
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from utils.config.load import exit_with
+from utils.families import family_at
 from utils.geometry import NUM_BINS
 
 TOKENS = [f"<|coord_{k}|>" for k in range(NUM_BINS)]
@@ -43,7 +44,7 @@ def add_coord_tokens(source: Path, target: Path, seed: int = 0) -> Path:
     """Write the checkpoint `source` with coordinate tokens to `target`, which appears complete or not at all.
 
     Raises:
-        ValueError: not a Qwen3-VL checkpoint in safetensors form, it has coordinate tokens, or `target` exists.
+        ValueError: no safetensors checkpoint of a supported family, it has coordinate tokens, or `target` exists.
         OSError: files cannot be read or written.
     """
     config = read_config(source)
@@ -78,8 +79,10 @@ def read_config(source: Path) -> dict[str, Any]:
         config = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {source}: config.json cannot be read: {error}") from None
-    if config.get("model_type") != "qwen3_vl":
-        raise ValueError(f"--model {source}: a {config.get('model_type')} model; only qwen3_vl is supported")
+    try:
+        family_at(config.get("model_type"))
+    except ValueError as error:
+        raise ValueError(f"--model {source}: {error}") from None
     if "quantization_config" in config:
         raise ValueError(f"--model {source}: quantized weights; use the release in bfloat16")
     if not list(source.glob("*.safetensors")):
@@ -186,7 +189,7 @@ def write_weights(source: Path, target: Path, extend: Callable[[Tensor], Tensor]
 
 
 def is_vocabulary(name: str) -> bool:
-    return name.endswith("embed_tokens.weight") or name == "lm_head.weight"
+    return name.endswith(("embed_tokens.weight", "lm_head.weight"))
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -198,7 +201,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="a released Qwen3-VL checkpoint")
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="a released checkpoint")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="directory to create")
     parser.add_argument("--seed", type=int, default=0, help="seed of the new rows (default 0)")
     args = parser.parse_args()

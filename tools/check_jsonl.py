@@ -3,8 +3,8 @@
     python -m tools.check_jsonl data/train.jsonl data/val.jsonl
 
 The checks are those of `utils.data.samples`: training accepts a file without mistakes, and the lines reported are the
-ones that `data.on_bad_sample: skip` would leave out. Memory use does not depend on the size of the file. Exit status:
-0 no mistakes, 1 mistakes.
+ones that `data.on_bad_sample: skip` would leave out. Memory use does not depend on the size of the file. A large file
+is read by one process per core. Exit status: 0 no mistakes, 1 mistakes.
 """
 
 import argparse
@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from utils.config.schema import Data
+from utils.data.index import Checks, scan
 from utils.data.mistakes import ProblemCounts
-from utils.data.samples import Sample, read_samples
+from utils.data.samples import LineReader, empty_file, unreadable_file
 
 
 def check(paths: Sequence[str], prompt: str | None, max_lines: int = 5) -> tuple[ProblemCounts, str]:
@@ -21,13 +22,17 @@ def check(paths: Sequence[str], prompt: str | None, max_lines: int = 5) -> tuple
     counts, text = ProblemCounts(max_lines), []
     for path in paths:
         num_good = num_bad = num_objects = 0
-        for item in read_samples(path, prompt):
-            if isinstance(item, Sample):
-                num_good += 1
-                num_objects += len(item.objects)
-            else:
-                num_bad += item.line > 0
-                counts.add(item)
+        try:
+            for part in scan(path, Checks(LineReader(prompt))):
+                num_good += len(part.lines)
+                num_bad += len(part.bad)
+                num_objects += part.num_objects
+                for bad in part.bad:
+                    counts.add(bad)
+            if not num_good + num_bad:
+                counts.add(empty_file(path))
+        except OSError as error:
+            counts.add(unreadable_file(path, error))
         text.append(f"{path}: {num_good} good samples with {num_objects} objects, {num_bad} bad lines")
     return counts, "\n".join([*text, counts.report()]).strip()
 

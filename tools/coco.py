@@ -1,6 +1,6 @@
 """Read COCO and LVIS annotation files, and convert one annotation to an object of the training format.
 
-`tools.coco_to_jsonl` writes whole files with it; its docstring says how outlines are treated.
+`tools.convert` writes whole files with it; its docstring says how outlines are treated.
 """
 
 import json
@@ -38,6 +38,7 @@ class Options:
     main_part: float = 0.9
     simplify: float | None = None
     limit: int | None = None
+    exif: str | None = None
 
     def __post_init__(self) -> None:
         if self.min_size < 0 or (self.simplify or 0) < 0 or not 0 <= self.main_part <= 1:

@@ -2,8 +2,9 @@
 
 Makes data and a start model (cached), which has never seen anything yellow; the training images have only their yellow
 objects annotated. Starts `rollout_server.py`, runs `deepspeed train_stage2.py` with two ranks against it once for each
-way, with equal steps, stops the server and shows what each has learnt and forgotten: a table, runs/demo/summary.json
-and runs/demo/comparison.png. It only starts the commands that a user would type; nothing here takes part in training.
+way, with equal steps, stops the server and shows what each has learnt and forgotten: a table, runs/demo/summary.json,
+runs/demo/comparison.png, and a report to open in a browser (tools.report). It only starts the commands that a user
+would type; nothing here takes part in training.
 """
 
 import json
@@ -26,8 +27,9 @@ from rich.table import Table
 
 from tools.launch import process_tree
 from tools.make_demo import NEW_COLOUR
+from tools.report import write_report
+from tools.report_answers import objects_of
 from utils.config.load import load_config_or_exit
-from utils.geometry import Object
 from utils.run.draw import GROUND_TRUTH, PREDICTION, draw_objects, sheet
 
 CONFIGS = {"sft": "configs/demo/sft.yaml", "after": "configs/demo/stage2.yaml"}  # by their names in the summary
@@ -169,6 +171,7 @@ def report(root: Path, seconds: dict[str, float]) -> None:
     summary["seconds"] = {name: round(value, 2) for name, value in seconds.items()}
     (root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     picture(runs["after"], runs["sft"], finished["steps"]).save(root / "comparison.png")
+    page = write_report(runs["after"])
 
     title = f"{before['num_images']:.0f} held-out images, all classes annotated; {finished['steps']} optimizer steps"
     rows = [[name, *(f"{scores[name]:.3f}" for scores in ends.values())] for name in METRICS]
@@ -180,7 +183,8 @@ def report(root: Path, seconds: dict[str, float]) -> None:
         f"f1_new: {NEW_COLOUR} objects, which the training images annotate.\n"
         "f1_old: all others, which these images show, too, but do not annotate.\n"
         f"picture: {root / 'comparison.png'}   numbers: {root / 'summary.json'}\n"
-        "curves:  .venv/bin/tensorboard --logdir runs"
+        "curves:  .venv/bin/tensorboard --logdir runs\n"
+        f"report:  {page}, to open in a browser"
     )
 
 
@@ -218,14 +222,9 @@ def picture(stage2: Path, sft: Path, last: int) -> Image.Image:
     rows = []
     for same in zip(*answers, strict=True):
         image = Image.open(same[0]["images"][0])
-        predicted = [draw_objects(image, to_objects(answer["pred"]), PREDICTION) for answer in same]
-        rows.append([draw_objects(image, to_objects(same[0]["gt"]), GROUND_TRUTH), *predicted])
+        predicted = [draw_objects(image, objects_of(answer["pred"]), PREDICTION) for answer in same]
+        rows.append([draw_objects(image, objects_of(same[0]["gt"]), GROUND_TRUTH), *predicted])
     return sheet(rows, ("ground truth", *ARMS.values()))
-
-
-def to_objects(records: list[dict]) -> list[Object]:
-    kinds = ("bbox_2d", "poly")
-    return [Object(r["desc"], kind, tuple(r[kind])) for r in records for kind in kinds if kind in r]
 
 
 def say(text: str) -> None:

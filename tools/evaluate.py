@@ -168,7 +168,7 @@ def generate_with_hf(
     ranks = Ranks()
     loaded = load_model(model.path, model.dtype, model.attn_implementation).to(ranks.device)
     learner = SimpleNamespace(model=loaded, engine=PlainEngine(loaded))
-    engine = HfEngine(learner, ranks, processor.tokenizer, batch_size)
+    engine = HfEngine(learner, ranks, processor, batch_size)
     context = RolloutContext(run_seed=0, global_step=0, micro_step_idx=0, policy_version=None)  # greedy needs no seed
     for part in _batches(samples, batch_size):
         prompts = [encode_prompt(sample, processor) for sample in part]

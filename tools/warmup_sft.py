@@ -27,11 +27,11 @@ from utils.answer_format import FORMATS
 from utils.config.load import ConfigError, Origin, exit_with, resolve_yaml
 from utils.config.schema import Data, DataFiles, Losses
 from utils.config.section import PositiveFloat, PositiveInt, Ratio, Section
-from utils.data.encoding import encode_prompt, load_processor
+from utils.data.encoding import dummy_segment, encode_prompt, load_processor
 from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, Sample, load_samples
 from utils.data.stream import SampleStream
-from utils.learner.model import RowModel, dummy_segment, load_model, part_of, position_ids_for
+from utils.learner.model import RowModel, load_model, part_of, position_ids_for
 from utils.learner.objectives import MatchingObjective
 from utils.losses import PARTS, num_chunks_for, total_loss
 from utils.packing import Batch, CarryBuffer, collate_packed, denominators
@@ -122,11 +122,11 @@ def train(cfg: WarmupConfig, parts: Parts, segment_of: SegmentOf | None = None) 
     options = TargetOptions(desc_weight=cfg.losses.desc, coord_weight=cfg.losses.coord)
     if segment_of is None:
         segment_of = partial(supervised_segment, table=table, options=options)
-    started = time.monotonic()
+    started, dummy = time.monotonic(), dummy_segment(parts.processor)
     for step in range(cfg.steps):
         samples = parts.stream.next(cfg.samples_per_step)
         segments = [segment_of(sample, parts.processor) for sample in samples]
-        rows = list(packed_rows(segments, cfg.row_tokens, model, table))
+        rows = list(packed_rows(segments, cfg.row_tokens, model, table, dummy))
         totals = denominators(rows)
         sums = dict.fromkeys(PARTS, 0.0)
         for row in rows:
@@ -148,14 +148,16 @@ def supervised_segment(sample: Sample, processor: Any, table: TokenTable, option
     """Return the sample's prompt followed by its whole ground truth, every token of which is a label."""
     prompt = encode_prompt(sample, processor)
     target = ground_truth_target(sample.objects, table, options)
-    return make_segment(sample.id, prompt.prompt_token_ids, target, table, prompt.pixel_values, prompt.image_grid_thw)
+    return make_segment(sample.id, prompt.prompt_token_ids, target, table, prompt.vision)
 
 
-def packed_rows(segments: list[Segment], row_tokens: int, model: nn.Module, table: TokenTable) -> Iterator[Batch]:
+def packed_rows(
+    segments: list[Segment], row_tokens: int, model: nn.Module, table: TokenTable, dummy: Segment
+) -> Iterator[Batch]:
     """Yield all segments of a step as rows, each filled as far as possible."""
     buffer = CarryBuffer(row_tokens, max_segments=len(segments))
     buffer.extend(segments)
-    positions, dummy = position_ids_for(model), dummy_segment(model)
+    positions = position_ids_for(model)
     while len(buffer):
         yield collate_packed(buffer.pop_row(), positions, table.coord_ids, dummy, table.digit_ids)
 

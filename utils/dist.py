@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch.distributed as dist
 # Environment variable that tools.launch sets for the ranks of one run.
 SECRET_NAME = "LEARNER_SECRET"  # noqa: S105  (the name, not the secret)
 MAX_MESSAGE_BYTES = 1 << 30  # of one rank in one gather
+ALIVE_S = 5.0  # between signs of life of rank 0 while others wait for its work
 _SEAL_BYTES = 32
 
 
@@ -191,6 +193,30 @@ class Ranks:
         """Wait until every rank has arrived."""
         if self.world_size > 1:
             dist.barrier(group=self._control)
+
+    def on_main(self, work: Callable[[Callable[[], None]], Any]) -> Any:
+        """`work(alive)` of rank 0, on every rank (collective). The others wait as long as it takes, if it calls
+        `alive()` more often than ranks wait for each other.
+
+        Raises:
+            DistributedError: it raised.
+        """
+        done, last = [], time.monotonic()
+
+        def alive() -> None:
+            nonlocal last
+            if time.monotonic() - last > ALIVE_S:
+                last = time.monotonic()
+                self.gather("at work")
+
+        if self.is_main:
+            error = capture_error(lambda: done.append(work(alive)))
+            self.gather("done")
+        else:
+            error = None
+            while self.gather(None)[0] == "at work":
+                pass
+        return self.gather_or_raise(done, "rank 0's work", error)[0][0]
 
     def raise_on_all_ranks(self, error: BaseException | None, where: str) -> None:
         """Wait for all ranks and raise on every rank if any arrives with an error (SYN-3).

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from utils.credit import KINDS, REST, Credit
 from utils.dist import Ranks
 from utils.packing import Batch, fill_rows, segments_from_state, segments_to_state
 from utils.policy_loss import PolicyRow, policy_tokens, token_weights
@@ -90,11 +91,17 @@ class Answer:
     is_valid: bool = True  # it counts in its group and in the loss
     is_truncated: bool = False  # it stopped at `max_new_tokens`
     is_failed: bool = False  # the request failed and there is no answer
+    credit: Credit | None = None  # of its objects; None unless `rlhf.advantage` is `object`
 
     @property
     def num_tokens(self) -> int:
         """Scored tokens."""
         return len(self.segment.text_index)
+
+    @property
+    def decisions(self) -> np.ndarray:
+        """The decision of each scored token, int64 `[N]`; without a credit there is one."""
+        return np.zeros(self.num_tokens, dtype=np.int64) if self.credit is None else self.credit.decisions
 
 
 Group = list[Answer]
@@ -105,7 +112,7 @@ class WeightedAnswers:
     """A rank's answers of one optimizer step, group after group, with advantages and weights."""
 
     answers: list[Answer]
-    advantages: np.ndarray  # float64 [P * n]
+    advantages: list[np.ndarray]  # of each answer's tokens, float64 [N]
     weights: np.ndarray  # float64 [P * n], per token; 0 for excluded answers
     denominator: float  # these answers' contribution to the step's denominator
     has_signal: np.ndarray  # bool [P]
@@ -113,29 +120,60 @@ class WeightedAnswers:
 
 def has_signal(groups: Sequence[Group], reward_weights: np.ndarray) -> np.ndarray:
     """Mask of the groups that give a gradient, bool `[P]`."""
-    return np.count_nonzero(group_advantages(*_totals(groups, reward_weights), "none"), axis=1) > 0
+    return _with_signal(groups, decision_advantages(groups, reward_weights, "none"))
 
 
 def weight_answers(
     groups: Sequence[Group], reward_weights: np.ndarray, settings: Rlhf, ranks: Ranks
 ) -> WeightedAnswers:
     """Compute advantages and weights of a rank's answers (collective)."""
-    totals, valid = _totals(groups, reward_weights)
-    batch_std = None
-    if settings.scale_rewards == "batch":
-        batch_std = std_of(np.sum(ranks.gather(reward_moments(totals, valid)), axis=0))
-    advantages = group_advantages(totals, valid, settings.scale_rewards, batch_std)
     answers = [answer for group in groups for answer in group]
     lengths = np.array([answer.num_tokens * answer.is_valid for answer in answers])
     weights, parts = token_weights(lengths, settings.loss_type, settings.max_new_tokens)
-    with_signal = np.count_nonzero(advantages, axis=1) > 0
-    return WeightedAnswers(answers, advantages.flatten(), weights, float(parts.sum()), with_signal)
+    of_decisions = decision_advantages(groups, reward_weights, settings.scale_rewards, ranks)
+    advantages = [own[answer.decisions] for answer, own in zip(answers, of_decisions, strict=True)]
+    return WeightedAnswers(answers, advantages, weights, float(parts.sum()), _with_signal(groups, of_decisions))
 
 
-def _totals(groups: Sequence[Group], reward_weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted sums of rewards, float64 `[P, n]`, and the mask of valid answers, bool `[P, n]`."""
-    totals = [[float(answer.rewards @ reward_weights) for answer in group] for group in groups]
-    return np.array(totals), np.array([[answer.is_valid for answer in group] for group in groups])
+def decision_advantages(
+    groups: Sequence[Group],
+    reward_weights: np.ndarray,
+    scale_rewards: Literal["group", "batch", "none"],
+    ranks: Ranks | None = None,
+) -> list[np.ndarray]:
+    """Advantages of each answer's decisions, float64 `[D]`: `group_advantages` of all decisions of one kind (GRP-8).
+    Without credits an answer is one decision. Collective for `batch`, unless `ranks` is None."""
+    answers = [answer for group in groups for answer in group]
+    credits = [answer.credit or Credit(np.array([REST]), answer.rewards[None], np.zeros(0)) for answer in answers]
+    counts = [len(credit.kinds) for credit in credits]
+    kinds = np.concatenate([credit.kinds for credit in credits])
+    values = np.concatenate([credit.rewards @ reward_weights for credit in credits])
+    valid = np.repeat([answer.is_valid for answer in answers], counts)
+    group_of = np.repeat(np.repeat(np.arange(len(groups)), [len(group) for group in groups]), counts)
+    places = [_table(kinds == kind, group_of, len(groups)) for kind in range(len(KINDS))]
+    exists = [(place >= 0) & valid[place] for place in places]
+    stds: list[float | None] = [None] * len(KINDS)
+    if scale_rewards == "batch" and ranks is not None:
+        moments = np.array([reward_moments(values[place], own) for place, own in zip(places, exists, strict=True)])
+        stds = [std_of(total) for total in np.sum(ranks.gather(moments), axis=0)]
+    advantages = np.zeros(len(values))
+    for place, own, std in zip(places, exists, stds, strict=True):
+        advantages[place[own]] = group_advantages(values[place], own, scale_rewards, std)[own]
+    return np.split(advantages, np.cumsum(counts)[:-1])
+
+
+def _table(chosen: np.ndarray, group_of: np.ndarray, num_groups: int) -> np.ndarray:
+    """Indices of the chosen decisions, a row per group, filled with -1; int64 `[P, M]`."""
+    rows = [np.flatnonzero(chosen & (group_of == group)) for group in range(num_groups)]
+    table = np.full((num_groups, max(1, *map(len, rows))), -1)
+    for row, indices in zip(table, rows, strict=True):
+        row[: len(indices)] = indices
+    return table
+
+
+def _with_signal(groups: Sequence[Group], advantages: Sequence[np.ndarray]) -> np.ndarray:
+    found = iter(advantages)
+    return np.array([any([next(found).any() for _ in group]) for group in groups], dtype=bool)
 
 
 def choose_rows(
@@ -150,7 +188,7 @@ def choose_rows(
         has_penalty: `beta` is not 0.
         cap: tokens in a packed row, which every answer fits; None for padded batches of `per_row` answers.
     """
-    has_gradient = (weighted.advantages != 0) | has_penalty
+    has_gradient = np.array([bool(advantages.any()) for advantages in weighted.advantages]) | has_penalty
     kept = np.flatnonzero((weighted.weights > 0) & has_gradient).tolist()
     if cap is None:
         rows = [kept[start : start + per_row] for start in range(0, len(kept), per_row)]
@@ -166,7 +204,7 @@ def policy_row(weighted: WeightedAnswers, row: list[int], collate: Callable[[lis
     answers = [weighted.answers[index] for index in row]
     tokens = policy_tokens(
         [answer.num_tokens for answer in answers],
-        weighted.advantages[row],
+        [weighted.advantages[index] for index in row],
         weighted.weights[row],
         [answer.engine_logprobs for answer in answers],
     )
@@ -178,7 +216,8 @@ def groups_to_state(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
 
     def plain(answer: Answer) -> dict[str, Any]:
         (segment,) = segments_to_state([answer.segment])
-        return {**vars(answer), "segment": segment, "rewards": torch.from_numpy(answer.rewards)}
+        credit = answer.credit and {name: torch.from_numpy(array) for name, array in vars(answer.credit).items()}
+        return {**vars(answer), "segment": segment, "rewards": torch.from_numpy(answer.rewards), "credit": credit}
 
     return [[plain(answer) for answer in group] for group in groups]
 
@@ -188,6 +227,8 @@ def groups_from_state(state: Sequence[Sequence[dict[str, Any]]]) -> list[Group]:
 
     def revived(fields: dict[str, Any]) -> Answer:
         (segment,) = segments_from_state([fields["segment"]])
-        return Answer(**fields | {"segment": segment, "rewards": fields["rewards"].numpy()})
+        saved = fields.get("credit")
+        credit = saved and Credit(**{name: tensor.numpy() for name, tensor in saved.items()})
+        return Answer(**fields | {"segment": segment, "rewards": fields["rewards"].numpy(), "credit": credit})
 
     return [[revived(fields) for fields in group] for group in state]

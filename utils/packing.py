@@ -1,7 +1,7 @@
 """Rows: which finished segments share one, and the tensors that a row becomes (section PCK of the contract). Pure.
 
 Shapes: B sequences (1 in a packed row), T tokens, Nc supervised coordinates, Nt supervised text tokens, Nu answer
-tokens without a label, P patches, D hidden width.
+tokens without a label, R rows of position ids, D hidden width.
 `targets` makes segments; `losses` scores rows.
 """
 
@@ -28,14 +28,13 @@ WAYS_OUT = (
     "ways out: a smaller training.per_device_train_batch_size, a larger training.packing_buffer, "
     "a larger global_max_length, or a smaller RM.max_new_tokens"
 )
-TENSORS = ("pixel_values", "image_grid_thw", "position_ids")  # of a segment; the others are arrays
 # Enough segments for a mean that is worth a warning, and few enough to follow answers that grow during training.
 MEAN_WINDOW = 256
 MEAN_MINIMUM = 32
 NO_IDS = np.zeros(0, dtype=np.int64)
 
-# (input_ids [L], image_grid_thw [n, 3] or None) -> int64[4, L]: the text row, then the three multimodal rows.
-PositionIds = Callable[[Tensor, Tensor | None], Tensor]
+# (input_ids [L], `Segment.vision`) -> int64[R, L]: the text row, then the multimodal rows, where the model has such.
+PositionIds = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 
 def choose_row(lengths: Sequence[int], cap: int) -> list[int]:
@@ -191,7 +190,7 @@ def segments_to_state(segments: Sequence[Segment]) -> list[dict[str, Any]]:
 def segments_from_state(state: Sequence[dict[str, Any]]) -> list[Segment]:
     """The reverse of `segments_to_state`."""
     return [
-        Segment(**own | {key: v.numpy() for key, v in own.items() if isinstance(v, Tensor) and key not in TENSORS})
+        Segment(**own | {key: v.numpy() for key, v in own.items() if isinstance(v, Tensor) and key != "position_ids"})
         for own in state
     ]
 
@@ -202,10 +201,13 @@ class Movable:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """The same content on `device`."""
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor | Movable)}
-        return dataclasses.replace(
-            self, **{name: value.to(device, non_blocking=non_blocking) for name, value in fields.items()}
-        )
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: moved(tensor) for name, tensor in value.items()}
+            return value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor | Movable) else value
+
+        return dataclasses.replace(self, **{name: moved(value) for name, value in vars(self).items()})
 
 
 @dataclass
@@ -225,10 +227,11 @@ class Batch(Movable):
     """
 
     input_ids: Tensor  # int64[B, T]
-    position_ids: Tensor  # int64[4, B, T]: text positions, restarting at 0 with each segment; time; height; width
+    # int64[R, B, T]: text positions, restarting at 0 with each segment; then time, height, width where R is 4. None for
+    # a single segment: the model makes them itself
+    position_ids: Tensor | None
     attention_mask: Tensor | None  # int64[B, T], 1 = token; None in a packed row, where position_ids[0] isolates
-    pixel_values: Tensor  # [P, patch_dim], in the dtype of its segments
-    image_grid_thw: Tensor  # int64[num_images, 3], patches
+    vision: dict[str, Tensor]  # of all images in order: the model's inputs besides tokens, joined along dimension 0
     coord_pos: Tensor  # int64[Nc]
     coord_target: Tensor  # float32[Nc], bins, may be fractional
     text_pos: Tensor  # int64[Nt]
@@ -264,15 +267,15 @@ def collate(
         segments: in a packed row at most `global_max_length` tokens together; may be empty.
         position_ids_fn: `utils.learner.model.position_ids_for(model)`; for segments that lack their positions.
         coord_ids: int64[1000], vocabulary id of each bin's token (`TokenTable.coord_ids`).
-        dummy: a few tokens with an image and no supervision (`utils.learner.model.dummy_segment(model)`), appended if
-            no segment has an image, so that every rank's row runs through every module (PCK-8).
+        dummy: a few tokens with an image and no supervision (`utils.data.encoding.dummy_segment(processor)`),
+            appended if no segment has an image, so that every rank's row runs through every module (PCK-8).
         digit_ids: int64, ids of tokens that hold a digit (`TokenTable.digit_ids`).
 
     Raises:
         ValueError: a supervised coordinate lies outside its segment's answer or is no coordinate token, or a supervised
             digit no digit (TGT-8), or a segment's images do not fit its tokens; the message names the sample.
     """
-    has_image = any(segment.pixel_values is not None for segment in segments)
+    has_image = any(segment.vision for segment in segments)
     parts = list(segments) if has_image else [*segments, dummy]
     parts = [part if part.position_ids is not None else place(part, position_ids_fn) for part in parts]
     tokens = [torch.from_numpy(part.input_ids) for part in parts]
@@ -298,8 +301,7 @@ def collate(
         input_ids=input_ids,
         position_ids=position_ids,
         attention_mask=attention_mask,
-        pixel_values=torch.cat([part.pixel_values for part in parts if part.pixel_values is not None]),
-        image_grid_thw=torch.cat([part.image_grid_thw for part in parts if part.image_grid_thw is not None]),
+        vision=join_vision([part.vision for part in parts]),
         coord_pos=predictors("coord_index"),
         coord_target=joined("coord_target"),
         text_pos=predictors("text_index"),
@@ -315,6 +317,12 @@ def collate(
     return batch
 
 
+def join_vision(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Vision tensors of several prompts, in order, as those of one; without images none."""
+    found = [part for part in parts if part]
+    return {name: torch.cat([part[name] for part in found]) for name in (found[0] if found else ())}
+
+
 collate_packed = partial(collate, is_packed=True)
 collate_padded = partial(collate, is_packed=False)
 
@@ -326,10 +334,10 @@ def place(segment: Segment, position_ids_fn: PositionIds) -> Segment:
         ValueError: its images do not fit its tokens; the message names the sample.
     """
     try:
-        positions = position_ids_fn(torch.from_numpy(segment.input_ids), segment.image_grid_thw)
+        positions = position_ids_fn(torch.from_numpy(segment.input_ids), segment.vision)
     except ValueError as error:
         raise ValueError(f"sample {segment.sample_id}: {error}") from error
-    assert positions.shape == (4, len(segment)), positions.shape
+    assert positions.shape[1:] == (len(segment),), positions.shape
     return dataclasses.replace(segment, position_ids=positions)
 
 

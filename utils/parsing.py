@@ -12,8 +12,9 @@ Where a malformed object ends. Brackets are matched outside strings; a quote ope
 followed by `,`, `:`, `]` or `}`, so that a forgotten quote does not turn the rest inside out. `}` closes the innermost
 `{` and any `[` still open inside it; a `]` that closes nothing is skipped. A malformed object that its own `}` closes
 stays in the prefix. Otherwise it is unclosed and not complete, but still ends before a `, {` that cannot stand inside
-it (directly in an object, or after a coordinate), so that later objects survive. If there is no such place, or the
-answer closes while the object is open, it is the unfinished tail.
+it (directly in an object, or after a coordinate), so that later objects survive. After a coordinate it can if all
+brackets are balanced and another object or the end of the answer follows. If there is no such place, or the answer
+closes while the object is open, it is the unfinished tail.
 
 The prefix ends with the last complete object: a valid one or a closed malformed one. An unclosed object or stray text
 therefore stays in the prefix between complete objects and is cut off after the last one. A closed object is not
@@ -45,6 +46,7 @@ DROP_REASONS = {
     "bad_desc": "desc is not a string of valid Unicode, or holds a coordinate token",
     "missing_geometry": "neither bbox_2d nor poly",
     "two_geometries": "both bbox_2d and poly",
+    "escaped_key": "a key is spelled with escapes",
     "coord_not_token": "the geometry is not a flat list of coordinate tokens",
     "coord_not_number": "the geometry is not a flat list of whole numbers of up to four digits (qwen3vl)",
     "out_of_range": "a number above 1000 (qwen3vl)",
@@ -159,6 +161,7 @@ class _Scan:
         self._pos = 0  # everything before it has been read
         self._first_digits: list[int] = []  # per object, where coordinates are numbers
         self._looked_to = 0  # the furthest byte needed to tell that a quote opens no string
+        self._closed_by: dict[int, int] | None = None  # `{` -> behind its `}`, where all brackets between are balanced
         self._complete_end = 0  # where the list's element before `self._pos` ended, -1 if not as a complete object
         header = form.header.match(data)
         if header is None:
@@ -261,7 +264,7 @@ class _Scan:
             mark, stop = self.data[found.end() - 1], found.end("coord") if found["coord"] else found.start()
             if not open_marks and stop > at and (kind == "next" or mark in b",{]"):
                 return stop, "unclosed"
-            if kind == "next" and (open_marks[-1] == _BRACE or found["coord"]):
+            if kind == "next" and (open_marks[-1] == _BRACE or found["coord"] and not self._is_balanced(at)):
                 return stop, "unclosed"
             if mark in b"[{":
                 open_marks.append(mark)
@@ -278,6 +281,35 @@ class _Scan:
                 if not open_marks:
                     return found.end(), ""
         return -1, "unfinished"
+
+    def _is_balanced(self, at: int) -> bool:
+        """Whether the brackets from the `{` at `at` on are balanced, and another object or the answer's end follows."""
+        if self._closed_by is None:
+            self._closed_by = self._match_brackets(at)
+        end = self._closed_by.get(at)
+        if end is None:
+            return False
+        separator = _SEPARATOR.match(self.data, end)
+        assert separator is not None, "the pattern matches the empty string"
+        follows = self.data[separator.end() : separator.end() + 1]
+        if separator[1]:
+            return follows == b"{"
+        return self._end_of_answer.match(self.data, separator.end()) is not None
+
+    def _match_brackets(self, start: int) -> dict[int, int]:
+        closed_by, open_at = {}, []
+        for found in self.form.structure.finditer(self.data, start):
+            if found["mark"] is None and found["next"] is None:
+                continue
+            at, mark = found.end() - 1, self.data[found.end() - 1]
+            if mark in b"[{":
+                open_at.append(at)
+            elif mark in b"]}":
+                if open_at and self.data[open_at[-1]] == mark - 2:  # in ASCII, `[` and `{` lie two before `]` and `}`
+                    closed_by[open_at.pop()] = at + 1
+                else:
+                    open_at.clear()
+        return closed_by
 
     def locate_coordinates(self, ends: np.ndarray) -> None:
         """Set what depends on the ends of the prefix's tokens; nothing where coordinates are tokens of their own."""
@@ -336,6 +368,8 @@ def _diagnose(raw: bytes, form: AnswerFormat) -> str:
         return "duplicate_key"
     if values.keys() - {form.desc_key, *form.kinds}:
         return "extra_key"
+    if any(b'"%b"' % key.encode() not in raw for key in values):
+        return "escaped_key"
     if form.desc_key not in values:
         return "missing_desc"
     if len(values) == 3:

@@ -32,7 +32,7 @@ class PolicyTokens(Movable):
     """Inputs of the objective for the N scored tokens, known before the forward pass; float32[N] unless noted."""
 
     sequence: Tensor  # int64[N], the token's answer in the batch, 0..S-1; an answer is never split over batches
-    advantage: Tensor  # of its answer
+    advantage: Tensor  # of its answer, or of its decision in it (GRP-8)
     weight: Tensor  # `token_weights` of its answer; excluded answers have no tokens here
     # Under the weights that sampled the answers. None means the present ones, which is exact in the first optimizer
     # step after a rollout: ratios are then 1 and carry the gradient.
@@ -76,8 +76,7 @@ def policy_segment(
     sample_id: str,
     prompt_token_ids: Sequence[int],
     answer_ids: Sequence[int],
-    pixel_values: Tensor | None = None,
-    image_grid_thw: Tensor | None = None,
+    vision: dict[str, Tensor] | None = None,
     policy_version: str | None = None,
 ) -> Segment:
     """Prompt and answer as a segment. All of the answer is scored, its end token too if the model generated one."""
@@ -92,15 +91,14 @@ def policy_segment(
         text_index=start + np.arange(len(answer)),
         text_label=answer,
         text_weight=np.ones(len(answer), dtype=np.float32),
-        pixel_values=pixel_values,
-        image_grid_thw=image_grid_thw,
+        vision=vision or {},
         policy_version=policy_version,
     )
 
 
 def policy_tokens(
     lengths: Sequence[int],
-    advantages: Sequence[float] | np.ndarray,
+    advantages: Sequence[float | np.ndarray] | np.ndarray,
     weights: Sequence[float] | np.ndarray,
     engine_logprobs: Sequence[Sequence[float]] | None = None,
 ) -> PolicyTokens:
@@ -108,10 +106,12 @@ def policy_tokens(
     to `text_pos[i]` and `text_label[i]` of the collated batch.
 
     Args:
+        advantages: of each answer, or of each of its tokens.
         engine_logprobs: per answer and token; a shorter list is padded with nan (no correction there), and empty if the
             engine reports none.
     """
     size = torch.tensor(lengths, dtype=torch.int64)
+    own = [torch.as_tensor(given).float().expand(length) for given, length in zip(advantages, lengths, strict=True)]
     engine = None
     if engine_logprobs is not None:
         engine = torch.full((int(size.sum()),), torch.nan)
@@ -119,7 +119,7 @@ def policy_tokens(
             engine[start : start + len(given)] = torch.as_tensor(given, dtype=torch.float32)
     return PolicyTokens(
         sequence=torch.arange(len(size)).repeat_interleave(size),
-        advantage=torch.as_tensor(advantages, dtype=torch.float32).repeat_interleave(size),
+        advantage=torch.cat([torch.zeros(0), *own]),
         weight=torch.as_tensor(weights, dtype=torch.float32).repeat_interleave(size),
         engine_logprob=engine,
     )
@@ -231,11 +231,17 @@ def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _log_ratio(log_ratio: Tensor, tokens: PolicyTokens, options: Rlhf) -> Tensor:
-    """The log ratio per token, or its mean over each answer, float32[N]."""
+    """The log ratio per token, or its mean over each answer, float32[N].
+
+    With an advantage per decision the mean's gradient goes to the token alone: GSPO-token (arXiv:2507.18071, section
+    4.3), whose value is the same, and whose gradient too where the advantages of an answer are equal.
+    """
     if options.importance_sampling_level == "token" or not len(log_ratio):
         return log_ratio
     size = int(tokens.sequence.max()) + 1
     means = log_ratio.new_zeros(size).scatter_reduce(0, tokens.sequence, log_ratio, "mean", include_self=False)
+    if options.advantage == "object":
+        return means.detach()[tokens.sequence] + (log_ratio - log_ratio.detach())
     return means[tokens.sequence]
 
 

@@ -13,7 +13,7 @@ Two families are built in. `summary_*` score the form
 
 against `domain` and `summary` of the sample: top-level keys are categories, the keys below them attributes; the data
 define which there are. `detection_*` score stage 2's answers (TGT-1) with its parser and matching, so that GRPO can
-continue from stage 2.
+continue from stage 2; they are in utils/detection_rewards.py.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from utils import detection_rewards
 from utils.parsing import ParsedAnswer, parse_answer
-from utils.scores import count_sample, scores
 from utils.token_table import TokenTable
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
 
-IOU_THRESHOLD = 0.5  # smallest IoU of a pair that counts as found, as in evaluation (LRN-7)
 TVERSKY_ALPHA, TVERSKY_BETA = 0.3, 0.7  # of invented and missing parts. Source: Salehi et al. 2017 (arXiv:1706.05721)
 
 _DOMAIN = re.compile(r"[^<>,\n]+")
@@ -51,11 +51,22 @@ class Completion(str):
 
     token_ids: list[int]  # the generated ids before the stop token
     table: TokenTable | None  # the tokenizer's, for `parsed`; None if the tokenizer has no coordinate tokens
+    iou_threshold: float  # smallest IoU of a pair that counts as found (`rlhf.reward_iou`)
+    max_new_tokens: int | None  # of the sampling
 
-    def __new__(cls, text: str, token_ids: Sequence[int] = (), table: TokenTable | None = None) -> Completion:
+    def __new__(
+        cls,
+        text: str,
+        token_ids: Sequence[int] = (),
+        table: TokenTable | None = None,
+        iou_threshold: float = 0.5,
+        max_new_tokens: int | None = None,
+    ) -> Completion:
         completion = super().__new__(cls, text)
         completion.token_ids = list(token_ids)
         completion.table = table
+        completion.iou_threshold = iou_threshold
+        completion.max_new_tokens = max_new_tokens
         return completion
 
     @cached_property
@@ -65,11 +76,17 @@ class Completion(str):
             raise ValueError("detection rewards need a tokenizer with coordinate tokens")
         return parse_answer(self.token_ids, self.table)
 
+    def keeping(self, indices: Iterable[int]) -> Completion:
+        """The same answer as if only these of its objects had been parsed (GRP-8)."""
+        kept = Completion(self, self.token_ids, self.table, self.iou_threshold, self.max_new_tokens)
+        kept.parsed = replace(self.parsed, objects=[self.parsed.objects[index] for index in indices])
+        return kept
+
 
 KeyPath = tuple[str, ...]
 RewardFunction = Callable[[Completion, "Sample"], float]
-REWARDS: dict[str, RewardFunction] = {}  # the built-in ones
-NEEDS: dict[str, tuple[str, ...]] = {}  # keys of a data line that they require
+REWARDS: dict[str, RewardFunction] = {function.__name__: function for function in detection_rewards.ALL}  # built in
+NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(REWARDS, ())  # keys of a data line that they require
 
 
 class RewardError(RuntimeError):
@@ -145,7 +162,7 @@ def _field_problem(field: str, extra: dict[str, Any]) -> str | None:
     return None if is_name else "must be text without <, >, comma and line break"
 
 
-def score(completion: Completion, sample: Sample, rewards: dict[str, RewardFunction]) -> np.ndarray:
+def score(completion: Completion, sample: Sample, rewards: Mapping[str, RewardFunction]) -> np.ndarray:
     """Each function's value for one answer, float64 `[num_functions]`; its product with `reward_weights` is the total.
 
     Raises:
@@ -269,37 +286,3 @@ def _recall(completion: str, sample: Sample, part_of: Callable[[KeyPath], KeyPat
     wanted = {part_of(path) for path, _ in _leaves(sample.extra["summary"])} - {()}
     found = {part_of(path) for path, _ in body[0]}
     return len(wanted & found) / len(wanted) if wanted else 1.0
-
-
-@_reward()
-def detection_parse(completion: Completion, sample: Sample) -> float:
-    """The answer is closed and nothing in it was malformed, as in `parse_rate`."""
-    return float(_detection_counts(completion, sample)["parsed"])
-
-
-@_reward()
-def detection_f1(completion: Completion, sample: Sample) -> float:
-    """F1 of the objects at IoU 0.5 with equal label (stripped, case-folded); 1 if there are none and none is found."""
-    return scores(_detection_counts(completion, sample))["f1"]
-
-
-@_reward()
-def detection_f1_no_label(completion: Completion, sample: Sample) -> float:
-    """F1 without regard to labels."""
-    return scores(_detection_counts(completion, sample))["f1_no_label"]
-
-
-@_reward()
-def detection_mean_iou(completion: Completion, sample: Sample) -> float:
-    """Mean IoU over all objects, predicted or true: a matched pair counts its IoU, any other object 0.
-
-    The mean over matches alone would be largest for an answer with a single certain object.
-    """
-    counts = _detection_counts(completion, sample)
-    num_pred = counts["num_pred"] - counts["neutral_no_label"]
-    num_objects = num_pred + counts["num_gt"] - counts["matched_no_label"]
-    return min(counts["iou_sum"] / num_objects, 1.0) if num_objects else 1.0  # areas of polygons are rounded
-
-
-def _detection_counts(completion: Completion, sample: Sample) -> Counter[str]:
-    return count_sample(completion.parsed, sample.objects, IOU_THRESHOLD, False, sample.annotated)

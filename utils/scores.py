@@ -36,10 +36,9 @@ def count_sample(
     """
     pred_objects = parsed.pred_objects
     iou = iou_matrix(pred_objects, gt_objects)
-    same_label = np.array([[label_of(p) == label_of(g) for g in gt_objects] for p in pred_objects], dtype=bool)
     pairs = match(iou, iou_threshold)
     best = iou.max(axis=1, initial=0.0)
-    labelled = match(np.where(same_label.reshape(iou.shape), iou, 0.0), iou_threshold)
+    labelled = match(labelled_iou(pred_objects, gt_objects, iou), iou_threshold)
     counts: Counter[str] = Counter(
         num_images=1,
         num_pred=len(pred_objects),
@@ -72,9 +71,7 @@ def count_evaluation(
     counts = count_sample(parsed, sample.objects, iou_threshold, truncated, sample.annotated)
     predicted, truth = parsed.pred_objects, sample.objects
     pred_labels, gt_labels = list(map(label_of, predicted)), list(map(label_of, truth))
-    iou = iou_matrix(predicted, truth)
-    for p, label in enumerate(pred_labels):
-        iou[p, [other != label for other in gt_labels]] = 0.0
+    iou = labelled_iou(predicted, truth)
     counted = [is_held_against(obj, sample.annotated) for obj in predicted]
     for threshold in IOUS:
         pairs = match(iou, threshold)
@@ -88,9 +85,16 @@ def count_evaluation(
     for label in gt_labels:
         counts[f"label/{label}/num_gt"] += 1
     counts["counting_error"] = abs(counts["num_pred"] - counts["neutral"] - len(truth))
-    if not any(map(partial(_is_giant, max_bin=max_bin), truth)):
-        counts["giant"] = sum(_is_giant(obj, max_bin) for obj in predicted)
+    if not any(map(partial(is_giant, max_bin=max_bin), truth)):
+        counts["giant"] = sum(is_giant(obj, max_bin) for obj in predicted)
     return counts
+
+
+def labelled_iou(predicted: Sequence[Object], truth: Sequence[Object], iou: np.ndarray | None = None) -> np.ndarray:
+    """IoU of each pair, 0 where labels differ; float64 `[num_pred, num_gt]`. `iou`: without regard to labels."""
+    iou = iou_matrix(predicted, truth) if iou is None else iou
+    same = np.array([[label_of(p) == label_of(t) for t in truth] for p in predicted], dtype=bool)
+    return np.where(same.reshape(iou.shape), iou, 0.0)
 
 
 def evaluation_scores(counts: Mapping[str, float], new_labels: Collection[str] = ()) -> dict[str, float]:
@@ -134,7 +138,8 @@ def _ratios(num_pred: float, num_gt: float, matched: float) -> tuple[float, floa
     return matched / max(num_pred, 1), matched / max(num_gt, 1), f1
 
 
-def _is_giant(obj: Object, max_bin: int) -> bool:
+def is_giant(obj: Object, max_bin: int) -> bool:
+    """Whether a box covers nearly the whole image (LRN-9)."""
     x1, y1, x2, y2 = bounding_box(obj)
     return (x2 - x1) * (y2 - y1) > GIANT_SHARE * max_bin**2
 
@@ -183,12 +188,14 @@ def prediction_record(
     sample: "Sample", parsed: ParsedAnswer, max_bin: int, logprobs: Sequence[float] | None = None
 ) -> dict[str, Any]:
     """A validation answer as a JSON record; coordinates norm1000 (0..999), whatever the answer's own grid is. With the
-    answer's `logprobs` predictions have a `score`, their confidence (TGT-14)."""
+    answer's `logprobs` predictions have a `score`, their confidence (TGT-14). Where annotation is not complete for all
+    labels, `annotated` names those for which it is (TGT-12)."""
     sides = {"gt": sample.objects, "pred": parsed.pred_objects}
     objects = {side: [object_record(obj, max_bin) for obj in objects] for side, objects in sides.items()}
     for record, score in zip(objects["pred"], confidences(parsed, logprobs) or [], strict=False):
         record["score"] = round(score, 4)
-    return {"id": sample.id, "images": sample.images, **objects}
+    annotated = {} if sample.annotated is None else {"annotated": sorted(sample.annotated)}
+    return {"id": sample.id, "images": sample.images, **objects, **annotated}
 
 
 def object_record(obj: Object, max_bin: int) -> dict[str, Any]:

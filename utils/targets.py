@@ -85,9 +85,8 @@ class Segment(Supervision):
     sample_id: str  # for messages
     input_ids: np.ndarray  # int64 [length], prompt (image placeholders expanded) and answer
     answer_start: int  # index of the answer's first token
-    pixel_values: "torch.Tensor | None" = None  # [num_patches, patch_dim], None without images
-    image_grid_thw: "torch.Tensor | None" = None  # int [num_images, 3], None without images
-    position_ids: "torch.Tensor | None" = None  # int64 [4, length], None until `packing.place`
+    vision: "dict[str, torch.Tensor]" = field(default_factory=dict)  # `EncodedPrompt.vision`
+    position_ids: "torch.Tensor | None" = None  # int64 [rows, length], None until `packing.place`
     policy_version: str | None = None  # of the weights that generated the prefix; None for a plain ground truth
     stats: dict[str, Any] = field(default_factory=dict)  # metrics
 
@@ -368,8 +367,7 @@ def make_segment(
     prompt_token_ids: Sequence[int],
     target: Target,
     table: TokenTable,
-    pixel_values: "torch.Tensor | None" = None,
-    image_grid_thw: "torch.Tensor | None" = None,
+    vision: "dict[str, torch.Tensor] | None" = None,
     policy_version: str | None = None,
 ) -> Segment:
     """Prompt + target as one checked sequence (TGT-8); the prompt carries no loss."""
@@ -384,8 +382,7 @@ def make_segment(
         text_label=target.text_label,
         text_weight=target.text_weight,
         digit_index=target.digit_index + len(prompt),
-        pixel_values=pixel_values,
-        image_grid_thw=image_grid_thw,
+        vision=vision or {},
         policy_version=policy_version,
         stats={name: int(getattr(target, name)) for name in COUNTS},
     )

@@ -331,6 +331,7 @@ def test_CFG_3_required_keys_of_an_empty_file_are_all_named() -> None:
         ({"RM__vllm__sync": {"mode": "delta"}}, "must be 'full', 'adapter' or 'auto'"),  # CFG-9
         ({"RM__vllm__sync": {"verify": False}}, "must be 'off', 'first' or 'always'"),
         ({"RM__matching": {"iou_threshold": 1.5}}, "must be less than or equal to 1"),
+        ({"RM__eval": {"iou_threshold": 0}}, "must be greater than 0"),
         ({"RS": {}}, "vllm_max_model_len: is required"),  # CFG-15
         ({"RS": {"vllm_max_model_len": 0}}, "must be greater than or equal to 1"),
         ({"RS": {"vllm_max_model_len": 2048, "vllm_data_parallel_size": "all"}}, "must be a valid integer or must be"),

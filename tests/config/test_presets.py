@@ -20,13 +20,15 @@ import pytest
 import torch
 from torch import nn
 
+from tests.learner.test_model import smallest_image
 from tools.plan import PRESETS, gpus_of, memory_line
 from utils.config.load import Config, check_launch, load_config
 from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import make_plan, plan_layout
+from utils.families import part_of
 from utils.learner import learner as learner_module
 from utils.learner.learner import Learner
-from utils.learner.model import base_model, dummy_segment, part_of
+from utils.learner.model import base_model
 from utils.run.setup import make_layout
 from utils.sync.merged_weights import MergedWeights, whole_groups
 
@@ -121,7 +123,7 @@ def test_the_learner_sets_up_and_trains_what_the_plan_counts_LRN_2(name):
     assert base_model(learner.model).is_gradient_checkpointing == bool(cfg.training.gradient_checkpointing)
     assert given["config"]["train_batch_size"] == learners(name) * cfg.training.samples_per_rank
     assert ("partitioned" in given) == (given["config"]["zero_optimization"]["stage"] == 3)
-    batch = make_layout(cfg, learner, None)[1]([dummy_segment(learner.model)])
+    batch = make_layout(cfg, learner, None, smallest_image(learner.model))[1]([])
     assert batch.position_ids.shape[0] == 4  # the real model's multimodal positions
 
 

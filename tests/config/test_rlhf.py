@@ -232,6 +232,12 @@ def test_GRP_2_settings_of_stage_2_have_no_say_in_grpo(key: str, value: Any) -> 
     [
         ({"reward_funcs": ["a", "b"], "reward_weights": [1.0]}, "must have one weight for each of the 2 reward_funcs"),
         ({"reward_funcs": ["a"], "reward_weights": [0]}, "are all 0"),
+        ({"reward_funcs": ["a"], "reward_weights": [{"start": 0, "end": 0, "steps": 5}]}, "are all 0"),
+        ({"reward_funcs": ["a"], "reward_iou": 0}, "must be above 0 and at most 1"),
+        (
+            {"reward_funcs": ["a"], "reward_iou": {"start": 0.5, "end": 1.5, "steps": 5}},
+            "must be above 0 and at most 1",
+        ),
         ({"reward_funcs": ["a"], "reward_weights": [-1.0]}, "must be greater than or equal to 0"),
         ({"reward_funcs": ["a", "b", "a"]}, "names a more than once"),
         ({"reward_funcs": []}, "List should have at least 1 item"),

@@ -32,14 +32,14 @@ def test_rol_3_encoded_prompt_equals_the_processors_own(tmp_path, processor):
     images = [open_image(image) for image in sample.images]
     own = processor(text=[text], images=images, return_tensors="pt")
     assert encoded.prompt_token_ids == own["input_ids"][0].tolist()
-    assert torch.equal(encoded.pixel_values, own["pixel_values"])
-    assert torch.equal(encoded.image_grid_thw, own["image_grid_thw"])
+    assert encoded.vision.keys() == {"pixel_values", "image_grid_thw"}
+    assert all(torch.equal(tensor, own[name]) for name, tensor in encoded.vision.items())
     assert encoding.num_prompt_tokens(sample, processor) == len(encoded.prompt_token_ids)
 
 
 def test_encode_prompt_without_an_image(tmp_path, processor):
     encoded = encode_prompt(load_one(tmp_path, images=[], objects=[]), processor)
-    assert encoded.pixel_values is None and processor.image_token_id not in encoded.prompt_token_ids
+    assert encoded.vision == {} and processor.image_token_id not in encoded.prompt_token_ids
 
 
 def test_rol_3_placeholder_spelled_in_the_text_is_refused(tmp_path, processor):

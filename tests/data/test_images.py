@@ -5,9 +5,12 @@ import http.server
 import io
 import os
 import struct
+import tarfile
 import threading
+import time
 import tracemalloc
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,17 @@ from PIL import Image
 
 from tests.data.test_samples import load_one
 from tests.data.test_samples import png as write_png
-from utils.data.images import EXIF_ORIENTATION, ImageRefused, ImageStore, open_image, to_rgb
+from utils.data import images
+from utils.data.images import (
+    EXIF_ORIENTATION,
+    ImageRefused,
+    ImageStore,
+    as_sent,
+    find_in_shard,
+    image_size,
+    open_image,
+    to_rgb,
+)
 
 
 def png(colour=(10, 20, 30), size=(8, 6)) -> bytes:
@@ -42,10 +55,18 @@ def test_files_below_a_root_are_read(root):
 
 
 @pytest.mark.parametrize(
-    "trick", ["{root}/../secret.png", "{root}/link.png", "{root}/linked/secret.png", "/etc/passwd"]
+    "trick",
+    [
+        "{root}/../secret.png",
+        "{root}/link.png",
+        "{root}/linked/secret.png",
+        "/etc/passwd",
+        "file://{root}/../secret.png",
+    ]
+    + ["/proc/self/root{root}/../secret.png", "/proc/self/environ"],
 )
 def test_nothing_outside_the_roots_is_read(root, trick):
-    """SRV-5: `..` and symbolic links do not escape the roots."""
+    """SRV-5: `..`, symbolic links, `file://` and /proc do not escape the roots."""
     (root / "link.png").symlink_to(root.parent / "secret.png")
     (root / "linked").symlink_to(root.parent)
     with pytest.raises(ImageRefused, match="outside the directories"):
@@ -82,6 +103,59 @@ def test_missing_broken_and_odd_files_are_unreadable_not_refused(root):
         with pytest.raises(ValueError) as error:
             ImageStore([root]).open(str(root / name))
         assert not isinstance(error.value, ImageRefused), name
+
+
+def test_pipes_devices_and_directories_are_not_read(root):
+    """SRV-5: not a byte of them, though they lie below a root."""
+    os.mkfifo(root / "pipe.png")
+    store = ImageStore([root, "/dev"])
+    for path, words in ((root / "pipe.png", "regular"), ("/dev/zero", "regular"), (root, "Is a directory")):
+        with pytest.raises(ValueError, match=words):
+            store.open(str(path))
+
+
+def test_a_hard_link_in_a_root_is_a_file_of_that_root(root):
+    """SRV-5: nothing tells it from its other name."""
+    os.link(root.parent / "secret.png", root / "linked.png")
+    assert ImageStore([root]).open(str(root / "linked.png")).getpixel((0, 0)) == (1, 1, 1)
+
+
+def test_an_image_has_a_limit_of_bytes_SRV_10(root, monkeypatch):
+    """SRV-10: a file and base64; of a URL see tests/security."""
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", len(png()) - 1)
+    for source in (str(root / "a.png"), base64.b64encode(png()).decode()):
+        with pytest.raises(ValueError, match="is larger than"):
+            ImageStore([root]).open(source)
+
+
+def test_few_pixels_are_decoded_at_once_SRV_10(monkeypatch):
+    """SRV-10: the images of calls side by side wait for each other; one that is larger than all is decoded alone."""
+    monkeypatch.setattr(images, "MAX_DECODING", 100)
+    at_once, most, lock = [0], [], threading.Lock()
+
+    def decode(image):
+        with lock:
+            at_once[0] += image.width * image.height
+            most.append(at_once[0])
+        time.sleep(0.05)
+        with lock:
+            at_once[0] -= image.width * image.height
+
+    monkeypatch.setattr(images, "to_rgb", decode)
+    sources = [base64.b64encode(png(size=size)).decode() for size in [(8, 6)] * 6 + [(20, 20)] * 2]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ImageStore([]).open, sources))
+    assert max(pixels for pixels in most if pixels % 400) <= 100 and most.count(400) == 2
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
+def test_nine_formats_are_read(kind):
+    """SRV-5"""
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 24)).save(buffer, kind)
+    source = "data:image/x;base64," + base64.b64encode(buffer.getvalue()).decode()
+    assert ImageStore([]).open(source).size == (32, 24)
+    assert set(images.FORMATS) == {"PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"}
 
 
 def test_base64_and_data_uris(root):
@@ -238,3 +312,63 @@ def test_messages_do_not_repeat_a_whole_payload(prefix):
     with pytest.raises(ValueError, match="broken base64") as error:
         ImageStore([]).open(text)
     assert len(str(error.value)) < 300
+
+
+def shard(path: Path, **members: Image.Image) -> Path:
+    """A tar file of WebDataset's form: `KEY.png` beside `KEY.json`."""
+    with tarfile.open(path, "w") as archive:
+        for name, image in members.items():
+            for suffix, content in ((".json", b"{}"), (".png", png_bytes(image))):
+                info = tarfile.TarInfo(f"./{name}{suffix}" if name == "dotted" else f"{name}{suffix}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_dat_6_images_in_tar_shards(tmp_path):
+    """DAT-6: as files are opened, by Pillow's own reading of the bytes; what goes to a server are the bytes."""
+    images = {name: Image.effect_noise((40 + i, 30), 90).convert("RGB") for i, name in enumerate(("a", "b", "dotted"))}
+    path = shard(tmp_path / "000.tar", **images)
+    for name, image in images.items():
+        member = f"{path}/{name}.png"
+        assert image_size(member) == image.size[::-1] and open_image(member).tobytes() == image.tobytes()
+        found = find_in_shard(member)
+        assert found == member and found.read() == png_bytes(image) and open_image(found).tobytes() == image.tobytes()
+        for source in (member, found):
+            sent = ImageStore([]).open(as_sent(source))  # which may read no file
+            assert sent.tobytes() == image.tobytes()
+
+
+def test_dat_6_what_is_not_in_a_shard(tmp_path):
+    """DAT-6, DAT-3: missing members and broken shards are told; folders may have any name; other paths are as ever."""
+    path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
+    link = tarfile.TarInfo("link.png")
+    link.type, link.linkname = tarfile.SYMTYPE, "a.png"
+    with tarfile.open(path, "a") as archive:
+        archive.addfile(link)
+    for missing in (f"{path}/link.png", f"{path}/b.png", f"{tmp_path}/001.tar/a.png", f"{path}/../a.png"):
+        with pytest.raises(FileNotFoundError, match="no such image"):
+            image_size(missing)
+    with pytest.raises(OSError, match="not an image"):
+        image_size(f"{path}/a.json")
+    (tmp_path / "002.tar").write_bytes(b"no tar file" * 100)
+    with pytest.raises(OSError, match=r"002.tar"):
+        image_size(f"{tmp_path}/002.tar/a.png")
+    (tmp_path / "folder.tar").mkdir()
+    Image.new("RGB", (5, 6)).save(tmp_path / "folder.tar" / "a.png")
+    assert image_size(tmp_path / "folder.tar" / "a.png") == (6, 5)
+    plain = str(tmp_path / "folder.tar" / "a.png")
+    assert as_sent(plain) == plain and as_sent("data:image;base64,AAAA") == "data:image;base64,AAAA"
+
+
+def test_srv_5_a_server_opens_no_shards(tmp_path):
+    """SRV-5: a member's path is no file below its roots."""
+    path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
+    with pytest.raises(ValueError, match="cannot read image"):
+        ImageStore([tmp_path]).open(f"{path}/a.png")

@@ -14,7 +14,7 @@ from PIL import Image
 from utils.answer_format import QWEN3VL
 from utils.data.images import open_image
 from utils.data.mistakes import KINDS, BadLine
-from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples, map_ahead, read_samples
+from utils.data.samples import DataError, Sample, load_samples, map_ahead, read_samples
 from utils.geometry import Object
 
 
@@ -382,14 +382,6 @@ def test_dat_3_wild_json_never_escapes_as_another_error(tmp_path_factory, value)
         load_samples([path], "x")
     except DataError as error:
         assert all(problem.startswith(f"{path}:1: ") for problem in error.problems)
-
-
-def test_ranks_that_skipped_different_lines_do_not_train(tmp_path):
-    datasets = load_samples([mixed(tmp_path)], "x", skipped=[])
-    same, other = fingerprint(datasets), fingerprint([datasets[0][1:]])
-    check_same_samples([same, same])
-    with pytest.raises(DataError, match=r"ranks \[1\] can use other samples than rank 0"):
-        check_same_samples([same, other])
 
 
 def test_map_ahead_is_ordered_and_takes_no_more_than_it_may():

@@ -135,8 +135,7 @@ def test_greedy_rollouts_equal_transformers_generate_on_the_merged_checkpoint_RO
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=(ids == model.config.image_token_id).int(),
-                pixel_values=prompt.pixel_values,
-                image_grid_thw=prompt.image_grid_thw,
+                **prompt.vision,
                 max_new_tokens=96,
                 do_sample=False,
             )[0, ids.shape[1] :].tolist()

@@ -4,7 +4,6 @@ import base64
 import contextlib
 import ctypes
 import itertools
-import json
 import os
 import select
 import signal
@@ -486,18 +485,19 @@ def test_another_run_cannot_take_or_write_into_a_server_whose_learner_is_alive(s
 
 def test_ms_swifts_forms_are_met_field_by_field(server, asked):
     """SRV-4: requests as its dataclasses serialize, responses read by its models; nothing unknown or converted."""
+    swift = ms_swift.load().protocol
     requests_of_theirs = [
-        ms_swift.RolloutInferRequest(asked[0]["messages"], images=asked[0]["images"], uuid="a", data_dict={"k": [1]}),
-        ms_swift.RolloutInferRequest([{"role": "user", "content": "no image"}]),
-        ms_swift.RolloutInferRequest(asked[1]["messages"], images=["/nowhere.png"]),
+        swift.RolloutInferRequest(asked[0]["messages"], images=asked[0]["images"], uuid="a", data_dict={"k": [1]}),
+        swift.RolloutInferRequest([{"role": "user", "content": "no image"}]),
+        swift.RolloutInferRequest(asked[1]["messages"], images=["/nowhere.png"]),
     ]
     settings = {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "repetition_penalty": 1.0, "stop": None, "seed": 5}
     details = {"logprobs": True, "top_logprobs": 3, "return_details": True}
-    config = ms_swift.RequestConfig(max_tokens=6, min_p=0.0, **settings, **details)
+    config = swift.RequestConfig(max_tokens=6, min_p=0.0, **settings, **details)
     body = {"infer_requests": [asdict(request) for request in requests_of_theirs], "request_config": asdict(config)}
     answer = server.post("/infer/", body | {"metrics": None, "use_tqdm": False, "adapter_request": None})
     assert answer.status_code == 200, answer.text
-    first, second, failed = [ms_swift.RolloutOutput.model_validate_json(json.dumps(item)) for item in answer.json()]
+    first, second, failed = map(ms_swift.read_answer, answer.json())
     for output, num_images in ((first, 1), (second, 0)):
         response, [choice] = output.response, output.response.choices
         ids = output.response_token_ids[0]
@@ -518,9 +518,25 @@ def test_ms_swifts_forms_are_met_field_by_field(server, asked):
         assert output.messages is None and output.response_loss_mask == [] and output.prompt_logprobs is None
     assert failed.rollout_infos["refused"] and failed.response_token_ids == [] and failed.rollout_logprobs == []
     assert failed.response.choices[0].finish_reason is None
-    defaults = {"infer_requests": [asdict(requests_of_theirs[1])], "request_config": asdict(ms_swift.RequestConfig())}
+    defaults = {"infer_requests": [asdict(requests_of_theirs[1])], "request_config": asdict(swift.RequestConfig())}
     assert server.post("/infer/", defaults).status_code == 200
     assert server.post("/infer/", defaults | {"request_config": None}).status_code == 200
+
+
+def test_ms_swifts_client_gets_answers_weight_version_and_errors(server, asked):
+    """SRV-4: its own class, unchanged, against this server."""
+    theirs = ms_swift.load()
+    client = theirs.client.VLLMInferClient(base_urls=[server.url])
+    good = theirs.protocol.RolloutInferRequest(asked[0]["messages"], images=asked[0]["images"])
+    refused = theirs.protocol.RolloutInferRequest(asked[1]["messages"], images=["/nowhere.png"])
+    config = theirs.protocol.RequestConfig(max_tokens=6, temperature=0.0)
+    first, second = client.infer([good, refused], config)
+    [ours] = server.infer([asked[0]], max_tokens=6, temperature=0.0)
+    assert first.response_token_ids == ours["response_token_ids"] and first.response_token_ids[0]
+    assert first.rollout_infos["weight_version"] == server.get("/weight_version/").json()["weight_version"]
+    assert second.rollout_infos["refused"] and not second.response_token_ids
+    with pytest.raises(RuntimeError, match="422.*temperature"):
+        client.infer([good], theirs.protocol.RequestConfig(temperature=-1.0))
 
 
 class Opened:

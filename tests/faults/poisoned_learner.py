@@ -20,7 +20,7 @@ def main() -> None:
         def spoil(row: list[Segment]) -> Batch:
             batch = collate(row)
             if os.environ["POISONED_SAMPLE"] in batch.sample_ids:
-                batch.pixel_values[:] = torch.nan
+                batch.vision["pixel_values"][:] = torch.nan
             return batch
 
         run.session.collate = spoil

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.learner.test_model import coord_ids, make_segment
+from tests.learner.test_model import coord_ids, make_segment, smallest_image
 from utils.config.load import build_config
 from utils.config.schema import Losses, Rlhf, Training, Tuner
 from utils.dist import Ranks
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
-from utils.learner.model import apply_tuner, base_model, dummy_segment, load_model, param_groups, position_ids_for
+from utils.learner.model import apply_tuner, base_model, load_model, param_groups, position_ids_for
 from utils.learner.objectives import MatchingObjective, PolicyObjective
 from utils.packing import Batch, collate_packed
 from utils.policy_loss import PolicyRow, policy_segment, policy_tokens, token_weights
@@ -101,14 +101,14 @@ def answers_of(model: nn.Module, num: int = 5) -> list[Segment]:
     grids = [(4, 6), None, (2, 4), None]
     raw = [make_segment(model, seed, grids[seed % 4], 5 + 2 * seed) for seed in range(num)]
     split = [(s.input_ids[: s.answer_start], s.input_ids[s.answer_start :], s) for s in raw]
-    return [policy_segment(s.sample_id, prompt, own, s.pixel_values, s.image_grid_thw) for prompt, own, s in split]
+    return [policy_segment(s.sample_id, prompt, own, s.vision) for prompt, own, s in split]
 
 
 def policy_row_of(model: nn.Module, segments: list[Segment], advantages: dict[str, float]) -> PolicyRow:
     lengths = [len(segment.text_index) for segment in segments]
     weights, _ = token_weights(np.array(lengths), "grpo", 32)
     tokens = policy_tokens(lengths, [advantages[segment.sample_id] for segment in segments], weights)
-    batch = collate_packed(segments, position_ids_for(model), np.zeros(0, dtype=np.int64), dummy_segment(model))
+    batch = collate_packed(segments, position_ids_for(model), np.zeros(0, dtype=np.int64), smallest_image(model))
     return PolicyRow(**vars(batch), policy=tokens)
 
 
@@ -118,8 +118,7 @@ def plain_logprobs(model: nn.Module, segment: Segment, temperature: float) -> to
     logits = model(
         input_ids=input_ids,
         mm_token_type_ids=(input_ids == base_model(model).config.image_token_id).int(),
-        pixel_values=segment.pixel_values,
-        image_grid_thw=segment.image_grid_thw,
+        **segment.vision,
     ).logits[0]
     log_p = (logits / temperature).log_softmax(-1)
     return log_p[torch.arange(len(segment)) - 1, input_ids[0]][segment.answer_start :]
@@ -202,10 +201,10 @@ def matching_rows(learner: Learner, is_bad: bool) -> list[Batch]:
     for seeds in ((0, 1), (2, 3)):
         segments = [make_segment(learner.model, seed, (4, 4)) for seed in seeds]
         bins = np.array(coord_ids(learner.model))
-        positions, dummy = position_ids_for(learner.model), dummy_segment(learner.model)
+        positions, dummy = position_ids_for(learner.model), smallest_image(learner.model)
         batches.append(collate_packed(segments, positions, bins, dummy))
     if is_bad:
-        batches[1].pixel_values[0] = torch.nan
+        batches[1].vision["pixel_values"][0] = torch.nan
     return batches
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,20 +19,20 @@ from torch import nn
 
 from tools.make_demo import build_start_model
 from utils.config.schema import Losses, Training, Tuner
+from utils.families import part_of
 from utils.learner.model import (
     RowModel,
     apply_tuner,
     base_model,
-    dummy_segment,
     enable_gradient_checkpointing,
     fuse_kernels,
     load_model,
     param_groups,
-    part_of,
     position_ids_for,
 )
 from utils.learner.objectives import MatchingObjective
 from utils.packing import collate_packed, collate_padded, denominators
+from utils.policy_loss import policy_segment
 from utils.targets import Segment
 
 IMPLEMENTATIONS = ["sdpa", "eager"]
@@ -79,8 +79,17 @@ def make_segment(model: nn.Module, seed: int, grid: tuple[int, int] | None, num_
         text_index=len(prompt) + text,
         text_label=answer[text],
         text_weight=np.array([1.0, 0.5, 2.0], dtype=np.float32),
-        **images,
+        vision=images,
     )
+
+
+def smallest_image(model: nn.Module) -> Segment:
+    """An image of one token, without supervision: a dummy for models that come without a processor."""
+    config = base_model(model).config
+    vision = config.vision_config
+    merge, patch_dim = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    image = {"pixel_values": torch.zeros(merge**2, patch_dim), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+    return policy_segment("", [config.vision_start_token_id, config.image_token_id], [], image)
 
 
 def images_of_three_sizes(model: nn.Module) -> list[Segment]:
@@ -89,7 +98,7 @@ def images_of_three_sizes(model: nn.Module) -> list[Segment]:
 
 def collate(model: nn.Module, segments: list[Segment], packed: bool = True):
     make = collate_packed if packed else collate_padded
-    return make(segments, position_ids_for(model), coord_ids(model), dummy_segment(model))
+    return make(segments, position_ids_for(model), coord_ids(model), smallest_image(model))
 
 
 def logits_of(model: nn.Module, batch) -> torch.Tensor:
@@ -154,8 +163,7 @@ def test_one_segment_equals_transformers_own_forward_pck_4(model, packed):
         theirs = model(
             input_ids=input_ids,
             mm_token_type_ids=(input_ids == model.config.image_token_id).int(),
-            pixel_values=segment.pixel_values,
-            image_grid_thw=segment.image_grid_thw,
+            **segment.vision,
         ).logits
     torch.testing.assert_close(logits_of(model, collate(model, [segment], packed)), theirs, rtol=0, atol=1e-5)
 
@@ -164,7 +172,7 @@ def test_position_ids_of_a_segment_pck_4(model):
     """PCK-4: Text, one image of 2 x 3 merged patches, text: worked out by hand."""
     config = model.config
     ids = torch.tensor([7, config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id, 8])
-    positions = position_ids_for(model)(ids, torch.tensor([[1, 4, 6]]))
+    positions = position_ids_for(model)(ids, {"image_grid_thw": torch.tensor([[1, 4, 6]])})
     assert positions.tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
@@ -176,7 +184,9 @@ def test_position_ids_of_a_segment_pck_4(model):
 def test_image_tokens_must_fit_the_images_pck_4(model):
     """PCK-4."""
     with pytest.raises(ValueError, match="2 image tokens .* have 6"):
-        position_ids_for(model)(torch.tensor([model.config.image_token_id] * 2), torch.tensor([[1, 4, 6]]))
+        position_ids_for(model)(
+            torch.tensor([model.config.image_token_id] * 2), {"image_grid_thw": torch.tensor([[1, 4, 6]])}
+        )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -219,7 +229,7 @@ def test_row_without_image_runs_every_module_at_no_weight_pck_8(model):
     assert all(grad.abs().max() == 0 for name, grad in ours.items() if part_of(name) in ("vit", "aligner"))
     batch = collate(model, [segment])
     batch.input_ids, batch.position_ids = batch.input_ids[:, : len(segment)], batch.position_ids[..., : len(segment)]
-    batch.pixel_values, batch.image_grid_thw, batch.cu_seqlens = None, None, batch.cu_seqlens[:2]
+    batch.vision, batch.cu_seqlens = {}, batch.cu_seqlens[:2]
     alone = gradients(model, [batch])
     assert relative_difference({name: ours[name] for name in alone}, alone) < 1e-6
 
@@ -544,7 +554,7 @@ def test_load_model_dtype_and_attention_cfg_17(start):
 def test_another_architecture_is_refused_cfg_17(tmp_path):
     """CFG-17."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ValueError, match=f"model.path={tmp_path}: a llama model; only qwen3_vl"):
+    with pytest.raises(ValueError, match=f"model.path={tmp_path}: a llama model, which is not .*use .* Qwen3-VL"):
         load_model(tmp_path)
 
 
@@ -566,6 +576,7 @@ def test_fused_kernels_patch_this_model_and_leave_the_loss_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type="qwen3_vl")
     fuse_kernels(model)
     assert switches.pop("model") is model
     assert {name for name, on in switches.items() if on} == {"rope", "rms_norm"}

@@ -96,8 +96,7 @@ def plain_logprobs(model: nn.Module, segment: Segment) -> torch.Tensor:
     logits = model(
         input_ids=input_ids,
         mm_token_type_ids=(input_ids == base_model(model).config.image_token_id).int(),
-        pixel_values=segment.pixel_values,
-        image_grid_thw=segment.image_grid_thw,
+        **segment.vision,
     ).logits[0]
     return logits.log_softmax(-1)
 

@@ -104,7 +104,11 @@ def main(model_path: str, folder: str) -> None:
     request = {"messages": requests[0].messages, "images": requests[0].images}
     token_ids = seen["changed"][0]["response_token_ids"][:8]
     backend.verify, truth = "always", own_logprobs(plain, requests[0], token_ids)
-    backend.probe = Probe(request, token_ids, lambda: truth)
+    prompt_ids = list(requests[0].prompt_token_ids)
+    backend.num_syncs = 0  # prompts are compared at the first sync
+    backend.probe = Probe(request, token_ids, lambda: truth, [(request, prompt_ids[1:])])
+    seen["wrong_prompt"] = raises(backend.sync, "run:2")
+    backend.probe = Probe(request, token_ids, lambda: truth, [(request, prompt_ids)])
     seen["verified"] = backend.sync("run:2").verified
     backend.probe = Probe(request, token_ids, lambda: truth - 0.01)
     seen["wrong_probe"] = raises(backend.sync, "run:3")
@@ -123,7 +127,7 @@ def main(model_path: str, folder: str) -> None:
 def own_logprobs(model, request, token_ids):
     """Log-probabilities of an answer by transformers' forward, float64 `[len(token_ids)]`."""
     ids = torch.tensor([[*request.prompt_token_ids, *token_ids]])
-    images = {"pixel_values": request.pixel_values, "image_grid_thw": request.image_grid_thw}
+    images = request.vision
     is_image = (ids == model.config.image_token_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, mm_token_type_ids=is_image, **images).logits[0]
@@ -165,8 +169,9 @@ def test_sampling_is_repeatable_by_seed_DIS_6(seen):
 
 
 def test_the_probe_proves_a_sync_SYN_7(seen):
-    """SYN-7, second step."""
+    """SYN-7, second step; FAM-3: at the first sync the engine must make the learner's prompts."""
     assert seen["verified"] is True
+    assert "the engine of rank 0: the engine's prompt has" in seen["wrong_prompt"]
     assert "log-probabilities of the probe are off by 0.01" in seen["wrong_probe"]
     assert "the engine of rank 0" in seen["wrong_probe"]
 

@@ -62,7 +62,7 @@ def parts(warm_model, tmp_path_factory):
                 parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(1))
     learner = SimpleNamespace(model=model.train(), engine=Engine(model))
     ranks = SimpleNamespace(rank=1, world_size=1, device=torch.device("cpu"))
-    make = partial(HfEngine, learner, ranks, processor.tokenizer)
+    make = partial(HfEngine, learner, ranks, processor)
     merged = AutoModelForImageTextToText.from_pretrained(warm_model, dtype=torch.float32)
     merged.load_state_dict(merged_state(model), strict=False)
     return SimpleNamespace(make=make, requests=requests, merged=merged.eval(), model=model)
@@ -77,9 +77,6 @@ def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def plain_generate(model: nn.Module, request: RolloutRequest, **options) -> list[int]:
     """transformers' own answer to one prompt, under plain sdpa; the stop token, if any, last."""
     ids = torch.tensor([request.prompt_token_ids])
-    images = {} if request.pixel_values is None else {
-        "pixel_values": request.pixel_values, "image_grid_thw": request.image_grid_thw
-    }  # fmt: skip
     with torch.no_grad():
         output = model.generate(
             input_ids=ids,
@@ -87,7 +84,7 @@ def plain_generate(model: nn.Module, request: RolloutRequest, **options) -> list
             mm_token_type_ids=(ids == model.config.image_token_id).int(),
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
-            **images,
+            **request.vision,
             **options,
         )
     return output[0, ids.shape[1] :].tolist()
@@ -106,9 +103,8 @@ def same_but_for_ties(
         return [*response, *stops] == expected
     ids = torch.tensor([[*request.prompt_token_ids, *expected[:at]]])
     is_image = (ids == model.config.image_token_id).int()
-    images = {"pixel_values": request.pixel_values, "image_grid_thw": request.image_grid_thw}
     with torch.no_grad():
-        logits = model(input_ids=ids, mm_token_type_ids=is_image, **images).logits[:, -1]
+        logits = model(input_ids=ids, mm_token_type_ids=is_image, **request.vision).logits[:, -1]
     scores = RepetitionPenaltyLogitsProcessor(repetition_penalty)(ids, logits)[0]
     return bool((scores[[*response, *stops][at]] - scores[expected[at]]).abs() < 1e-4)
 
@@ -119,7 +115,7 @@ def test_greedy_answers_are_those_of_plain_generate_ROL_1_ROL_4_ROL_6(parts, dec
     """ROL-1, ROL-4, ROL-6: whatever is decoded beside a request, adapters in force, the stop token cut."""
     decoding = RolloutSampling(repetition_penalty=repetition_penalty, max_new_tokens=NEW_TOKENS)
     results = parts.make(decode_batch_size).generate(parts.requests, decoding, CONTEXT)
-    reasons, stop_ids = set(), stop_token_ids(parts.merged, parts.make(1).tokenizer)
+    reasons, stop_ids = set(), stop_token_ids(parts.merged, parts.make(1).processor.tokenizer)
     for request, result in zip(parts.requests, results, strict=True):
         expected = plain_generate(parts.merged, request, repetition_penalty=repetition_penalty)
         got = result.response_token_ids, result.finish_reason
@@ -128,7 +124,7 @@ def test_greedy_answers_are_those_of_plain_generate_ROL_1_ROL_4_ROL_6(parts, dec
         assert not set(stop_ids) & set(result.response_token_ids)
         assert result.finish_reason == "stop" or len(result.response_token_ids) == NEW_TOKENS
         assert result.prompt_token_ids == request.prompt_token_ids and result.weight_version == "run:3"
-        assert result.text == parts.make(1).tokenizer.decode(result.response_token_ids)
+        assert result.text == parts.make(1).processor.tokenizer.decode(result.response_token_ids)
         reasons.add(result.finish_reason)
     assert parts.model.training
     assert repetition_penalty > 1 or "stop" in reasons
@@ -197,9 +193,10 @@ def test_the_sampler_draws_from_the_distribution_CFG_12(decoding, allowed):
 def test_left_padding_by_hand_ROL_6():
     """ROL-6: padding is masked, of no image type, and repeats the row's first token even where that is an image's."""
     pixels, grid = torch.ones(4, 2), torch.tensor([[1, 2, 2]])
-    inputs = left_pad([([5, 9, 6], pixels, grid), ([9], 2 * pixels, grid), ([7, 8], None, None)], image_token_id=9)
+    one, two = ({"pixel_values": own, "image_grid_thw": grid} for own in (pixels, 2 * pixels))
+    inputs = left_pad([([5, 9, 6], one), ([9], two), ([7, 8], {})], image_token_id=9)
     assert inputs["input_ids"].tolist() == [[5, 9, 6], [9, 9, 9], [7, 7, 8]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
     assert inputs["mm_token_type_ids"].tolist() == [[0, 1, 0], [0, 0, 1], [0, 0, 0]]
     assert inputs["pixel_values"].shape == (8, 2) and inputs["image_grid_thw"].shape == (2, 3)
-    assert "pixel_values" not in left_pad([([7], None, None)], image_token_id=9)
+    assert "pixel_values" not in left_pad([([7], {})], image_token_id=9)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation, write_run_json
+from utils.run.records import LOGGED_PARTS
+from utils.run.session import Session
 
 BOUNDS = {"min_parse_rate": 0.5, "max_duplicate_rate": 0.3, "max_truncated_rate": 0.5}
 
@@ -44,6 +47,44 @@ def test_progress_is_plain_lines_without_a_terminal_LOG_5(tmp_path, capsys):
     monitor.close()
     line = capsys.readouterr().out
     assert line.startswith("step 1/10 loss=2.5 f1=0.25 left=")
+
+
+def test_progress_says_where_the_time_goes_LOG_5(tmp_path, capsys):
+    """LOG-5: shares of the step, the largest first, without what is below 5 %."""
+    monitor = Monitor(tmp_path, num_steps=10, enabled=True, tensorboard=False)
+    monitor.progress(1, {"train": 3.0, "rollout": 6.0, "sync": 0.4, "prepare": 0.0, "step": 10.0}, loss=2.5)
+    monitor.progress(2, {"train": 0.0, "step": 0.0}, loss=2.5)
+    monitor.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/10 loss=2.5 rollout=60% train=30% left=") and "%" not in second
+
+
+def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp_path, caplog):
+    """LOG-3, LOG-5: as a session logs it; a sign of collapse that returns after it was over is said again."""
+    shown, score = [], {"f1": 0.5, "num_images": 1.0}
+    monitor = SimpleNamespace(
+        progress=lambda step, seconds, **values: shown.append((seconds, values)),
+        scalars=lambda *_: None,
+        flush=lambda: None,
+    )
+    session = SimpleNamespace(
+        prefetcher=SimpleNamespace(num_remade=0),
+        policy=SimpleNamespace(log_calls=lambda *_: {}, pop_sync_metrics=lambda: {}),
+        watch=SimpleNamespace(pop_metrics=lambda: {}),
+        cfg=SimpleNamespace(training=SimpleNamespace(collapse=SimpleNamespace(model_dump=lambda: BOUNDS))),
+        ranks=SimpleNamespace(gather=lambda own: [own], is_main=True),
+        **{"monitor": monitor, "run_dir": tmp_path, "metric": "f1", "best": 0.0, "validation": {}, "collapsed": set()},
+    )
+    metrics = {f"seconds/{part}": 1.0 for part in LOGGED_PARTS} | {"train/tokens_per_s": 9.0}
+    Session.log_evaluation(session, 0, score, [])
+    Session.log_evaluation(session, 5, score | {"f1": 0.75}, [])
+    for parse_rate in (0.1, 0.1, 0.9, 0.1):
+        Session.log_step(session, 6, metrics, {"parse_rate": parse_rate}, loss=1.0)
+    assert shown[0] == (
+        dict.fromkeys(LOGGED_PARTS, 1.0),
+        {"loss": 1.0, "val_f1": 0.75, "first": 0.5, "tokens_per_s": 9.0},
+    )
+    assert len([text for text in caplog.messages if "no longer parse" in text]) == 2
 
 
 def test_collapse_is_warned_about_past_each_bound_LOG_3():

@@ -162,7 +162,7 @@ class Steps:
         return [Sample("s", [], [], 8, 8, [], [{"role": "user", "content": "x"}], "file:1")]
 
     def generate(self, samples: list[Sample], step: int, micro_step_idx: int) -> list:
-        prompts = [EncodedPrompt([1], None, None)]
+        prompts = [EncodedPrompt([1], {})]
         return self.policy.generate(samples, prompts, RolloutSampling(), step, micro_step_idx)
 
     def judge(self, responses: list, step: int) -> list:

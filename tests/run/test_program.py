@@ -1,6 +1,7 @@
 """Both training programs from `main()` to their end in this process: what stops them before training, and what a run
 asks for and records. The server is a stand-in that speaks real HTTP; learner and weight sync do nothing."""
 
+import gc
 import itertools
 import json
 import re
@@ -27,8 +28,9 @@ from tests.sync.test_adapter_sync import tuned
 from tools.make_demo import make_dataset
 from utils.config.load import build_config, load_config
 from utils.config.schema import Data
-from utils.data.encoding import encode_prompt, load_processor
-from utils.data.samples import load_samples
+from utils.data.encoding import encode_prompt, load_processor, num_prompt_tokens
+from utils.data.index import Checks, Index, IndexedFile, write_index
+from utils.data.samples import LineReader, load_samples
 from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
 from utils.learner.learner import StepResult
@@ -180,13 +182,16 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         world_size: int = 1,
         layout: Any = None,
         save: Callable[..., None] = lambda *_: None,
+        check_model: Callable[..., None] = lambda *_: None,
     ) -> tuple[int, str, str]:
+        gc.collect()  # the lock of a start that was refused before this one
         monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
         monkeypatch.setattr(LikeRanks, "world", world_size)
         monkeypatch.setattr(setup, "Ranks", LikeRanks)
         monkeypatch.setattr(setup, "Learner", NoLearner)
         monkeypatch.setattr(setup, "make_weight_sync", lambda *_: sync or NoSync())
         monkeypatch.setattr(setup, "make_layout", layout or (lambda *_: (lambda segment: segment, lambda row: row)))
+        monkeypatch.setattr(setup, "check_model", check_model)
         monkeypatch.setattr(setup, "make_probe", lambda *_: None)
         monkeypatch.setattr(Session, "_save", save)
         monkeypatch.setattr(StopRequest, "install", lambda self: requests.append(self))
@@ -232,6 +237,24 @@ def test_CFG_10_several_learners_cannot_sync_adapters(
             assert "no LoRA slots for DoRA" in error
 
 
+def test_FAM_3_a_model_that_fails_its_checks_stops_both_programs(
+    folder, start_model, server, start, monkeypatch, tmp_path
+):
+    """FAM-3: before the engine is opened; the check is told whether rows are packed."""
+    asked = []
+
+    def check(learner: Any, processor: Any, is_packed: bool) -> None:
+        asked.append((type(learner).__name__, type(processor).__name__, is_packed))
+        raise ValueError("a packed row is not its segments")
+
+    monkeypatch.setattr(setup, "open_engine", lambda *_: pytest.fail("went on"))
+    for program, write in ((train_stage2, write_config), (train_grpo, write_grpo_config)):
+        config = write(folder, start_model, server, training={"output_dir": str(tmp_path / program.__name__)})
+        status, _, error = start(program, config, check_model=check)
+        assert status == 2 and f"model.path={start_model}: a packed row is not its segments" in error
+    assert asked == [("NoLearner", "Qwen3VLProcessor", True)] * 2
+
+
 def test_DIS_2_more_learners_than_the_servers_have_room_for(folder, start_model, server, start, monkeypatch):
     """DIS-2: at the start, as in a dry run; the model is never loaded."""
     config = write_config(folder, start_model, server, matching={"decode_batch_size": 2})
@@ -272,9 +295,9 @@ LENGTHS = [
 def test_CFG_15_prompts_that_do_not_fit_are_named_before_training(
     folder, start_model, server, start, monkeypatch, line, changes, message
 ):
-    """CFG-15: status 2, before the run directory is claimed, with file and line, training and validation data alike."""
+    """CFG-15: status 2, before servers are asked, with file and line, training and validation data alike."""
     config = write_config(folder, start_model, server, data=with_line(folder, 3, **line), **changes)
-    monkeypatch.setattr(setup, "claim_run_dir", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(setup, "reach_servers", lambda *_: pytest.fail("went on"))
     status, _, error = start(train_stage2, config)
     assert status == 2 and re.search(message, error), error
     assert "Traceback" not in error and "raise it, lower custom.extra.rollout_matching.max_new_tokens" in error
@@ -283,40 +306,28 @@ def test_CFG_15_prompts_that_do_not_fit_are_named_before_training(
 def test_CFG_15_grpo_checks_its_prompts_too(folder, start_model, server, start, monkeypatch):
     """CFG-15."""
     config = write_grpo_config(folder, start_model, server, data=with_line(folder, 2, prompt="word " * 900))
-    monkeypatch.setattr(setup, "claim_run_dir", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(setup, "reach_servers", lambda *_: pytest.fail("went on"))
     status, _, error = start(train_grpo, config)
     assert status == 2, error
     assert re.search(r"changed.jsonl:2: prompt \+ rlhf.max_new_tokens=200 make \d{4} tokens", error), error
 
 
-def test_CFG_15_every_rank_counts_its_share(start_model, server, folder, capsys):
-    """CFG-15: what any rank found ends all of them, in the order of the data."""
-    cfg = load_config(write_config(folder, start_model, server, global_max_length=250))
-    samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
-    processor, shares = load_processor(start_model), {}
-    for rank in (2, 1, 0):
-        ranks = LikeRanks(1.0)
-        ranks.rank, ranks.world_size, ranks.is_main = rank, 3, rank == 0
-        ranks.gather = lambda own, rank=rank: [shares.setdefault(rank, own), *(shares[r] for r in shares if r != rank)]
-        with pytest.raises(SystemExit, match="2"):
-            setup.check_lengths(cfg, ranks, samples, processor)
-    assert [len(shares[rank]) for rank in range(3)] == [2, 1, 1]
-    error = capsys.readouterr().err
-    assert "4 of 4 samples" in error and re.findall(r"jsonl:(\d)", error) == ["1", "2", "3", "4"]
-
-
-def test_CFG_15_the_smallest_server_counts_and_supervised_runs_need_no_room_for_responses(start_model, server, folder):
+def test_CFG_15_the_smallest_server_counts_and_supervised_runs_need_no_room_for_responses(
+    start_model, server, folder, tmp_path
+):
     """CFG-15, LRN-10."""
     config = yaml.safe_load(write_config(folder, start_model, server).read_text())
-    extra, ranks = config["custom"]["extra"], LikeRanks(1.0)
-    samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
-    processor = load_processor(start_model)
-    setup.check_lengths(build_config(config), ranks, samples, processor)
+    extra = config["custom"]["extra"]
+    data, processor = folder / "data" / "train.jsonl", load_processor(start_model)
+    checks = Checks(LineReader(Data().prompt), partial(num_prompt_tokens, processor=processor))
+    write_index(tmp_path / "index", data, checks)
+    files = [IndexedFile(data, Index(tmp_path / "index"), checks.reader)]
+    setup.check_lengths(build_config(config), True, files, processor)
     extra["rollout_server"]["servers"] = [{"vllm_max_model_len": 280}]
     with pytest.raises(SystemExit, match="2"):
-        setup.check_lengths(build_config(config), ranks, samples, processor)
+        setup.check_lengths(build_config(config), True, files, processor)
     extra["rollout_matching"]["teacher_forced_ratio"] = 1.0
-    setup.check_lengths(build_config(config), ranks, samples, processor)
+    setup.check_lengths(build_config(config), True, files, processor)
 
 
 # A whole run
@@ -353,6 +364,23 @@ def curves(run_dir: Path) -> dict[str, dict[int, float]]:
     events = EventAccumulator(str(run_dir)).Reload()
     tags = events.Tags()["scalars"]
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+
+
+def test_SRV_3_no_record_and_no_output_of_a_run_has_a_secret(
+    folder, start_model, server, start, responses, tmp_path, monkeypatch, caplog
+):
+    """SRV-3, LRN-11: neither the server's token nor the ranks' secret, at the lowest level of all loggers."""
+    monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "access-s3cret")
+    monkeypatch.setenv("LEARNER_SECRET", "ranks-s3cret")
+    training = {"output_dir": str(tmp_path), "eval_steps": NUM_STEPS}
+    config = write_config(folder, start_model, server, training=training, matching={"max_new_tokens": 200})
+    with caplog.at_level(0):
+        status, out, error = start(train_stage2, config, sync=responses.sync)
+    assert status == 0, error
+    records = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.json", "rollouts.jsonl"} <= {path.name for path in records} and "/infer/" in caplog.text
+    assert not [path for path in records if b"s3cret" in path.read_bytes()]
+    assert "s3cret" not in out + error + caplog.text
 
 
 def test_LOG_3_every_curve_of_a_step_and_a_greedy_evaluation(folder, start_model, server, start, responses, tmp_path):
@@ -494,12 +522,14 @@ def test_LRN_8_the_main_thread_computes_no_positions_and_casts_no_pixels(
     assert "MainThread" not in {thread for _, thread in calls}, calls
 
     samples = load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]
-    pixels = {sample.id: encode_prompt(sample, load_processor(start_model)).pixel_values for sample in samples}
+    vision = {sample.id: encode_prompt(sample, load_processor(start_model)).vision for sample in samples}
+    rounded = {own: image | {"pixel_values": image["pixel_values"].bfloat16()} for own, image in vision.items()}
     for collate, row, batch in laid_out:
-        assert batch.pixel_values.dtype == torch.bfloat16
-        row = [replace(part, position_ids=None, pixel_values=pixels[part.sample_id].bfloat16()) for part in row]
-        for name, value in vars(collate(row)).items():
-            made = getattr(batch, name)
+        assert batch.vision["pixel_values"].dtype == torch.bfloat16
+        row = [replace(part, position_ids=None, vision=rounded[part.sample_id]) for part in row]
+        expected, own = (vars(made) | made.vision for made in (collate(row), batch))
+        for name in expected.keys() - {"vision"}:
+            value, made = expected[name], own[name]
             assert torch.equal(value, made) if isinstance(value, torch.Tensor) else value == made, name
 
 

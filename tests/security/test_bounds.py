@@ -1,5 +1,6 @@
 """SRV-10: what a body may cost. Real front, real tokenizer, in a process of its own; the engine answers at once."""
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import requests
@@ -27,24 +29,31 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 class Server:
+    """`processes`: the front and, where they are processes of their own, all of its engines."""
+
     def __init__(self, url: str, pid: int) -> None:
-        self.url, self.process = url, psutil.Process(pid)
+        self.url, front = url, psutil.Process(pid)
+        self.processes = [front, *front.children(recursive=True)]
+
+    def memory(self) -> int:
+        return sum(process.memory_info().rss for process in self.processes)
 
     def post(self, path: str, body: bytes) -> requests.Response:
         return requests.post(self.url + path, body, headers={"content-type": "application/json"}, timeout=120)
 
     def answer(self) -> str:
-        found = self.post("/infer/", json.dumps({"infer_requests": [HELLO]}).encode()).json()
+        greedy = {"temperature": 0.0, "max_tokens": 16}
+        found = self.post("/infer/", call(HELLO, request_config=greedy)).json()
         return found[0]["response"]["choices"][0]["message"]["content"]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[dict[str, float]]:
-        """Yields the longest wait for `/health/` in seconds, and the growth of the process in bytes, meanwhile."""
-        seen, over, before = {"wait": 0.0, "growth": 0.0}, threading.Event(), self.process.memory_info().rss
+        """Yields the longest wait for `/health/` in seconds, and the growth of the processes in bytes, meanwhile."""
+        seen, over, before = {"wait": 0.0, "growth": 0.0}, threading.Event(), self.memory()
 
         def weigh() -> None:
             while not over.wait(0.01):
-                seen["growth"] = max(seen["growth"], self.process.memory_info().rss - before)
+                seen["growth"] = max(seen["growth"], self.memory() - before)
 
         def ask() -> None:
             with requests.Session() as session:
@@ -170,6 +179,7 @@ TENSOR = {"run_id": "a", "names": ["w"], "dtype_names": ["float32"], "shapes": [
         (protocol.StartWeightUpdate, {"run_id": "a", "version": "v"}, {"version": "a" * 10**6}),
         (protocol.InitCommunicator, OPENING, {"master_address": "x" * 10**6}),
         (protocol.InitCommunicator, OPENING, {"world_size": 2**70 + 1}),
+        (protocol.InitCommunicator, OPENING, {"open_timeout_s": 600.1}),
         (protocol.InitCommunicator, OPENING, {"rank_offset": 2**63 - 1}),
         (protocol.UpdateWeights, TENSOR, {"shapes": [[2**70]]}),
         (protocol.UpdateWeights, TENSOR, {"shapes": [[1] * 9]}),
@@ -192,6 +202,41 @@ def test_commas_in_texts_are_no_values_SRV_10():
     body = json.dumps({"a": ['\\", [{' * 10**6, 1, 2]}).encode()
     assert app.num_values(body) > app.MAX_VALUES
     assert app.parse_json(body)["a"][1:] == [1, 2]
+
+
+def test_one_large_body_is_parsed_at_a_time_SRV_10(monkeypatch):
+    """Small ones do not wait for it."""
+    from tests.server.test_engine import make
+
+    parsing, most, small = [], [], []
+
+    def parse(body):
+        if len(body) < app.LARGE_BODY_BYTES:
+            small.append(len(parsing))
+        else:
+            parsing.append(body)
+            time.sleep(0.3)
+            most.append(len(parsing))
+            parsing.remove(body)
+        return {"infer_requests": []}
+
+    num_at_once = app._StrictRequest._one_large_body._value  # a semaphore belongs to the loop that first waited for it
+    monkeypatch.setattr(app._StrictRequest, "_one_large_body", asyncio.Semaphore(num_at_once))
+    monkeypatch.setattr(app, "parse_json", parse)
+    _, engine, updates = make()
+
+    async def run():
+        transport = httpx.ASGITransport(app.make_app(engine, updates, None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            headers = {"content-type": "application/json"}
+            large = [client.post("/infer/", content=b"x" * (1 << 20), headers=headers) for _ in range(3)]
+            calls = asyncio.gather(*large)
+            await asyncio.sleep(0.1)
+            await client.post("/infer/", content=b"x", headers=headers)
+            return await calls
+
+    assert {answer.status_code for answer in asyncio.run(run())} == {200}
+    assert most == [1, 1, 1] and small == [1]
 
 
 # ---- 2,000 bodies that somebody could send -------------------------------------------------------------------------
@@ -262,11 +307,11 @@ def test_two_thousand_bodies_leave_no_trace_SRV_10(server):
     statuses: dict[int, int] = {}
     for number in range(2000):
         if number == 500:
-            grown = server.process.memory_info().rss
+            grown = server.memory()
         path, body = hostile(draw)
         answer = server.post(path, body)
         assert answer.status_code < 500, (path, body[:2000], answer.text[:500])
         statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
     assert statuses[200] > 100 and statuses[422] > 500, statuses
-    assert server.process.memory_info().rss - grown < 30 << 20
+    assert server.memory() - grown < 30 << 20
     assert server.answer() == before

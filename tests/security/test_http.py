@@ -19,6 +19,8 @@ from utils.server import front
 def port():
     async def app(scope, receive, send):
         if scope["type"] == "http":
+            while (await receive()).get("more_body"):
+                pass
             await JSONResponse({"path": scope["path"]})(scope, receive, send)
 
     config = front.front_config(front.require_host(app, front.own_hosts("127.0.0.1")))
@@ -62,6 +64,17 @@ def test_a_head_that_does_not_end_is_cut_off_SRV_10(port, start, monkeypatch):
                 time.sleep(0.1)
 
 
+def test_a_body_that_does_not_end_is_cut_off_SRV_10(port, monkeypatch):
+    monkeypatch.setattr(front, "BODY_S", 0.5)
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n")
+        deadline = time.monotonic() + 5
+        with pytest.raises(OSError):
+            while time.monotonic() < deadline:
+                client.sendall(b"x")
+                time.sleep(0.1)
+
+
 def test_connections_are_bounded_SRV_10(port, monkeypatch):
     monkeypatch.setattr(front, "MAX_CONNECTIONS", 3)
     with contextlib.ExitStack() as stack:
@@ -73,6 +86,13 @@ def test_connections_are_bounded_SRV_10(port, monkeypatch):
 @pytest.mark.parametrize(("host", "status"), [("localhost:1", 200), ("[::1]:8", 200), ("evil.example", 421), ("", 421)])
 def test_the_host_header_must_be_the_servers_SRV_11(port, host, status):
     assert b" %d " % status in ask(port, b"GET / HTTP/1.1\r\nHost: %b\r\n\r\n" % host.encode())
+
+
+def test_beyond_loopback_the_machines_own_names_are_the_servers_SRV_11(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "GPU-box")
+    own = {"gpu-box", "127.0.0.1"}  # a name and the address of an interface
+    assert own <= front.own_hosts("0.0.0.0") and own.isdisjoint(front.own_hosts("localhost"))
+    assert {"alias", "localhost"} <= front.own_hosts("Alias") and "evil.example" not in front.own_hosts("0.0.0.0")
 
 
 def test_redirects_of_images_are_checked_SRV_11():
@@ -91,8 +111,18 @@ def test_redirects_of_images_are_checked_SRV_11():
             images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{server.server_port}/")
 
 
-def test_an_image_that_drips_ends_SRV_10(monkeypatch):
-    monkeypatch.setattr(images, "URL_TOTAL_S", 0.3)
+@pytest.mark.parametrize(
+    ("pause_s", "limits", "words"),
+    [
+        (0.05, {"URL_TOTAL_S": 0.3}, "not whole within 0.3 s"),
+        (1.0, {"URL_TIMEOUT_S": 0.3}, "timed out"),
+        (0.0, {"MAX_IMAGE_BYTES": 50}, "is larger than"),
+    ],
+)
+def test_an_image_that_drips_stalls_or_is_large_ends_SRV_10(monkeypatch, pause_s, limits, words):
+    """SRV-10: the time for the body, the time without a byte, the bytes."""
+    for name, limit in limits.items():
+        monkeypatch.setattr(images, name, limit)
 
     class Drip(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -101,14 +131,16 @@ def test_an_image_that_drips_ends_SRV_10(monkeypatch):
             with contextlib.suppress(OSError):
                 for _ in range(100):
                     self.wfile.write(b"x")
-                    time.sleep(0.05)
+                    time.sleep(pause_s)
 
         def log_message(self, *args):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Drip) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
         threading.Thread(target=server.handle_request, daemon=True).start()
-        with pytest.raises(ValueError, match="not whole within 0.3 s"):
+        with pytest.raises(ValueError, match=words):
             images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{server.server_port}/")
 
 

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,26 @@ def test_ranks_of_one_node_listen_on_loopback_only_LRN_11(tmp_path):
     listening = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert ["127.0.0.1", port] in listening[0] and listening[1]
     assert {host for own in listening for host, _ in own} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(("is_one_node", "host"), [(True, "127.0.0.1"), (False, "127.0.0.2")])
+def test_rank_0_listens_where_its_ranks_meet_only_LRN_11(monkeypatch, is_one_node, host):
+    """LRN-11: on one node on loopback, whatever MASTER_ADDR says; on several at MASTER_ADDR."""
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2" if is_one_node else "1", "MASTER_ADDR": "127.0.0.2"}
+    for name, value in (given | {"MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    ranks = Ranks(timeout_s=30)
+    waiting = threading.Thread(target=ranks._open_store)
+    waiting.start()
+    own, deadline = [], time.monotonic() + 20
+    while not own and time.monotonic() < deadline:
+        every = psutil.Process().net_connections("inet")
+        own = [c.laddr.ip for c in every if c.laddr.port == int(os.environ["MASTER_PORT"]) and c.status == "LISTEN"]
+    monkeypatch.setenv("RANK", "1")
+    Ranks(timeout_s=30)._open_store()
+    waiting.join(30)
+    assert own == [host]
 
 
 def test_a_rank_with_another_secret_is_named_LRN_11(tmp_path):

@@ -2,6 +2,7 @@
 nothing it says forges a line of the log."""
 
 import asyncio
+import hmac
 import io
 import logging
 import math
@@ -169,6 +170,20 @@ def test_finish_fits_its_start_and_something_was_sent_SRV_10():
         assert post("finish_weight_update", FINISH, version=version)[0] == 200
         assert client.get("/weight_version/").json()["weight_version"] == version
         llm.log.clear()
+
+
+def test_tokens_are_compared_in_constant_time_SRV_3(monkeypatch):
+    """SRV-3: both of them; nothing else tells a wrong one from the right one."""
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda *pair: (compared.append(pair), compare(*pair))[1])
+    _, engine, updates = make()
+    client = TestClient(make_app(engine, updates, "access"))
+    header = {"Authorization": "Bearer access"}
+    assert client.get("/health/").status_code == 401 and len(compared) == 1
+    assert client.post("/init_communicator/", json=INIT.model_dump(), headers=header).status_code == 200
+    compared.clear()
+    assert client.post("/reset_prefix_cache/", headers=header | {"Run-Token": "x"}).status_code == 403
+    assert len(compared) == 2
 
 
 FAKE = "x\r\nFAKE: rollout server: ready\x1b[2K\u2028FAKE\x85FAKE\u202e"

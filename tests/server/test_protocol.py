@@ -16,22 +16,23 @@ from utils.server.protocol import (
     collect_images,
 )
 
-# As ms-swift's client posts them: every field, most at its neutral value.
-SWIFT_REQUEST = asdict(
-    ms_swift.RolloutInferRequest(
-        [{"role": "user", "content": "<image>hello"}], images=["a.png"], data_dict={"solution": 3}, uuid="x"
-    )
-)
-SWIFT_CONFIG = asdict(ms_swift.RequestConfig(max_tokens=8, temperature=1.0, top_k=-1, top_p=1.0, seed=1))
+GOOD_REQUEST = {"messages": [{"role": "user", "content": "<image>hello"}], "images": ["a.png"], "uuid": "x"}
 
 
-def test_every_field_of_ms_swifts_requests_arrives_as_it_was_sent():
+@pytest.fixture(scope="module")
+def swift():
+    return ms_swift.load().protocol
+
+
+def test_every_field_of_ms_swifts_requests_arrives_as_it_was_sent(swift):
     """SRV-4: no field of theirs is unknown here, none changes on the way."""
-    body = {"infer_requests": [SWIFT_REQUEST], "request_config": SWIFT_CONFIG}
+    request = asdict(swift.RolloutInferRequest(**GOOD_REQUEST, data_dict={"solution": 3}))
+    config = asdict(swift.RequestConfig(max_tokens=8, temperature=1.0, top_k=-1, top_p=1.0, seed=1))
+    body = {"infer_requests": [request], "request_config": config}
     call = InferCall(**body, metrics=None, use_tqdm=False, adapter_request=None)
-    assert call.infer_requests[0].model_dump() == SWIFT_REQUEST
-    assert call.request_config.model_dump() == SWIFT_CONFIG
-    assert InferCall(**body | {"request_config": asdict(ms_swift.RequestConfig(stop=None))}).request_config.stop == []
+    assert call.infer_requests[0].model_dump() == request
+    assert call.request_config.model_dump() == config
+    assert InferCall(**body | {"request_config": asdict(swift.RequestConfig(stop=None))}).request_config.stop == []
 
 
 @pytest.mark.parametrize(
@@ -39,27 +40,34 @@ def test_every_field_of_ms_swifts_requests_arrives_as_it_was_sent():
     [{"min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["}"]}]
     + [{"logprobs": True, "top_logprobs": 5}, {"return_details": True}],
 )
-def test_settings_that_can_be_honoured_are_taken(config):
+def test_settings_that_can_be_honoured_are_taken(config, swift):
     """SRV-4"""
-    sent = asdict(ms_swift.RequestConfig(**config))
+    sent = asdict(swift.RequestConfig(**config))
     assert InferCall(infer_requests=[], request_config=sent).request_config.model_dump() == sent
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(ms_swift.RequestConfig)])
-def test_no_setting_is_taken_and_ignored(field):
+def test_no_setting_is_taken_and_ignored(swift):
     """SRV-4: each one is either honoured (utils.server.engine reads it) or refused at any but its neutral value."""
     honoured = {"max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"}
     honoured |= {"frequency_penalty", "stop", "seed", "logprobs", "top_logprobs", "return_details"}
     other = {"num_beams": 2, "stream": True, "prompt_logprobs": 1, "n": 2, "best_of": 2, "length_penalty": 0.5}
-    if field not in honoured:
+    for field in {field.name for field in fields(swift.RequestConfig)} - honoured:
         with pytest.raises(ValidationError):
             RequestConfig(**{field: other.get(field, "x")})
+    for field in {field.name for field in fields(swift.RolloutInferRequest)} - {
+        "messages",
+        "images",
+        "uuid",
+        "data_dict",
+    }:
+        with pytest.raises(ValidationError, match=field):
+            RolloutInferRequest(**GOOD_REQUEST | {field: "auto"})
 
 
 def test_an_answer_has_ms_swifts_form_and_no_other_field():
     """SRV-4: a real answer is checked in tests/e2e/test_server.py."""
     for output in (RolloutOutput.failed("model", None, "broken"), RolloutOutput.failed("m", "r:1", "no", "refused")):
-        read = ms_swift.RolloutOutput.model_validate_json(output.model_dump_json())
+        read = ms_swift.read_answer(output.model_dump(mode="json"))
         assert read.response.choices[0].finish_reason is None and read.rollout_infos == output.rollout_infos
 
 
@@ -97,7 +105,7 @@ def test_settings_that_cannot_be_honoured_are_errors_that_name_the_field(field, 
 def test_bad_requests_name_the_field(change, named):
     """SRV-5"""
     with pytest.raises(ValidationError) as error:
-        RolloutInferRequest(**SWIFT_REQUEST | change)
+        RolloutInferRequest(**GOOD_REQUEST | change)
     assert error.value.errors()[0]["loc"][0] == named
 
 

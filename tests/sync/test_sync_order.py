@@ -73,7 +73,7 @@ class StandIn:
         if path == "/init_communicator/":
             return {"run_token": f"token {index}"}
         if path == "/probe/":
-            return {"logprobs": [[None, -1.0, -2.0]] * 2}
+            return {"logprobs": [[None, -1.0, -2.0]] * 2, "prompt_token_ids": [3, 4, 4]}
         if path == "/finish_weight_update/":
             return {"missing": sorted(f"model.{e.name}" for e in self.weights.entries if e.name not in self.names)}
         return {}
@@ -174,12 +174,32 @@ def test_an_engine_that_computes_otherwise_is_found_by_the_probe_SYN_7(weights):
 
 
 def test_a_probe_in_half_precision_is_judged_on_average_SYN_7():
-    """SYN-7: the stated bound for bf16 is a mean of 0.05; not-a-number never passes."""
-    probe = Probe({}, [1, 2], lambda: None)
-    probe.check(np.array([-1.0, -2.0]), [-1.08, -2.0], torch.bfloat16, "here")
-    for theirs in ([-1.2, -2.0], [float("nan"), -2.0]):
-        with pytest.raises(RuntimeError, match="here"):
-            probe.check(np.array([-1.0, -2.0]), theirs, torch.bfloat16, "here")
+    """SYN-7: in bf16 the mean gap may be 0.25 at the first sync, and then three times what it was there, or 0.05;
+    not-a-number never passes."""
+    ours = np.array([-1.0, -2.0])
+    for first, bound in ((0.03, 0.09), (0.01, 0.05)):
+        probe = Probe({}, [1, 2], lambda: None)
+        for theirs in ([-1.0, -2.52], [float("nan"), -2.0]):
+            with pytest.raises(RuntimeError, match="here: .* allowed 0.25"):
+                probe.check(ours, theirs, torch.bfloat16, "here")
+        probe.check(ours, ours - first, torch.bfloat16, "here")
+        probe.check(ours, ours + 0.99 * bound, torch.bfloat16, "here")
+        with pytest.raises(RuntimeError, match=f"here: .* allowed {bound}"):
+            probe.check(ours, ours + 1.01 * bound, torch.bfloat16, "here")
+
+
+def test_an_engine_that_makes_another_prompt_is_found_at_the_first_sync_FAM_3_ROL_3(weights):
+    """FAM-3, ROL-3: on every server, before the first rollout; later syncs do not ask again."""
+    ours, server = np.array([-1.0, -2.0]), StandIn(weights)
+    sync = sync_with(server, verify="always", probe=Probe({}, [5, 6], lambda: ours, [({}, [3, 4, 4])] * 2))
+    counts = []
+    for step in range(2):
+        sync.sync(f"run:{step}")
+        counts.append([server.events.count(f"{index} /probe/") for index in range(2)])
+    assert counts == [[3, 3], [4, 4]]
+    wrong = Probe({}, [5, 6], lambda: ours, [({}, [3, 4])])
+    with pytest.raises(RuntimeError, match="server0: the engine's prompt has 3 tokens, the learner's 2; .* the end"):
+        sync_with(StandIn(weights), probe=wrong).sync("run:0")
 
 
 def test_a_closed_port_is_explained_CON_1(weights):

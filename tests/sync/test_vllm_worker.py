@@ -497,3 +497,33 @@ def test_the_opening_and_the_updates_have_limits_of_their_own_CFG_8():
         engine.update_weights(info_of(new_weights()))
     assert time.monotonic() - start < 15
     del group
+
+
+def test_experts_are_packed_for_cpu_kernels_at_every_update_FAM_3_SYN_4(monkeypatch):
+    """FAM-3, SYN-4: vLLM 0.32 itself packs at start only. On CUDA there is nothing to pack."""
+    from utils.sync import vllm_reload
+
+    packed = []
+    kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=packed.append))
+
+    class Method:
+        moe_kernel = None
+
+        def _setup_kernel(self, layer, w13, w2):
+            if self.moe_kernel is None:
+                self.moe_kernel = kernel
+                kernel.fused_experts.process_weights_after_loading(layer)
+
+    monkeypatch.setattr(vllm_reload, "UnquantizedFusedMoEMethod", Method)
+    vllm_reload.pack_experts_at_updates()
+    method = Method()
+    for layer, device in (("start", "cpu"), ("first update", "cpu"), ("second update", "cpu"), ("on a GPU", "meta")):
+        method._setup_kernel(layer=layer, w13=torch.zeros(1, device=device), w2=None)
+    assert packed == ["start", "first update", "second update"]
+
+
+def test_vllm_has_the_place_where_experts_are_packed_FAM_3():
+    """FAM-3: importing the receiving end has put our function in the place of vLLM's."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    assert UnquantizedFusedMoEMethod._setup_kernel.__module__ == "utils.sync.vllm_reload"

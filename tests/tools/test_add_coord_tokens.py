@@ -68,9 +68,9 @@ def test_old_tokens_are_what_they_were_and_new_ones_usable_TGT_1(tmp_path, monke
     prompt, again = (encode_prompt(sample, p) for p in (old_processor, processor))
     assert prompt.prompt_token_ids == again.prompt_token_ids
     ids = torch.tensor([prompt.prompt_token_ids])
-    inputs = {"mm_token_type_ids": (ids == before.config.image_token_id).int(), "pixel_values": prompt.pixel_values}
+    inputs = {"mm_token_type_ids": (ids == before.config.image_token_id).int()} | prompt.vision
     with torch.no_grad():
-        logits = [m(input_ids=ids, image_grid_thw=prompt.image_grid_thw, **inputs).logits for m in (before, after)]
+        logits = [m(input_ids=ids, **inputs).logits for m in (before, after)]
     torch.testing.assert_close(logits[1][..., :num_old], logits[0][..., :num_old], atol=1e-6, rtol=0)
     assert (
         logits[1][..., num_old + 1000 :] <= logits[0].max(dim=-1, keepdim=True).values
@@ -146,7 +146,10 @@ def test_rows_start_from_the_digits() -> None:
     [
         (lambda source: add_coord_tokens(source, source.parent / "x") and (source.parent / "x"), "has 1000 of 1000"),
         (lambda source: (source.parent / "out").mkdir(), "out: exists; name another directory"),
-        (lambda source: (source / "config.json").write_text('{"model_type": "qwen2"}'), "only qwen3_vl is supported"),
+        (
+            lambda source: (source / "config.json").write_text('{"model_type": "qwen2"}'),
+            "a qwen2 model, which is not",
+        ),
         (lambda source: (source / "config.json").unlink(), "config.json cannot be read"),
         (lambda source: [file.unlink() for file in source.glob("*.safetensors")], "no *.safetensors files"),
     ],

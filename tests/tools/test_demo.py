@@ -7,6 +7,7 @@ from PIL import Image
 
 from tools import demo
 from utils.config.load import load_config
+from utils.run.monitor import write_run_json
 
 
 def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys):
@@ -15,12 +16,14 @@ def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys
     for arm, steps in (("sft", (100,)), ("after", (0, 100))):
         run = tmp_path / arm
         (run / "eval").mkdir(parents=True)
+        config = load_config(demo.CONFIGS[arm]).model_dump(mode="json", by_alias=True)
+        write_run_json(run, config, run_id="a", world_size=2, server_world_sizes=[1])
         finished = {"steps": 100, "world_size": 2, "seconds": dict.fromkeys((*demo.PARTS, "step"), 9.0)}
         (run / "finished.json").write_text(json.dumps(finished))
         for step in steps:
             scores = dict.fromkeys(demo.METRICS, 0.25 if arm == "sft" else step / 200) | {"num_images": 1.0}
             (run / f"eval/step_{step:06d}.json").write_text(json.dumps(scores))
-            line = {"images": [str(tmp_path / "a.png")], "gt": found, "pred": found[: step // 100]}
+            line = {"id": "a", "images": [str(tmp_path / "a.png")], "gt": found, "pred": found[: step // 100]}
             (run / f"eval/step_{step:06d}.jsonl").write_text(json.dumps(line) + "\n")
     monkeypatch.setattr(demo, "run_dir_of", lambda config: tmp_path / Path(config).stem.replace("stage2", "after"))
     demo.report(tmp_path, {"total": 30.0})
@@ -30,7 +33,9 @@ def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys
     assert summary["seconds"]["sft_step"] == summary["seconds"]["after_step"] == 9.0 and summary["steps"] == 100
     width = Image.open(tmp_path / "comparison.png").width
     assert width > 4 * 64, "ground truth, start model, and both arms"
-    assert "stage 2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "stage 2" in shown and f"{tmp_path / 'after' / 'report.html'}, to open" in " ".join(shown.split())
+    assert "red ring" in (tmp_path / "after" / "report.html").read_text()
 
 
 def test_both_arms_differ_in_their_targets_only():

@@ -144,8 +144,7 @@ def test_start_model_loads_and_takes_an_encoded_prompt(start_model, dataset):
     answer = model.generate(
         input_ids=ids,
         mm_token_type_ids=(ids == model.config.image_token_id).int(),
-        pixel_values=prompt.pixel_values,
-        image_grid_thw=prompt.image_grid_thw,
+        **prompt.vision,
         max_new_tokens=3,
     )
     assert answer.shape[1] <= ids.shape[1] + 3

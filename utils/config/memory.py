@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.schema import Config, Tuner
+from utils.families import FAMILIES, part_of
 
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that a plan assumes
@@ -22,6 +23,7 @@ AUTO_FREE = 0.2  # fraction of it that `gradient_checkpointing: auto` leaves to 
 # Of an engine's GPU beside vLLM's share: CUDA's context, NCCL's buffers, and graphs beyond vLLM's own estimate. Not
 # measured: the first two are expected to take 1.5.
 RUNTIME_GIB = 3
+LAYER = r"(?:^|\.)layers\.(\d+)\."  # of the language model, in the name of one of its parameters
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -60,7 +62,7 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
         shapes, source = dict(_tensor_shapes(path)), ""
         if not shapes:
             config, source = _architecture(path)
-            shapes = parameter_shapes(config) if config.get("model_type") == "qwen3_vl" else {}
+            shapes = parameter_shapes(config)
     except (OSError, ValueError, struct.error):
         shapes = {}
     if not shapes:
@@ -70,7 +72,7 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
     adapted = [shape for name, shape in shapes.items() if tuner.use_dora and _is_adapted(name, shape, tuner)]
     # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
     dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
-    layers = set(re.findall(r"language_model\.layers\.(\d+)\.", " ".join(shapes)))
+    layers = {found[1] for name in shapes if part_of(name) == "llm" and (found := re.search(LAYER, name))}
     numbers = list(map(prod, shapes.values()))
     learn, flops = sum(trainable.values()), layer_flops(shapes, trainable, tuner)
     return ModelSize(sum(numbers), learn, dora_values, can_change, source, len(layers), max(numbers), flops)
@@ -83,7 +85,8 @@ def layer_flops(shapes: dict[str, list[int]], trainable: dict[str, int], tuner: 
     A frozen weight needs no gradient of its own. torch stops recomputing a layer at the last tensor that backward
     needs: before the product of its last linear layer, unless that has an adapter, or ZeRO-3 runs its own products.
     """
-    linear = [name for name, shape in shapes.items() if "language_model.layers." in name and len(shape) == 2]
+    own = [name for name in shapes if part_of(name) == "llm" and re.search(LAYER, name)]
+    linear = [name for name in own if len(shapes[name]) == 2]
     adapted = {name for name in linear if _is_adapted(name, shapes[name], tuner)}
     forward = sum(prod(shapes[name]) + trainable[name] * (name in adapted) for name in linear)
     last = sum(prod(shapes[name]) for name in linear if name.endswith("down_proj.weight") and name not in adapted)
@@ -130,11 +133,11 @@ def _is_saved_whole(name: str, tuner: Tuner) -> bool:
 
 
 def _is_frozen(name: str, tuner: Tuner) -> bool:
-    return tuner.freeze_aligner if "merger" in name else tuner.freeze_vit if "visual" in name else tuner.freeze_llm
+    return getattr(tuner, f"freeze_{part}") if (part := part_of(name)) in ("vit", "aligner") else tuner.freeze_llm
 
 
 def _is_adapted(name: str, shape: list[int], tuner: Tuner) -> bool:
-    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
+    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name and ".experts." not in name
     if tuner.type != "lora" or not is_linear or _is_saved_whole(name, tuner) or _is_frozen(name, tuner):
         return False
     module, targets = name.rsplit(".", 1)[0], tuner.target_modules
@@ -339,10 +342,13 @@ def known_config(size: str) -> dict[str, Any]:
 
 
 def parameter_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """Name -> shape of every parameter of a Qwen3-VL, from transformers' own classes, without allocating them."""
+    """Name -> shape of every parameter, from transformers' own classes, without allocating them; none for a family that
+    is not supported."""
     import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
+    if config.get("model_type") not in FAMILIES:
+        return {}
     with torch.device("meta"):
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_dict(config))
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}

@@ -14,6 +14,21 @@ class Sampling(Decoding):
     temperature: PositiveFloat = key(1.0, "must be above 0, so that the responses of a group differ")
 
 
+class Ramp(Section):
+    """A number that changes with the optimizer step: from `start` to `end` over `steps`, then `end`."""
+
+    start: NonNegative = key(..., "value in the first step", examples=[0.5])
+    end: NonNegative = key(..., "value from step `steps` on", examples=[0.75])
+    steps: PositiveInt = key(..., "number of steps of the way, which is straight", examples=[1000])
+
+
+def setting_at(setting: float | Ramp, step: float) -> float:
+    """The value of a setting in optimizer step `step`, from 0."""
+    if not isinstance(setting, Ramp):
+        return float(setting)
+    return setting.start + (setting.end - setting.start) * min(step / setting.steps, 1.0)
+
+
 class Rlhf(Section):
     """GRPO: connection, sampling, rewards and objective."""
 
@@ -34,8 +49,12 @@ class Rlhf(Section):
     num_generations: int = key(8, "responses to each prompt: the group they are compared in", ge=2)
     num_iterations: PositiveInt = key(1, "optimizer steps on the same responses, which count as one in training")
     reward_funcs: list[str] = key(..., "reward functions, each in [0, 1]", examples=[["detection_f1"]], min_length=1)
-    reward_weights: list[NonNegative] | None = key(None, "one per function, for a weighted sum; null: all 1")
+    reward_weights: list[NonNegative | Ramp] | None = key(
+        None, "one per function, for a weighted sum, each a number or {start, end, steps}; null: all 1"
+    )
+    reward_iou: float | Ramp = key(0.5, "detection rewards: smallest IoU of a pair, a number or {start, end, steps}")
     reward_files: list[str] = key([], "Python files with further functions (completion, sample) -> float")
+    advantage: Literal["answer", "object"] = key("answer", "one per answer, or one per object and decision in it")
     scale_rewards: Literal["group", "batch", "none"] = key("group", "advantages / std of the group, of the step, or 1")
     dynamic_sample: bool = key(False, "replace prompts whose responses all got the same reward by further prompts")
     max_resample_times: PositiveInt = key(3, "dynamic_sample: rounds of further prompts, at most")

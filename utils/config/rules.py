@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from utils.config.rlhf import Sampling
+from utils.config.rlhf import Sampling, setting_at
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, RS, Config, Losses, RolloutMatching
 from utils.config.section import brief, parse_path, value_at
@@ -335,10 +335,12 @@ def _rewards_have_weights(cfg: Config) -> Found:
     names, weights = cfg.rlhf.reward_funcs, cfg.rlhf.reward_weights
     if weights is not None and len(weights) != len(names):
         yield "rlhf.reward_weights", f"must have one weight for each of the {len(names)} reward_funcs; correct it"
-    elif weights is not None and not any(weights):
+    elif weights is not None and not any(setting_at(weight, step) for weight in weights for step in (0, math.inf)):
         yield "rlhf.reward_weights", "are all 0, so that no response is better than another; make one positive"
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield "rlhf.reward_funcs", f"names {', '.join(repeated)} more than once; raise its weight instead"
+    if not all(0 < setting_at(cfg.rlhf.reward_iou, step) <= 1 for step in (0, math.inf)):
+        yield "rlhf.reward_iou", "must be above 0 and at most 1, also at both ends of a way; correct it"
 
 
 # ---- DeepSpeed ------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class MonitorDump(Section):
 class Evaluation(Section):
     """How rollouts on `custom.val_jsonl` are scored."""
 
-    iou_threshold: Ratio = key(0.5, "smallest IoU of a pair that counts as a match")
+    iou_threshold: Annotated[float, Field(gt=0, le=1)] = key(0.5, "smallest IoU of a pair that counts as a match")
     new_labels: list[str] = key([], "labels that training teaches; scored apart from all others as f1_new and f1_old")
 
 

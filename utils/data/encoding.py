@@ -12,19 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
 from utils.data.samples import Sample
+from utils.policy_loss import policy_segment
+from utils.targets import Segment
+
+DUMMY_PX = 32  # processors enlarge an image that is smaller than they allow
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as model input: ids with image placeholders expanded, patches [num_patches, dim], grid [n, 3]."""
+    """A prompt as model input: ids with image placeholders expanded, and what the image processor makes of its images.
+
+    `vision` holds the tensors that the model takes besides the ids, by name, images along dimension 0; empty without
+    images. Qwen's are `pixel_values` [num_patches, dim] and `image_grid_thw` [num_images, 3].
+    """
 
     prompt_token_ids: list[int]
-    pixel_values: torch.Tensor | None
-    image_grid_thw: torch.Tensor | None
+    vision: dict[str, torch.Tensor]
 
 
 def model_digest(path: str | Path) -> str | None:
@@ -53,6 +61,9 @@ def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_p
     image_processor = getattr(processor, "image_processor", None)
     if image_processor is not None and (min_pixels or max_pixels):
         size = dict(image_processor.size)
+        if size.get("longest_edge") is None:
+            rule = "this model's processor has no limits in pixels; leave image_min_pixels and image_max_pixels out"
+            raise ValueError(rule)
         size["shortest_edge"] = min_pixels or size["shortest_edge"]  # Qwen's names for limits in pixels
         size["longest_edge"] = max_pixels or size["longest_edge"]
         image_processor.size = type(image_processor.size)(**size)
@@ -65,7 +76,7 @@ def prompt_chat(sample: Sample) -> list[dict[str, Any]]:
 
 
 def encode_prompt(sample: Sample, processor: Any, pixel_dtype: torch.dtype = torch.float32) -> EncodedPrompt:
-    """Encode exactly the prompt that vLLM's Qwen3-VL sees for the same messages and images (ROL-3).
+    """Encode exactly the prompt that vLLM's model sees for the same messages and images (ROL-3).
 
     Only placeholders are replaced; text is never tokenized a second time.
 
@@ -75,12 +86,26 @@ def encode_prompt(sample: Sample, processor: Any, pixel_dtype: torch.dtype = tor
     """
     token_ids = render_prompt(processor, prompt_chat(sample))
     if not sample.images:
-        return EncodedPrompt(token_ids, None, None)
-    features = processor.image_processor(images=[open_image(image) for image in sample.images], return_tensors="pt")
-    grid = features["image_grid_thw"]
-    counts = (grid.prod(dim=1) // processor.image_processor.merge_size**2).tolist()
-    token_ids = _expand(token_ids, counts, processor, f"{sample.source}: ")
-    return EncodedPrompt(token_ids, features["pixel_values"].to(pixel_dtype), grid)
+        return EncodedPrompt(token_ids, {})
+    tokens, vision = encode_images([open_image(image) for image in sample.images], processor)
+    token_ids = _expand(token_ids, tokens, processor, f"{sample.source}: ")
+    return EncodedPrompt(
+        token_ids, {name: own.to(pixel_dtype) if own.is_floating_point() else own for name, own in vision.items()}
+    )
+
+
+def dummy_segment(processor: Any) -> Segment:
+    """A small blank image alone, without supervision; a row without an image runs the vision tower on it (PCK-8)."""
+    [tokens], vision = encode_images([Image.new("RGB", (DUMMY_PX, DUMMY_PX))], processor)
+    return policy_segment("", tokens, [], vision)
+
+
+def encode_images(images: list[Image.Image], processor: Any) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+    """Return the tokens that stand for each image in a prompt, and the vision tensors of all images together."""
+    features = processor.image_processor(images=images, return_tensors="pt")
+    texts = [processor.replace_image_token(features, index) for index in range(len(images))]
+    tokens = [list(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    return tokens, {name: features[name] for name in processor.image_processor.model_input_names}
 
 
 def num_prompt_tokens(sample: Sample, processor: Any) -> int:
@@ -97,16 +122,16 @@ def _num_text_tokens(processor: Any, texts: tuple[tuple[str, str], ...], num_ima
     """Length of a prompt without its images' tokens."""
     messages = [{"role": role, "content": content} for role, content in texts]
     token_ids = render_prompt(processor, to_chat_messages(messages, num_images))
-    return len(_expand(token_ids, [0] * num_images, processor)) if num_images else len(token_ids)
+    return len(_expand(token_ids, [[]] * num_images, processor)) if num_images else len(token_ids)
 
 
-def _expand(token_ids: list[int], counts: Sequence[int], processor: Any, where: str = "") -> list[int]:
-    """Replace the i-th image placeholder by `counts[i]` of them."""
+def _expand(token_ids: list[int], images: Sequence[list[int]], processor: Any, where: str = "") -> list[int]:
+    """Replace the i-th image placeholder by the tokens `images[i]`."""
     image_id = processor.image_token_id
-    if token_ids.count(image_id) != len(counts):
+    if token_ids.count(image_id) != len(images):
         raise ValueError(
-            f"{where}the prompt has {token_ids.count(image_id)} image placeholders for {len(counts)} images;"
+            f"{where}the prompt has {token_ids.count(image_id)} image placeholders for {len(images)} images;"
             f" its text must not spell {processor.image_token}"
         )
-    remaining = iter(counts)
-    return [i for token in token_ids for i in ([token] * next(remaining) if token == image_id else [token])]
+    remaining = iter(images)
+    return [i for token in token_ids for i in (next(remaining) if token == image_id else [token])]

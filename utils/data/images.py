@@ -9,13 +9,16 @@ import base64
 import binascii
 import io
 import os
+import posixpath
 import re
 import stat
+import tarfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +225,64 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+class ShardImage(str):
+    """An image in a tar shard, as `shard.tar/member.jpg`, with the place of its bytes in the shard."""
+
+    offset: int
+    num_bytes: int
+
+    def __new__(cls, path: str, offset: int, num_bytes: int) -> ShardImage:
+        image = super().__new__(cls, path)
+        image.offset, image.num_bytes = offset, num_bytes
+        return image
+
+    def read(self) -> bytes:
+        """Its bytes. Raises OSError."""
+        with open(_shard_and_member(self)[0], "rb") as shard:
+            return os.pread(shard.fileno(), self.num_bytes, self.offset)
+
+
+def find_in_shard(image: str) -> ShardImage | None:
+    """The image in a tar shard that a path names, None if it names none. Raises OSError if the shard has no such member
+    or cannot be read."""
+    shard, member = _shard_and_member(image)
+    if not member or not os.path.isfile(shard):
+        return None
+    with _reading_shards:  # threads that need the same one wait for the first
+        found = _members(shard, os.stat(shard).st_mtime_ns).get(member)
+    if found is None:
+        raise FileNotFoundError(f"{_short(image)}: no such image")
+    return ShardImage(image, *found)
+
+
+def as_sent(image: str) -> str:
+    """The image as a rollout server takes it, which opens no shards: a path, or bytes in a `data:` URI."""
+    found = image if isinstance(image, ShardImage) else None if image.startswith("data:") else find_in_shard(image)
+    return f"data:image;base64,{base64.b64encode(found.read()).decode()}" if found else image
+
+
+_reading_shards = threading.Lock()
+
+
+def _shard_and_member(path: str) -> tuple[str, str]:
+    shard, _, member = path.partition(".tar/")
+    return f"{shard}.tar", member
+
+
+@lru_cache(maxsize=64)
+def _members(shard: str, mtime_ns: int) -> dict[str, tuple[int, int]]:
+    """Offset and size of the files in an uncompressed tar file. Only its headers are read."""
+    try:
+        with tarfile.open(shard, "r:") as archive:
+            files = [member for member in archive if member.isreg()]
+    except tarfile.TarError as error:
+        raise OSError(f"{shard}: {error}") from None
+    return {posixpath.normpath(member.name): (member.offset_data, member.size) for member in files}
+
+
 def open_image(image: str | os.PathLike) -> Image.Image:
-    """Return the image at a path or in a `data:` URI as RGB. Raises an `OSError` that names it if it is missing
-    (`FileNotFoundError`), unreadable or not an image."""
+    """Return the image at a path, in a tar shard or in a `data:` URI as RGB. Raises an `OSError` that names it if it is
+    missing (`FileNotFoundError`), unreadable or not an image."""
     with _opened(image) as opened:
         return to_rgb(opened)
 
@@ -244,6 +302,8 @@ def _opened(image: str | os.PathLike) -> Iterator[Image.Image]:
     try:
         if source.startswith("data:"):
             source = io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
+        elif found := image if isinstance(image, ShardImage) else find_in_shard(source):
+            source = io.BytesIO(found.read())
         with Image.open(source) as opened:
             yield opened
     except binascii.Error as error:

@@ -6,9 +6,10 @@
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 # The classes of mistakes, in the order in which reports list them.
 KINDS = {
@@ -91,9 +92,21 @@ def report_skipped(skipped: Iterable[BadLine], run_dir: str | os.PathLike) -> st
     with target.open("w", encoding="utf-8") as out:
         for bad in skipped:
             counts.add(bad)
-            problems = [{"class": kind, "reason": reason} for kind, reason in bad.problems]
-            out.write(json.dumps({"file": bad.path, "line": bad.line, "problems": problems}) + "\n")
+            write_bad_line(bad, out)
     if not counts.num_bad:
         return ""
     head = f"{counts.num_bad} bad sample(s) skipped (data.on_bad_sample: skip), all listed in {target}"
     return f"{head}\n{counts.report()}\n"
+
+
+def write_bad_line(bad: BadLine, out: TextIO) -> None:
+    """Write a row of JSON that `read_bad_lines` reads."""
+    problems = [{"class": kind, "reason": reason} for kind, reason in bad.problems]
+    out.write(json.dumps({"file": bad.path, "line": bad.line, "problems": problems}) + "\n")
+
+
+def read_bad_lines(path: str | os.PathLike) -> Iterator[BadLine]:
+    """The rows of a file of bad lines."""
+    with open(path, encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            yield BadLine(row["file"], row["line"], [(each["class"], each["reason"]) for each in row["problems"]])

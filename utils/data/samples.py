@@ -6,7 +6,6 @@ samples; `utils.data.encoding` makes token ids and pixels of them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -34,18 +33,22 @@ EDGE_TOLERANCE_PX = 0.5
 SPECIAL_TOKEN = re.compile(r"<\|[^|>]*\|>")
 # JSON escapes can spell lone surrogates, which no tokenizer accepts and no file can hold.
 SURROGATE = re.compile("[\ud800-\udfff]")
+MAX_SHOWN = 50  # mistakes in one error message
 FORMAT_KEYS = frozenset({"id", "images", "width", "height", "objects", "messages", "prompt", "annotated"})
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class DataError(Exception):
-    """Mistakes in data files; `problems` lists them as `file:line: reason`, in order."""
+    """Mistakes in data files; `problems` lists them as `file:line: reason`, in order.
 
-    def __init__(self, problems: Sequence[str]):
+    The text has the first `MAX_SHOWN`; `more`: how many there are besides `problems`, and where they are listed.
+    """
+
+    def __init__(self, problems: Sequence[str], more: int = 0, listed: str = ""):
         self.problems = list(problems)
-        more = [f"... and {len(problems) - 50} more"] if len(problems) > 50 else []
-        super().__init__("\n".join(self.problems[:50] + more))
+        more += max(len(problems) - MAX_SHOWN, 0)
+        super().__init__("\n".join(self.problems[:MAX_SHOWN] + [f"... and {more} more{listed}"] * (more > 0)))
 
 
 @dataclass(frozen=True)
@@ -72,24 +75,6 @@ class Sample:
     teacher_forced_ratio: float | None = None
 
 
-def with_file_defaults(
-    samples: list[Sample], annotated: Sequence[str] | None, teacher_forced_ratio: float | None
-) -> list[Sample]:
-    """The samples of a file with what its entry in the config says of all of them (DAT-5); a line's own `annotated`
-    wins."""
-    if annotated is None and teacher_forced_ratio is None:
-        return samples
-    labels = None if annotated is None else frozenset(map(normal_label, annotated))
-    return [
-        replace(
-            sample,
-            annotated=labels if sample.annotated is None else sample.annotated,
-            teacher_forced_ratio=teacher_forced_ratio,
-        )
-        for sample in samples
-    ]
-
-
 def load_samples(
     paths: Sequence[str | os.PathLike],
     prompt: str | None = None,
@@ -109,12 +94,11 @@ def load_samples(
         DataError: with every problem of every file; with `skipped`, only of files that are unreadable or leave no
             sample.
     """
-    if object_order not in ("file", "sorted"):
-        raise ValueError(f"object_order={object_order!r}: must be 'file' or 'sorted'")
+    reader = LineReader(prompt, object_order, form)
     datasets, problems = [], []
     for path in paths:
         samples, bad = [], []
-        for item in read_samples(path, prompt, object_order, max_bin=form.max_bin):
+        for item in read_samples(path, reader=reader):
             (samples if isinstance(item, Sample) else bad).append(item)
         datasets.append(samples)
         if skipped is None or not samples or any(line.line == 0 for line in bad):
@@ -123,44 +107,65 @@ def load_samples(
             skipped.extend(bad)
     if problems:
         raise DataError(problems)
-    return datasets if "poly" in form.kinds else _as_boxes(datasets, form)
-
-
-def _as_boxes(datasets: list[list[Sample]], form: AnswerFormat) -> list[list[Sample]]:
-    """Replace every polygon by the box around it."""
     objects = [obj for samples in datasets for sample in samples for obj in sample.objects]
-    num_polygons = sum(obj.kind == "poly" for obj in objects)
-    if not num_polygons:
-        return datasets
-    warning = "%d of %d objects are polygons, which answer_format: %s cannot express; each becomes the box around it"
-    logger.warning(warning, num_polygons, len(objects), form.name)
+    warn_of_polygons(sum(obj.kind == "poly" for obj in objects), len(objects), form)
+    return [list(map(reader.as_expressible, samples)) for samples in datasets]
 
-    def boxed(sample: Sample) -> Sample:
+
+def warn_of_polygons(num_polygons: int, num_objects: int, form: AnswerFormat) -> None:
+    """Warn once for all files if the answer format has no polygons."""
+    if num_polygons and "poly" not in form.kinds:
+        warning = (
+            "%d of %d objects are polygons, which answer_format: %s cannot express; each becomes the box around it"
+        )
+        logger.warning(warning, num_polygons, num_objects, form.name)
+
+
+@dataclass(frozen=True)
+class LineReader:
+    """How a line becomes a sample; the arguments of `load_samples`."""
+
+    prompt: str | None = None
+    object_order: str = "file"
+    form: AnswerFormat = COORD_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.object_order not in ("file", "sorted"):
+            raise ValueError(f"object_order={self.object_order!r}: must be 'file' or 'sorted'")
+
+    def read(
+        self, path: str | os.PathLike, number: int, line: bytes, sizes: list[tuple[int, int]] | None = None
+    ) -> Sample | BadLine:
+        """Read line `number` of the file at `path`, with polygons. `sizes`: its images' sizes (height, width), if they
+        are known; else the headers are opened."""
+        try:
+            sample = _read_sample(_parse_line(line), str(path), number, self, sizes)
+        except _Mistake as mistake:
+            return BadLine(str(path), number, mistake.problems)
+        if self.object_order == "sorted":
+            sample.objects.sort(key=lambda item: (bounding_box(item)[1], bounding_box(item)[0]))
+        return sample
+
+    def as_expressible(self, sample: Sample) -> Sample:
+        """The sample with a box for each polygon if the answer format has no polygons."""
+        if "poly" in self.form.kinds:
+            return sample
         return replace(sample, objects=[replace(o, kind="bbox_2d", coords=bounding_box(o)) for o in sample.objects])
-
-    return [[boxed(sample) for sample in samples] for samples in datasets]
 
 
 def read_samples(
     path: str | os.PathLike,
     prompt: str | None = None,
-    object_order: str = "file",
     only: Container[int] | None = None,
-    max_bin: int = COORD_TOKENS.max_bin,
+    reader: LineReader | None = None,
 ) -> Iterator[Sample | BadLine]:
     """Yield a sample or a bad line for each line of a file that is not blank, in order, with few lines in memory.
 
     A file that is unreadable or has only blank lines yields one `BadLine` of line 0. `only`: the line numbers to read.
+    `reader`: by default one with this `prompt`.
     """
-    base = Path(path).absolute().parent
+    reader = reader or LineReader(prompt)
     is_empty = True
-
-    def read(item: tuple[int, bytes]) -> Sample | BadLine:
-        number, line = item
-        try:
-            return _read_sample(_parse_line(line), base, f"{path}:{number}", prompt, object_order, max_bin)
-        except _Mistake as mistake:
-            return BadLine(str(path), number, mistake.problems)
 
     def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
         nonlocal is_empty
@@ -173,26 +178,22 @@ def read_samples(
     try:
         with open(path, "rb") as file:
             # Threads, because most of the time goes into opening image headers, often on a network disk.
-            yield from map_ahead(read, lines(file))
+            yield from map_ahead(lambda item: reader.read(path, *item), lines(file))
     except OSError as error:
-        yield BadLine(str(path), 0, [("file", f"cannot be read: {error.strerror or error}")])
+        yield unreadable_file(path, error)
         return
     if is_empty:
-        yield BadLine(str(path), 0, [("file", "the file is empty; it needs at least one sample")])
+        yield empty_file(path)
 
 
-def fingerprint(datasets: Sequence[Sequence[Sample]]) -> str:
-    """Digest of the lines of each file that are in use, in order."""
-    sources = [[sample.source for sample in dataset] for dataset in datasets]
-    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+def empty_file(path: str | os.PathLike) -> BadLine:
+    """What is wrong with a file of blank lines."""
+    return BadLine(str(path), 0, [("file", "the file is empty; it needs at least one sample")])
 
 
-def check_same_samples(fingerprints: Sequence[str]) -> None:
-    """Raise `DataError`, on all ranks, where ranks skipped different lines, such as an image that one of them could
-    not read. `fingerprints` holds one per rank."""
-    other = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
-    if other:
-        raise DataError([f"ranks {other} can use other samples than rank 0; let every rank read the same files"])
+def unreadable_file(path: str | os.PathLike, error: OSError) -> BadLine:
+    """What is wrong with a file that cannot be opened."""
+    return BadLine(str(path), 0, [("file", f"cannot be read: {error.strerror or error}")])
 
 
 def map_ahead(
@@ -237,10 +238,11 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _read_sample(
-    row: dict[str, Any], base: Path, source: str, prompt: str | None, object_order: str, max_bin: int
+    row: dict[str, Any], path: str, number: int, reader: LineReader, sizes: list[tuple[int, int]] | None
 ) -> Sample:
     """Read every part even if another is wrong, so that one run reports all mistakes of a line."""
     problems: list[tuple[str, str]] = []
+    base, source = Path(path).absolute().parent, f"{path}:{number}"
 
     def read_part(read: Callable[..., Any], *args: Any, default: Any = None) -> Any:
         try:
@@ -249,11 +251,12 @@ def _read_sample(
             problems.extend(mistake.problems)
             return default
 
-    messages, inside = read_part(_read_messages, row, prompt, default=(None, []))
+    messages, inside = read_part(_read_messages, row, reader.prompt, default=(None, []))
     images = read_part(_read_images, row, inside, base)
-    sizes = None if images is None else read_part(_image_sizes, images)
+    if sizes is None and images is not None:
+        sizes = read_part(_image_sizes, images)
     size = read_part(_read_size, row, sizes)
-    objects = read_part(_read_objects, row, sizes, size, max_bin)
+    objects = read_part(_read_objects, row, sizes, size, reader.form.max_bin)
     sample_id = read_part(_read_id, row, source)
     annotated = read_part(_read_annotated, row)
     if messages is not None and images is not None:
@@ -263,8 +266,6 @@ def _read_sample(
             problems.append(("messages", f"messages: {error}"))
     if problems:
         raise _Mistake(problems=problems)
-    if object_order == "sorted":
-        objects = sorted(objects, key=lambda item: (bounding_box(item)[1], bounding_box(item)[0]))
     extra = {key: value for key, value in row.items() if key not in FORMAT_KEYS}
     return Sample(sample_id, images, sizes, *size, objects, messages, source, extra, annotated)
 

@@ -22,7 +22,7 @@ class SampleStream:
     positions r, r + W, r + 2W, ..., so `n` draws on every rank use `n * W` consecutive positions whatever `W` is.
     """
 
-    datasets: list[list[Sample]]
+    datasets: Sequence[Sequence[Sample]]
     weights: Sequence[float] | None = None
     seed: int = 0
     rank: int = 0
@@ -37,7 +37,7 @@ class SampleStream:
         self.weights = [1.0] * len(self.datasets) if self.weights is None else list(self.weights)
         if len(self.weights) != len(self.datasets):
             raise ValueError(f"{len(self.weights)} weights for {len(self.datasets)} files")
-        if min(self.weights, default=0) <= 0 or not all(self.datasets):
+        if min(self.weights, default=0) <= 0 or not all(map(len, self.datasets)):
             raise ValueError("every file needs a positive weight and at least one sample")
 
     @property

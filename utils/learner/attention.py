@@ -7,7 +7,8 @@ however short its segments are. Here each segment attends on its own and a row c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,26 @@ def _no_mask_without_padding(*args: Any, attention_mask: Tensor | None = None, *
     if attention_mask is None and kwargs["q_length"] == kwargs["kv_length"]:
         return None
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+def isolate_mixers(model: nn.Module, name: str) -> None:
+    """Run each layer's recurrent mixer, its attribute `name`, on one segment of a packed row after the other.
+
+    Its state would carry over from one segment to the next: transformers' own kernels know no segments on CPU, and on
+    CUDA only if two more packages are installed.
+    """
+    for layer in model.modules():
+        if (mixer := getattr(layer, name, None)) is not None:
+            mixer.forward = partial(_by_segment, mixer.forward)
+
+
+def _by_segment(
+    forward: Callable[..., Tensor], hidden_states: Tensor, segment_lengths: Sequence[int] | None = None, **kwargs: Any
+) -> Tensor:
+    """`forward` of [1, T, D] segment by segment; of a padded batch [B, T, D] as it is."""
+    if segment_lengths is None:
+        return forward(hidden_states, **kwargs)
+    return torch.cat([forward(part, **kwargs) for part in hidden_states.split(list(segment_lengths), dim=1)], dim=1)
 
 
 def register() -> str:

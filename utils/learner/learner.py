@@ -223,6 +223,10 @@ class Learner:
         [logprobs] = self._score([batch], partial(last_logprobs, num_tokens=num_tokens))
         return logprobs.double().cpu().numpy()
 
+    def hidden_states(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Final hidden states [B * T, D] of each batch, on the CPU. All ranks must call it with equally many."""
+        return [states.cpu() for states in self._score(batches, lambda states, head, batch: states)]
+
     def logprobs(
         self, batches: Sequence[Batch], temperature: float, of_start_policy: bool = False
     ) -> list[torch.Tensor]:

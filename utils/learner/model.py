@@ -1,7 +1,8 @@
 """The trained model: loading, choosing what trains, and the forward pass from a `Batch` to hidden states.
 
-A Qwen3-VL has four parts, each with its own learning rate: `llm` (language model), `embeddings` (token embeddings and
-head, frozen together with the llm), `vit` (vision tower) and `aligner` (its mergers, including the deepstack ones).
+A model has four parts, each with its own learning rate: `llm` (language model), `embeddings` (token embeddings and
+head, frozen together with the llm), `vit` (vision tower) and `aligner` (what maps its output to the language model).
+`utils.families` says which parameters they hold.
 """
 
 from __future__ import annotations
@@ -10,66 +11,62 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from utils.config.schema import Training, Tuner
-from utils.packing import Batch
-from utils.policy_loss import policy_segment
-from utils.targets import Segment
-
-PARTS = ("llm", "vit", "aligner", "embeddings")
+from utils.families import PARTS, family_at, family_of, part_of
+from utils.packing import Batch, PositionIds
 
 
 def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementation: str = "sdpa") -> nn.Module:
-    """A `Qwen3VLForConditionalGeneration` from a local checkpoint or hub name, all parameters in `dtype`.
+    """The model of a supported family from a local checkpoint or hub name, all parameters in `dtype`.
 
     `dtype` is that of forward and backward; DeepSpeed keeps float32 master weights when `bf16` or `fp16` is on.
 
     Raises:
-        ValueError: the architecture is not Qwen3-VL, or the checkpoint lacks tensors.
+        ValueError: the family is not supported, or the checkpoint lacks tensors.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from utils.learner import attention
 
-    config = AutoConfig.from_pretrained(path)
-    if config.model_type != "qwen3_vl":  # packing relies on its 4-row position ids
-        raise ValueError(f"model.path={path}: a {config.model_type} model; only qwen3_vl is supported")
+    try:
+        family = family_at(AutoConfig.from_pretrained(path).model_type)
+    except ValueError as error:
+        raise ValueError(f"model.path={path}: {error}") from None
     if attn_implementation == "sdpa":
         attn_implementation = attention.register()
     model, info = AutoModelForImageTextToText.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, output_loading_info=True
     )
+    if family.mixer is not None:
+        attention.isolate_mixers(model, family.mixer)
     if info["missing_keys"]:  # transformers would start them at random and only warn
         raise ValueError(f"model.path={path}: the checkpoint lacks {sorted(info['missing_keys'])[:5]}")
     return model
 
 
 def fuse_kernels(model: nn.Module) -> None:
-    """Replace transformers' norms and rotary embedding by liger's (CUDA only); call it before `apply_tuner`.
+    """Replace transformers' norms and rotary embedding by liger's (CUDA only); call it before `apply_tuner`. Raises
+    ValueError where the family's are not proven.
 
     liger's cross-entropy is not used: it has no coordinate terms, and logits already exist at labels only (LRN-4).
     """
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen3_vl
-
-    kernels = {"rope": True, "rms_norm": True}  # for this model liger 0.8.5 takes `swiglu` and ignores it
-    apply_liger_kernel_to_qwen3_vl(model=model, **kernels, cross_entropy=False, fused_linear_cross_entropy=False)
+    family = family_of(model)
+    if family.liger is None:
+        raise ValueError(f"training.fused_kernels: not tested with {family.name}; set it to false")
+    fuse = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family.liger}")
+    kernels = {"rope": True, "rms_norm": True}  # for Qwen3-VL liger 0.8.5 takes `swiglu` and ignores it
+    fuse(model=model, **kernels, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def part_of(name: str) -> str:
-    """The one of `PARTS` that a parameter or module name belongs to, with or without prefixes of wrappers."""
-    names = name.split(".")
-    if "visual" in names:
-        return "aligner" if "merger" in names or "deepstack_merger_list" in names else "vit"
-    return "embeddings" if "embed_tokens" in names or "lm_head" in names else "llm"
 
 
 def apply_tuner(model: nn.Module, tuner: Tuner) -> nn.Module:
@@ -227,33 +224,31 @@ def param_groups(model: nn.Module, training: Training) -> list[dict[str, Any]]:
     return found
 
 
-def position_ids_for(model: nn.Module) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Return a function `(input_ids [L], image_grid_thw [n, 3] or None) -> int64[4, L]` for one segment.
+def has_multimodal_positions(model: nn.Module) -> bool:
+    """Whether tokens of an image have a time, a height and a width, instead of a place in the text alone."""
+    return hasattr(base_model(model).model, "get_rope_index")
 
-    The rows are text positions 0..L-1, then the model's own multimodal positions (time, height, width). The model
-    keeps packed segments apart only if the text row comes first.
+
+def position_ids_for(model: nn.Module) -> PositionIds:
+    """Return a function `(input_ids [L], vision tensors) -> int64[R, L]` for one segment.
+
+    The first row are text positions 0..L-1; where the model has multimodal positions of its own (time, height, width)
+    they follow, and the model keeps packed segments apart only if the text row comes first.
     """
     inner = base_model(model).model
+    if not has_multimodal_positions(model):
+        return lambda input_ids, vision: torch.arange(len(input_ids))[None]
     image_token_id, merge = inner.config.image_token_id, inner.config.vision_config.spatial_merge_size
 
-    def position_ids(input_ids: Tensor, image_grid_thw: Tensor | None) -> Tensor:
-        is_image = (input_ids == image_token_id).int()
-        num_tokens = 0 if image_grid_thw is None else int(image_grid_thw.prod(dim=1).sum()) // merge**2
+    def position_ids(input_ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
+        is_image, grid = (input_ids == image_token_id).int(), vision.get("image_grid_thw")
+        num_tokens = 0 if grid is None else int(grid.prod(dim=1).sum()) // merge**2
         if int(is_image.sum()) != num_tokens:
             raise ValueError(f"{int(is_image.sum())} image tokens in a segment whose images have {num_tokens}")
-        multimodal, _ = inner.get_rope_index(input_ids[None], is_image[None], image_grid_thw=image_grid_thw)
+        multimodal, _ = inner.get_rope_index(input_ids[None], is_image[None], image_grid_thw=grid)
         return torch.cat([torch.arange(len(input_ids))[None], multimodal[:, 0]])
 
     return position_ids
-
-
-def dummy_segment(model: nn.Module) -> Segment:
-    """The smallest image, without supervision; a row without an image runs the vision tower on it (PCK-8)."""
-    config = base_model(model).config
-    vision = config.vision_config
-    merge, patch_dim = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    ids = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
-    return policy_segment("", ids, [], torch.zeros(merge**2, patch_dim), torch.tensor([[1, merge, merge]]))
 
 
 def partition(module: nn.Module, config: dict[str, Any]) -> None:
@@ -324,10 +319,9 @@ class RowModel(nn.Module):
         """Final hidden states [B, T, D] of the model in training, or of another."""
         output = base_model(model or self.model).model(
             input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
+            position_ids=batch.position_ids.squeeze(0) if batch.position_ids is not None else None,
             attention_mask=batch.attention_mask,
-            pixel_values=batch.pixel_values,
-            image_grid_thw=batch.image_grid_thw,
+            **batch.vision,
             # Read once here, not in every layer: on CUDA the host waits for it.
             segment_lengths=None if batch.attention_mask is not None else batch.cu_seqlens.diff().tolist(),
             use_cache=False,  # with a cache transformers 5.19 does not look for packed segments

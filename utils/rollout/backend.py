@@ -5,11 +5,12 @@ Types, the checks that hold for every engine, and the engine that stands for the
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from utils.capacity import EVAL_MICRO_STEP, request_seed
 from utils.config.schema import Decoding
+from utils.data.images import as_sent
 from utils.rollout.client import RolloutClient
 from utils.sync.adapter_sync import FallbackSync
 from utils.sync.weight_sync import SyncResult, WeightSync
@@ -30,16 +31,15 @@ class RolloutRequest:
     """One sample to generate for.
 
     `messages` in ms-swift's form (string content with `<image>` markers, or content lists), `images` as paths, URLs or
-    data URIs in order of appearance; `prompt_token_ids`, `pixel_values` [num_patches, dim] and `image_grid_thw` [n, 3]
-    are the learner's own encoding, image placeholders expanded; the last two only where there are images.
+    data URIs in order of appearance; `prompt_token_ids` and `vision` are the learner's own encoding,
+    as in `utils.data.encoding.EncodedPrompt`.
     """
 
     sample_id: str
     messages: list[dict[str, Any]]
     images: list[str]
     prompt_token_ids: list[int]
-    pixel_values: Any = None
-    image_grid_thw: Any = None
+    vision: dict[str, Any] = field(default_factory=dict)
 
 
 class RolloutSampling(Decoding):
@@ -205,7 +205,7 @@ class ServerEngine(Engine):
 
 def infer_request(request: RolloutRequest) -> dict[str, Any]:
     """The request in ms-swift's `RolloutInferRequest` form (SRV-4)."""
-    return {"messages": request.messages, "images": list(request.images), "uuid": request.sample_id}
+    return {"messages": request.messages, "images": list(map(as_sent, request.images)), "uuid": request.sample_id}
 
 
 def request_config(sampling: RolloutSampling) -> dict[str, Any]:

@@ -178,6 +178,11 @@ class ColocateEngine(Engine):
         return answer["result"]
 
     def _check_probe(self, ours: np.ndarray) -> None:
+        where = f"the engine of rank {self.ranks.rank}"
+        for request, ids in self.probe.prompts if self.num_syncs == 0 else ():
+            prompt = vllm_prompt(self.processor, request["messages"], request["images"])
+            output = self.llm.generate([prompt], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)[0]
+            self.probe.check_prompt(ids, list(output.prompt_token_ids), where)
         request, token_ids = self.probe.infer_request, self.probe.token_ids
         prompt = vllm_prompt(self.processor, request["messages"], request["images"], token_ids)
         params = SamplingParams(
@@ -186,7 +191,7 @@ class ColocateEngine(Engine):
         output = self.llm.generate([prompt], params, use_tqdm=False)[0]
         steps = output.prompt_logprobs[-len(token_ids) :]
         theirs = [step[token].logprob for token, step in zip(token_ids, steps, strict=True)]
-        self.probe.check(ours, theirs, self.weights.dtype, f"the engine of rank {self.ranks.rank}")
+        self.probe.check(ours, theirs, self.weights.dtype, where)
 
     def _wake(self) -> None:
         """Give the engine its memory until `rest`: over all micro-steps of a step."""

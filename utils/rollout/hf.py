@@ -15,11 +15,13 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from utils.capacity import call_seed, rounds
+from utils.data.encoding import dummy_segment
 from utils.dist import Ranks
-from utils.learner.model import base_model, dummy_segment
+from utils.learner.model import base_model, has_multimodal_positions
+from utils.packing import join_vision
 from utils.rollout.backend import NoEngine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 
-Row = tuple[Sequence[int], Tensor | None, Tensor | None]  # prompt token ids, pixel_values, image_grid_thw
+Row = tuple[Sequence[int], dict[str, Tensor]]  # prompt token ids and vision tensors
 
 
 class HfEngine(NoEngine):
@@ -30,14 +32,14 @@ class HfEngine(NoEngine):
         decode_batch_size: most sequences in one call of `generate`.
     """
 
-    def __init__(self, learner: Any, ranks: Ranks, tokenizer: Any, decode_batch_size: int) -> None:
+    def __init__(self, learner: Any, ranks: Ranks, processor: Any, decode_batch_size: int) -> None:
         model = base_model(learner.model)
         self.ranks = ranks
-        self.tokenizer = tokenizer
+        self.processor = processor
         self.decode_batch_size = decode_batch_size
         self.engine_forward = EngineForward(learner.engine, model)
         self.is_sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.stop_ids = stop_token_ids(model, processor.tokenizer)
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: RolloutSampling, context: RolloutContext
@@ -62,11 +64,12 @@ class HfEngine(NoEngine):
     ) -> list[list[int]]:
         """New token ids per request, the stop token and padding after it included; one call of `generate`."""
         device = self.ranks.device
-        rows: list[Row] = [(r.prompt_token_ids, r.pixel_values, r.image_grid_thw) for r in requests]
-        if self.is_sharded and all(pixel_values is None for _, pixel_values, _ in rows):
-            dummy = dummy_segment(model)  # other ranks run the vision tower
-            rows.append((dummy.input_ids.tolist(), dummy.pixel_values, dummy.image_grid_thw))
-        inputs = {name: tensor.to(device) for name, tensor in left_pad(rows, model.config.image_token_id).items()}
+        rows: list[Row] = [(r.prompt_token_ids, r.vision) for r in requests]
+        if self.is_sharded and not any(vision for _, vision in rows):
+            dummy = dummy_segment(self.processor)  # other ranks run the vision tower
+            rows.append((dummy.input_ids.tolist(), dummy.vision))
+        image_token_id = model.config.image_token_id if has_multimodal_positions(model) else None
+        inputs = {name: tensor.to(device) for name, tensor in left_pad(rows, image_token_id).items()}
         config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=False,  # see Sampler
@@ -91,7 +94,7 @@ class HfEngine(NoEngine):
         return RolloutResult(
             response_token_ids=response,
             prompt_token_ids=list(request.prompt_token_ids),
-            text=self.tokenizer.decode(response),
+            text=self.processor.tokenizer.decode(response),
             finish_reason="length" if end is None else "stop",
             weight_version=version,
             stop_token_id=None if end is None else new_ids[end],
@@ -134,26 +137,26 @@ class StopDummyRows(StoppingCriteria):
         return torch.arange(len(input_ids), device=input_ids.device) >= self.num_real
 
 
-def left_pad(rows: Sequence[Row], image_token_id: int) -> dict[str, Tensor]:
+def left_pad(rows: Sequence[Row], image_token_id: int | None) -> dict[str, Tensor]:
     """`generate`'s inputs for prompts of different lengths, int64 `[B, longest]`, images of all rows in order.
 
     Padding repeats the row's first token: masked out everywhere, and unlike a padding token it is in the prompt anyway,
     so that a repetition penalty does not depend on the padding.
+
+    Args:
+        image_token_id: of models with multimodal positions, which want to know where images are; else None.
     """
-    longest = max(len(ids) for ids, _, _ in rows)
-    ids = [torch.tensor(list(ids)) for ids, _, _ in rows]
+    longest = max(len(ids) for ids, _ in rows)
+    ids = [torch.tensor(list(ids)) for ids, _ in rows]
     input_ids = torch.stack([torch.cat([row[:1].expand(longest - len(row)), row]) for row in ids])
     is_real = torch.arange(longest) >= torch.tensor([longest - len(row) for row in ids])[:, None]
     inputs = {
         "input_ids": input_ids,
         "attention_mask": is_real.long(),
-        "mm_token_type_ids": (is_real & (input_ids == image_token_id)).int(),
     }
-    with_image = [(pixels, grid) for _, pixels, grid in rows if pixels is not None]
-    if with_image:
-        inputs["pixel_values"] = torch.cat([pixels for pixels, _ in with_image])
-        inputs["image_grid_thw"] = torch.cat([grid for _, grid in with_image])
-    return inputs
+    if image_token_id is not None:
+        inputs["mm_token_type_ids"] = (is_real & (input_ids == image_token_id)).int()
+    return inputs | join_vision([vision for _, vision in rows])
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any) -> list[int]:

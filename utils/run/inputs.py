@@ -3,6 +3,8 @@ told by name what has changed since (LRN-12). Images are not read."""
 
 import json
 import logging
+import os
+import time
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
@@ -14,9 +16,11 @@ from utils.run.resume import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+INDEX_FOLDER = "data_index"  # in the run directory
 KINDS = ("data", "base_model")  # as `--accept-changes` names them
 _MODEL_FILES = (".json", ".jinja", ".txt", ".bin", ".safetensors")  # weights, config, tokenizer, processor
 _BLOCK = 64 << 10  # bytes
+_SETTLED_NS = 2 * 10**9  # a file changed twice within a clock tick shows the same times; some file systems tick in 2 s
 
 Digests = dict[str, dict[str, dict[str, Any]]]  # kind -> file -> {"bytes", "blake2b"}
 
@@ -25,16 +29,56 @@ def digests(cfg: Config) -> Digests:
     """Digests of all data files, by their paths, and of the files in `model.path`, by their names.
 
     Every byte counts but in safetensors files, where the header and three blocks of 64 KiB of each tensor count (first,
-    middle, last; a tensor of up to 192 KiB as a whole). So a model of 16 GB costs well below 1 GB of reading.
+    middle, last; a tensor of up to 192 KiB as a whole).
 
     Raises: OSError, ValueError for a file that cannot be read.
     """
-    data = [spec.path for spec in cfg.custom.train_jsonl + (cfg.custom.val_jsonl or [])]
-    model = [path for path in sorted(Path(cfg.model.path).glob("*")) if path.suffix in _MODEL_FILES]
-    return {
-        "data": {path: _describe(Path(path)) for path in data},
-        "base_model": {path.name: _describe(path) for path in model},
-    }
+    known = KnownDigests(cfg.training.output_dir)
+    return {"data": {path: known.describe(path) for path in data_paths(cfg)}, "base_model": _describe_model(cfg)}
+
+
+def data_paths(cfg: Config) -> list[str]:
+    """The path of each entry for a data file, training first."""
+    return [spec.path for spec in cfg.custom.train_jsonl + (cfg.custom.val_jsonl or [])]
+
+
+class KnownDigests:
+    """Digests of data files, which are read again only where size, inode or times have changed: `known.json` in the
+    run's index folder remembers them for each state of a file."""
+
+    def __init__(self, run_dir: str | os.PathLike) -> None:
+        self._path = Path(run_dir) / INDEX_FOLDER / "known.json"
+        self.states: dict[str, str] = {}  # those in use
+        try:
+            self._known = dict(json.loads(self._path.read_text()))
+        except (OSError, ValueError):
+            self._known = {}
+
+    def describe(self, path: str) -> dict[str, Any]:
+        """`bytes` and `blake2b` of a file."""
+        state = _state(path)
+        if state not in self._known:
+            self._known[state] = _describe(Path(path))["blake2b"]
+        if _state(path) == state and time.time_ns() - os.stat(path).st_ctime_ns > _SETTLED_NS:
+            self.states[state] = self._known[state]  # a later change cannot have the same times
+        return {"bytes": os.path.getsize(path), "blake2b": self._known[state]}
+
+    def write(self, states: dict[str, str]) -> None:
+        """Remember the states of files on all nodes."""
+        self._path.parent.mkdir(exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(states, indent=1))
+        new.replace(self._path)
+
+
+def _describe_model(cfg: Config) -> dict[str, dict[str, Any]]:
+    files = [path for path in sorted(Path(cfg.model.path).glob("*")) if path.suffix in _MODEL_FILES]
+    return {path.name: _describe(path) for path in files}
+
+
+def _state(path: str) -> str:
+    found = os.stat(path)
+    return f"{path} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -68,7 +112,7 @@ def _sampled(file: BinaryIO) -> Iterator[bytes]:
 
 def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[str], ranks: Ranks) -> dict[str, Any]:
     """Read the run's inputs on rank 0 and compare them with the checkpoint's; exit with status 2 and name every change
-    that is not accepted (collective).
+    that is not accepted, data files that cannot be read, and nodes that see others than rank 0 (collective).
 
     Args:
         accepted: kinds of `KINDS` whose files may have changed.
@@ -78,14 +122,40 @@ def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[
         those before it have accepted.
 
     """
-    found: Digests = {}
-    error = capture_error(lambda: found.update(digests(cfg))) if ranks.is_main else None
-    new: Digests = ranks.gather_or_raise(found, "reading data files and base checkpoint", error)[0]
-    if checkpoint is None:
-        return {"digests": new, "accepted_changes": []}
+    data, states = _data_digests(cfg, ranks)
+    model: dict[str, Any] = {}
+    error = capture_error(lambda: model.update(_describe_model(cfg))) if ranks.is_main else None
+    new: Digests = {"data": data, "base_model": ranks.gather_or_raise(model, "reading the base checkpoint", error)[0]}
+    history = _accepted_changes(checkpoint, new, accepted, ranks) if checkpoint else []
+    if ranks.is_main:
+        KnownDigests(cfg.training.output_dir).write(states)
+    return {"digests": new, "accepted_changes": history}
+
+
+def _data_digests(cfg: Config, ranks: Ranks) -> tuple[dict[str, Any], dict[str, str]]:
+    """Digests of the data files, and the states of files on all nodes that have them; one rank per node reads."""
+    known, found, unreadable = KnownDigests(cfg.training.output_dir), {}, []
+    for path in dict.fromkeys(data_paths(cfg) * (ranks.local_rank == 0)):
+        try:
+            found[path] = known.describe(path)
+        except OSError as error:
+            unreadable.append(f"{path}: cannot be read: {error.strerror or error}")
+    arrived = ranks.gather((found, known.states, unreadable))
+    data, _, unreadable = arrived[0]
+    if unreadable:
+        exit_with("\n".join(unreadable), ranks.is_main)
+    if others := ranks.places(ranks.local_rank == 0 and found != data):
+        exit_with(
+            f"data files: {others} reads other ones than rank 0; let all nodes read the same files", ranks.is_main
+        )
+    return data, {state: digest for _, states, _ in arrived for state, digest in states.items()}
+
+
+def _accepted_changes(checkpoint: Checkpoint, new: Digests, accepted: Sequence[str], ranks: Ranks) -> list[str]:
+    """All changes that have been accepted so far; exit with status 2 for one that is not."""
     if checkpoint.inputs is None:
         logger.warning("%s has no digests of data and base checkpoint: nothing tells if they changed", checkpoint.path)
-        return {"digests": new, "accepted_changes": []}
+        return []
     old, history = checkpoint.inputs["digests"], list(checkpoint.inputs["accepted_changes"])
     changed = {kind: lines for kind in KINDS if (lines := _changes(old[kind], new[kind], kind))}
     if refused := [kind for kind in changed if kind not in accepted]:
@@ -96,7 +166,7 @@ def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[
         for line in lines:
             logger.warning("since the checkpoint, accepted by --accept-changes: %s: %s", kind, line)
             history.append(f"step {checkpoint.step}: {kind}: {line}")
-    return {"digests": new, "accepted_changes": history}
+    return history
 
 
 def _changes(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]], kind: str) -> list[str]:

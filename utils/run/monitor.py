@@ -60,13 +60,17 @@ class Monitor:
         if self._writer is not None:
             self._writer.flush()
 
-    def progress(self, step: int, **shown: float) -> None:
-        """Advance to `step`: a bar on a terminal, else a line with values and time left, also at the last step."""
+    def progress(self, step: int, seconds: Mapping[str, float] | None = None, **shown: float) -> None:
+        """Advance to `step`: a bar on a terminal, else a line with values and time left, also at the last step.
+
+        `seconds` by part, `step` for the whole, are shown as percentages of it. Parts run side by side, so they may add
+        up to more than 100.
+        """
         if not self.enabled:
             return
         if self._first_step is None:
             self._first_step = step - 1
-        text = " ".join(f"{name}={value:.4g}" for name, value in shown.items())
+        text = " ".join([*(f"{name}={value:.4g}" for name, value in shown.items()), *_shares(seconds or {})])
         if self._is_terminal:
             self._bar.set_postfix_str(text)
             self._bar.update(step - self._bar.n)
@@ -79,6 +83,13 @@ class Monitor:
         self._bar.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _shares(seconds: Mapping[str, float]) -> list[str]:
+    """The parts that take 5 % of a step or more, the longest first: `rollout=61%`."""
+    whole = seconds.get("step", 0.0)
+    parts = [(value, name) for name, value in seconds.items() if name != "step" and whole and value >= whole / 20]
+    return [f"{name}={value / whole:.0%}" for value, name in sorted(parts, reverse=True)]
 
 
 def _number_event_files(run_dir: Path) -> None:
@@ -132,6 +143,11 @@ def _git_revision() -> str | None:
 def evaluation_file(run_dir: Path, step: int) -> Path:
     """Scores of the evaluation at `step`; the file exists once the evaluation is finished."""
     return run_dir / "eval" / f"step_{step:06d}.json"
+
+
+def first_evaluation(run_dir: Path) -> dict[str, Any]:
+    """Scores of the run's first finished evaluation, by an earlier process if there was one. Call it after one."""
+    return json.loads(min(run_dir.glob("eval/step_*.json")).read_text())
 
 
 def write_evaluation(

@@ -92,12 +92,12 @@ def dump_answers(run_dir: Path, step: int, weighted: WeightedAnswers, names: Seq
     path = run_dir / "dumps" / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for answer, advantage in list(zip(weighted.answers, weighted.advantages.tolist(), strict=True))[:num_answers]:
+        for answer, advantages in list(zip(weighted.answers, weighted.advantages, strict=True))[:num_answers]:
             record = {
                 "id": answer.segment.sample_id,
                 "text": answer.text,
                 "rewards": dict(zip(names, answer.rewards.tolist(), strict=True)),
-                "advantage": advantage,
+                "advantage": float(advantages.mean()) if len(advantages) else 0.0,
                 "is_valid": answer.is_valid,
             }
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -25,10 +25,10 @@ from utils.learner.learner import Learner, StepResult
 from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.rollout.backend import RolloutResult, RolloutSampling
-from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation
+from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, first_evaluation, write_evaluation
 from utils.run.policy import Policy
 from utils.run.prefetch import Prefetcher, Stages
-from utils.run.records import Timer
+from utils.run.records import LOGGED_PARTS, Timer
 from utils.run.resume import RunLock, random_states, rank_file, set_random_states, write_checkpoint
 from utils.run.server_watch import ServerWatch
 from utils.run.shutdown import Stopped, StopRequest
@@ -54,7 +54,7 @@ class Data:
     """Samples of this rank and what encodes them."""
 
     stream: SampleStream  # training samples
-    val_samples: list[Sample]  # of all ranks
+    val_samples: Sequence[Sample]  # of all ranks, read when asked for
     processor: Any
     table: TokenTable | None  # None where the tokenizer has no coordinate tokens; stage 2 never allows that
     pixel_dtype: torch.dtype  # the model's: it would cast them itself, in the main thread
@@ -98,6 +98,8 @@ class Session:
     steps_saved: int = 0  # those that the newest checkpoint holds
     owes_evaluation: bool = False
     best: float = -math.inf  # of `metric`, so far
+    validation: dict[str, float] = field(default_factory=dict)  # the newest score and the first, for the progress line
+    collapsed: set[str] = field(default_factory=set)  # signs of collapse that the last step showed
     prefetcher: Prefetcher | None = None
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -202,15 +204,21 @@ class Session:
 
         Args:
             step: 1-based, steps done.
-            quality: of the responses; warns where it passes a bound of `training.collapse`.
+            quality: of the responses; warns once when it passes a bound of `training.collapse`.
             shown: on the progress line, with the tokens per second.
         """
         metrics = metrics | {"rollout/remade": float(self.prefetcher.num_remade)}
         metrics |= self.policy.log_calls(step, "train") | self.watch.pop_metrics() | self.policy.pop_sync_metrics()
         self.monitor.scalars(step, metrics)
-        self.monitor.progress(step, **shown, tokens_per_s=metrics["train/tokens_per_s"])
-        for warning in collapse_warnings(quality or {}, self.cfg.training.collapse.model_dump()):
-            logger.warning("step %d: %s", step, warning)
+        seconds = {part: metrics[f"seconds/{part}"] for part in LOGGED_PARTS}
+        self.monitor.progress(step, seconds, **shown, **self.validation, tokens_per_s=metrics["train/tokens_per_s"])
+        signs = {
+            text.partition(":")[0]: text
+            for text in collapse_warnings(quality or {}, self.cfg.training.collapse.model_dump())
+        }
+        for sign in signs.keys() - self.collapsed:
+            logger.warning("step %d: %s (logged once until it is over)", step, signs[sign])
+        self.collapsed = set(signs)
 
     def end_step(self, program: Program, signal_name: str | None) -> None:
         """Do what is due after step `steps_done`: checkpoint, evaluation, and the end where a signal requests it.
@@ -251,7 +259,8 @@ class Session:
 
         def generate_and_score() -> list[Score]:
             with self.timed("eval"):
-                samples = self.data.val_samples[self.ranks.rank :: self.ranks.world_size]
+                own = range(self.ranks.rank, len(self.data.val_samples), self.ranks.world_size)
+                samples = [self.data.val_samples[i] for i in own]
                 new_tokens, reports_logprobs = self.cfg.rm.max_new_tokens, self.cfg.uses_vllm
                 greedy = RolloutSampling(max_new_tokens=new_tokens, logprobs=reports_logprobs)
                 results = self.policy.generate(samples, self.data.encode(samples), greedy, step, EVAL_MICRO_STEP)
@@ -278,6 +287,8 @@ class Session:
             self.monitor.scalars(step, metrics)
             self.monitor.flush()
             write_evaluation(self.run_dir, step, {**result, **(more or {})}, gathered, is_best)
+            start = first_evaluation(self.run_dir)[self.metric]
+            self.validation = {f"val_{self.metric}": result[self.metric], "first": start}
             shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
             logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
 

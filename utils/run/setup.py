@@ -4,7 +4,6 @@ Config, data, tokenizer, run directory, servers, model, engine: in the order in 
 """
 
 import logging
-import math
 import os
 import socket
 import uuid
@@ -16,25 +15,39 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
+from transformers import AutoConfig
 
 from utils import targets
+from utils.answer_format import COORD_TOKENS
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.rules import length_limit
-from utils.data.encoding import encode_prompt, load_processor, model_digest, num_prompt_tokens, prompt_chat
-from utils.data.mistakes import BadLine, report_skipped
-from utils.data.samples import DataError, Sample, check_same_samples, fingerprint, load_samples, with_file_defaults
+from utils.data.encoding import (
+    dummy_segment,
+    encode_prompt,
+    load_processor,
+    model_digest,
+    num_prompt_tokens,
+    prompt_chat,
+)
+from utils.data.images import as_sent
+from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
+from utils.data.mistakes import report_skipped
+from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of_polygons
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
+from utils.families import family_at
 from utils.learner.learner import Learner
-from utils.learner.model import dummy_segment, position_ids_for
+from utils.learner.model import position_ids_for
 from utils.packing import NO_IDS, Batch, collate_packed, collate_padded, place
 from utils.parsing import TokenTable
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import Engine, NoEngine, ServerEngine
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import is_loopback
-from utils.run.inputs import check_inputs
+from utils.run.inputs import INDEX_FOLDER, Digests, check_inputs, data_paths
 from utils.run.monitor import Monitor, evaluation_file, write_run_json
 from utils.run.policy import Policy
 from utils.run.records import Timer
@@ -42,6 +55,7 @@ from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_record
 from utils.run.rollout_log import RolloutLog
 from utils.run.server_watch import ServerWatch
 from utils.run.session import Data, Session
+from utils.run.start_checks import check_model, make_prompts
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe, WeightSync
@@ -57,7 +71,7 @@ def open_session(
     *,
     metric: str,
     needs_coordinates: bool = True,
-    problems_of: Callable[[Sequence[Sample]], list[str]] = lambda samples: [],
+    rewards: Sequence[str] = (),
 ) -> Session:
     """Build everything both training programs need before their first step (collective).
 
@@ -65,36 +79,34 @@ def open_session(
         resume: `auto` or a checkpoint to continue from; `Session.resume` loads what is not model or optimizer.
         accepted_changes: kinds of `utils.run.inputs.KINDS` that may differ from those of the checkpoint.
         metric: of an evaluation, that decides which step was the best.
-        problems_of: what the program finds wrong with samples, `file:line: reason` each.
+        rewards: names of the rewards whose keys every line must have.
 
     Raises SystemExit with status 2, and one message on rank 0, for a user's mistake.
     """
     ranks = check_ranks(cfg)
-    skipped: list[BadLine] = []
-    datasets, weights, val_samples = load_data(cfg, ranks.is_main, skipped)
-    if problems := problems_of([*chain(*datasets), *val_samples]):
-        exit_with(str(DataError(problems)), ranks.is_main)
     processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
     check_reference(cfg, ranks.is_main)
-    num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
-    stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
 
     ranks.open()
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
-    check_same_samples(ranks.gather(fingerprint(datasets + [val_samples])))
-    check_lengths(cfg, ranks, [*chain(*datasets), *val_samples], processor)
     lock, checkpoint = claim_run_dir(cfg, resume, ranks)
     inputs = check_inputs(cfg, checkpoint, accepted_changes, ranks)
-    if cfg.data.on_bad_sample == "skip" and ranks.is_main:  # only now is the run directory ours
-        print(report_skipped(skipped, cfg.training.output_dir), end="", flush=True)
+    datasets, val_files = load_data(cfg, ranks, inputs["digests"], processor, rewards)
+    check_lengths(cfg, ranks.is_main, datasets + val_files, processor)
+    val_samples: Sequence[Sample] = ConcatDataset(val_files) if val_files else []
+    weights = [spec.weight for spec in cfg.custom.train_jsonl]
+    num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
+    stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
     resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
 
     learner = Learner(cfg, ranks, num_steps)
     if checkpoint is not None:
         learner.load_state(checkpoint.path / "state")
-    place_segment, collate = make_layout(cfg, learner, table)
-    probe = make_probe(datasets[0][0], processor, table, learner, collate)
+    place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
+    if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
+        exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
+    probe = make_probe(cfg, datasets[0][0], processor, table, learner, collate)
     engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
     steps_done = checkpoint.step if checkpoint else 0
@@ -199,32 +211,58 @@ def open_records(
 
 
 def load_data(
-    cfg: Config, is_main: bool, skipped: list[BadLine]
-) -> tuple[list[list[Sample]], list[float], list[Sample]]:
-    """Load training files with their weights, and validation samples; exit status 2 with every problem listed. With
-    `on_bad_sample: skip` bad lines go to `skipped` instead."""
-    try:
-        train_specs, val_specs = cfg.custom.train_jsonl, cfg.custom.val_jsonl or []
-        paths = [spec.path for spec in train_specs + val_specs]
-        bad = skipped if cfg.data.on_bad_sample == "skip" else None
-        loaded = load_samples(paths, cfg.data.prompt, cfg.data.object_order, bad, cfg.rm.format)
-        loaded = [
-            with_file_defaults(samples, spec.annotated, spec.teacher_forced_ratio)
-            for samples, spec in zip(loaded, train_specs + val_specs, strict=True)
-        ]
-        datasets, validation = loaded[: len(train_specs)], loaded[len(train_specs) :]
-    except DataError as error:
-        exit_with(str(error), is_main)
-    limit = cfg.training.eval_limit
-    return datasets, [spec.weight for spec in train_specs], [sample for part in validation for sample in part][:limit]
+    cfg: Config, ranks: Ranks, digests: Digests, processor: Any = None, rewards: Sequence[str] = ()
+) -> tuple[list[IndexedFile], list[IndexedFile]]:
+    """Training and validation files, whose lines rank 0 has checked in this run or an earlier one (DAT-6; collective).
+
+    Exit status 2 with every problem listed; with `on_bad_sample: skip` bad lines are left out instead, and reported.
+    """
+    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format)
+    count_tokens = processor and partial(num_prompt_tokens, processor=processor)
+    checks = Checks(reader, count_tokens, rewards)
+    model_files = {name: found for name, found in digests["base_model"].items() if not name.endswith(".safetensors")}
+    limits = [cfg.model.image_min_pixels, cfg.model.image_max_pixels]
+    settings = [reader.prompt, reader.object_order, reader.form.name, list(rewards), model_files, limits]
+    folder, skips_bad = Path(cfg.training.output_dir) / INDEX_FOLDER, cfg.data.on_bad_sample == "skip"
+    paths = data_paths(cfg)
+    targets = [index_path(folder, path, digests["data"][path]["blake2b"], settings) for path in paths]
+
+    def check_files(alive: Callable[[], None]) -> str | None:
+        files = dict(zip(targets, paths, strict=True))  # a file for both training and validation is one
+        indexes = [ensure_index(target, path, checks, alive) for target, path in files.items()]
+        try:
+            check_indexes(indexes, folder, skips_bad)
+        except DataError as error:
+            return str(error)
+        if skips_bad:
+            bad = chain.from_iterable(index.bad_lines() for index in indexes)
+            print(report_skipped(bad, cfg.training.output_dir), end="", flush=True)
+        return None
+
+    if problems := ranks.on_main(check_files):
+        exit_with(problems, ranks.is_main)
+    indexes = list(map(Index, targets))
+    warn_of_polygons(sum(i.num_polygons for i in indexes), sum(i.num_objects for i in indexes), reader.form)
+    train, val, left = [], [], cfg.training.eval_limit
+    for spec in cfg.custom.train_jsonl:
+        train.append(IndexedFile(spec.path, indexes.pop(0), reader, spec.annotated, spec.teacher_forced_ratio))
+    for spec in cfg.custom.val_jsonl or []:
+        val.append(IndexedFile(spec.path, indexes.pop(0), reader, spec.annotated, spec.teacher_forced_ratio, left))
+        left = None if left is None else left - len(val[-1])
+    return train, val
 
 
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
-    """Load processor and token table. Without coordinate tokens: exit status 2, or no table if they are not needed."""
+    """Load processor and token table; exit status 2 for a family that is not supported, or not in this answer format.
+    Without coordinate tokens: the same, or no table if they are not needed."""
     try:
+        family = family_at(AutoConfig.from_pretrained(cfg.model.path).model_type)
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     except (OSError, ValueError) as error:
         exit_with(f"model.path={cfg.model.path}: {error}", is_main)
+    if cfg.rm.answer_format not in (COORD_TOKENS.name, family.answer_format):
+        rule = f"{family.name} does not ground in this form; use {COORD_TOKENS.name}"
+        exit_with(problem(cfg, cfg.rollout_path("answer_format"), rule), is_main)
     try:
         return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
     except ValueError as error:
@@ -243,23 +281,24 @@ def check_reference(cfg: Config, is_main: bool) -> None:
     exit_with(problem(cfg, "model.reference_path", rule), is_main)
 
 
-def check_lengths(cfg: Config, ranks: Ranks, samples: Sequence[Sample], processor: Any) -> None:
-    """Exit with status 2 and name the samples whose prompt + `max_new_tokens` fits no row or engine (CFG-15; each rank
-    counts a share; collective)."""
-    (path, limit), key, found = length_limit(cfg), cfg.rollout_path("max_new_tokens"), []
+def check_lengths(cfg: Config, is_main: bool, files: Sequence[IndexedFile], processor: Any) -> None:
+    """Exit with status 2 and name the samples whose prompt + `max_new_tokens` fits no row or engine (CFG-15)."""
+    (path, limit), key = length_limit(cfg), cfg.rollout_path("max_new_tokens")
     new_tokens = cfg.rm.max_new_tokens if cfg.rm.teacher_forced_ratio < 1 else 0
-    for index in range(ranks.rank, len(samples), ranks.world_size):
+
+    def reason(sample: Sample) -> str:
         try:
-            needed = num_prompt_tokens(samples[index], processor) + new_tokens
-            what = f"prompt + {key}={new_tokens} make {needed} tokens"
+            needed = num_prompt_tokens(sample, processor) + new_tokens
         except ValueError as error:
-            needed, what = math.inf, str(error)
-        if needed > limit:
-            found.append((index, f"{samples[index].source}: {what}"))
-    if found := sorted(chain(*ranks.gather(found))):
-        rule = f"{len(found)} of {len(samples)} samples do not fit; raise it, lower {key} or model.image_max_pixels or "
-        lines = [problem(cfg, path, rule + "remove these samples"), str(DataError(list(dict(found).values())))]
-        exit_with("\n".join(lines), ranks.is_main)
+            return f"{sample.source}: {error}"
+        return f"{sample.source}: prompt + {key}={new_tokens} make {needed} tokens"
+
+    found = [(file, index) for file in files for index in np.flatnonzero(file.num_tokens > limit - new_tokens)]
+    if found:
+        reasons = [reason(file[index]) for file, index in found[:MAX_SHOWN]]
+        rule = f"{len(found)} of {sum(map(len, files))} samples do not fit; raise it, lower {key} or "
+        line = problem(cfg, path, rule + "model.image_max_pixels or remove these samples")
+        exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
 
 
 def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
@@ -289,7 +328,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
 
 
 def make_layout(
-    cfg: Config, learner: Learner, table: TokenTable | None
+    cfg: Config, learner: Learner, table: TokenTable | None, dummy: Segment
 ) -> tuple[Callable[[Segment], Segment], Callable[[list[Segment]], Batch]]:
     """What gives a segment its positions; what makes segments a batch of one row, or padded rows without packing."""
     place_segment = partial(place, position_ids_fn=position_ids_for(learner.model))
@@ -298,7 +337,7 @@ def make_layout(
         **place_segment.keywords,
         coord_ids=table.coord_ids if table else NO_IDS,
         digit_ids=table.digit_ids if table else NO_IDS,
-        dummy=place_segment(dummy_segment(learner.model)),
+        dummy=place_segment(dummy),
     )
 
 
@@ -328,7 +367,7 @@ def open_engine(
     if cfg.rm.rollout_backend == "hf":
         from utils.rollout.hf import HfEngine
 
-        return HfEngine(learner, ranks, processor.tokenizer, cfg.rm.decode_batch_size)
+        return HfEngine(learner, ranks, processor, cfg.rm.decode_batch_size)
     from utils.rollout.colocate import ColocateEngine
 
     options = {"max_model_len": cfg.global_max_length, "decode_batch_size": cfg.rm.decode_batch_size}
@@ -362,6 +401,7 @@ def make_weight_sync(
 
 
 def make_probe(
+    cfg: Config,
     sample: Sample,
     processor: Any,
     table: TokenTable | None,
@@ -376,8 +416,9 @@ def make_probe(
     else:
         token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
     segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
-    request = {"messages": prompt_chat(sample), "images": sample.images}
-    return Probe(request, token_ids, partial(learner.last_logprobs, collate([segment]), len(token_ids)))
+    request = {"messages": prompt_chat(sample), "images": list(map(as_sent, sample.images))}
+    logprobs = partial(learner.last_logprobs, collate([segment]), len(token_ids))
+    return Probe(request, token_ids, logprobs, make_prompts(processor, length_limit(cfg)[1]))
 
 
 def learner_host(base_url: str) -> str:

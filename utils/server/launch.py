@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
+from utils.families import FAMILIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,22 @@ def problems_of(launch: Launch, token: str | None) -> list[str]:
             f"{sizes} {launch.data_parallel_size} = {launch.world_size}, but {launch.num_devices} CUDA devices are "
             "visible; they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
         )
-    return problems + model_problems(Path(launch.model.path), settings.vllm_max_model_len)
+    problems += model_problems(Path(launch.model.path), settings.vllm_max_model_len)
+    return problems or mixer_problems(launch)
+
+
+def mixer_problems(launch: Launch) -> list[str]:
+    """List what vLLM 0.32's CPU kernels for recurrent mixers cannot do."""
+    model_type = json.loads((Path(launch.model.path) / "config.json").read_text()).get("model_type")
+    family = FAMILIES.get(model_type)
+    if launch.device == "cuda" or family is None or family.mixer is None:
+        return []
+    problems = []
+    if launch.model.dtype != "bfloat16":
+        problems.append(f"model.dtype={launch.model.dtype}: {family.name} on CPU needs bfloat16")
+    if launch.settings.vllm_enable_prefix_caching:
+        problems.append(f"rollout_server.vllm_enable_prefix_caching: {family.name} on CPU needs false")
+    return problems
 
 
 def model_problems(path: Path, max_model_len: int) -> list[str]:

@@ -62,6 +62,7 @@ class RolloutInferRequest(WireModel):
     objects: Annotated[dict[str, Any], Empty, NullIsEmpty] = {}
     tools: None = None
     chat_template_kwargs: Annotated[dict[str, Any], Empty, NullIsEmpty] = {}
+    add_eos: None = None
 
     @field_validator("messages")
     @classmethod

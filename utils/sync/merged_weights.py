@@ -6,11 +6,14 @@ never modified. Sending them is for `utils.sync.transports` and `utils.sync.weig
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+
+from utils.families import transposed_in
 
 # Float32 rows merged at once: bounds the scratch memory, whatever the tensor's size. On CPU a block stays in a core's
 # cache, and in memory that malloc does not return and fetch again page by page; on CUDA a block is two launches and a
@@ -35,10 +38,12 @@ class WeightEntry:
     name: str
     weight: nn.Parameter
     adapter: Adapter | None
+    is_transposed: bool = False  # it is [..., in, out], the parameter [..., out, in]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self.weight, "ds_shape", self.weight.shape))
+        shape = tuple(getattr(self.weight, "ds_shape", self.weight.shape))
+        return (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,6 +78,9 @@ class MergedWeights:
         for entry in _effective_entries(base, ""):
             entries.setdefault(id(entry.weight), entry)  # a tied tensor (lm_head) travels once, under its first name
         self.entries = list(entries.values())
+        if swapped := transposed_in(base):
+            self.entries = [replace(e, is_transposed=re.search(swapped, e.name) is not None) for e in self.entries]
+        _check_complete(model, self.entries)
         self.dtype = self.entries[0].dtype  # the engine's, too
 
     @property
@@ -97,7 +105,7 @@ class MergedWeights:
         """Write the merged tensor into `out` (its shape and dtype). Call inside `gathered`."""
         with torch.no_grad():
             if entry.adapter is None:
-                out.copy_(entry.weight.data)
+                out.copy_(entry.weight.data.mT if entry.is_transposed else entry.weight.data)
             else:
                 _merge_into(out, entry.weight.data, entry.adapter)
 
@@ -117,16 +125,24 @@ class MergedWeights:
             yield entry.name, merged
 
 
+def _check_complete(model: nn.Module, entries: Sequence[WeightEntry]) -> None:
+    """Check that all that trains reaches a tensor that is sent: otherwise it would never reach the engine."""
+    sent = {id(part) for entry in entries for part in entry.parts}
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    if lost := [name for name, parameter in trained if id(parameter) not in sent]:
+        raise ValueError(f"{lost[:5]} would be trained but are in no tensor of the merged checkpoint")
+
+
 def _effective_entries(module: nn.Module, prefix: str) -> Iterator[WeightEntry]:
     """Walk the model without PEFT's wrappers, with the parameters in force."""
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
         yield from _effective_entries(module.modules_to_save[module.active_adapters[0]], prefix)
         return
-    if isinstance(module, LoraLayer):
+    if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper):
         for name, parameter in module.get_base_layer().named_parameters():
             yield WeightEntry(prefix + name, parameter, _adapter_of(module, prefix) if name == "weight" else None)
         return

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -21,6 +22,23 @@ from utils.sync.wire import is_adapter_tensor, tensor_digest
 logger = logging.getLogger(__name__)
 
 NamedTensor = tuple[str, torch.Tensor]
+
+
+def pack_experts_at_updates() -> None:
+    """Let vLLM pack experts for its CPU kernels at every update: 0.32 does so at start only, and after an update reads
+    plain experts as packed ones, which have the same shape."""
+    set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+    def set_up_and_pack(self: UnquantizedFusedMoEMethod, layer: torch.nn.Module, w13: Any, w2: Any) -> None:
+        is_update = self.moe_kernel is not None
+        set_up(self, layer, w13, w2)
+        if is_update and w13.device.type == "cpu":
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack
+
+
+pack_experts_at_updates()
 
 
 class StreamBroken(RuntimeError):

@@ -1,16 +1,26 @@
-"""Convert COCO or LVIS annotation files to the JSONL that training reads (DAT-1), one line per image.
+"""Convert annotations of the field's formats to the JSONL that training reads (DAT-1), one line per image.
 
-    python -m tools.coco_to_jsonl --annotations instances_train2017.json --images train2017 --output data/coco.jsonl
+    python -m tools.convert --from coco --annotations instances.json --images train2017 --output data/coco.jsonl
     ... --geometry poly --splits train=0.95,val=0.05      (writes data/coco_train.jsonl and data/coco_val.jsonl)
+    python -m tools.convert --from voc --annotations Annotations --images JPEGImages --output data/voc.jsonl
+    python -m tools.convert --from yolo --annotations labels/train --images images/train --output data/yolo.jsonl
+    python -m tools.convert --from swift --annotations grounding.jsonl --images . --output data/swift.jsonl
+    python -m tools.convert --from sharegpt --unit 1000 --annotations chats.json --images . --output data/chats.jsonl
+    python -m tools.convert --from rex-omni --annotations annotations.json --images images --output data/rex.jsonl
 
-The file is streamed, and its annotations are grouped by image in a temporary database on disk (in TMPDIR, about as
-large as the file), so memory use does not depend on its size. Images keep the order of the file, objects that of the
-annotations. Everything left out or changed is counted by reason and reported at the end, with the first case of each.
+A COCO or LVIS file is streamed, and its annotations are grouped by image in a temporary database on disk (in TMPDIR,
+about as large as the file), so memory use does not depend on its size. Images keep the order of the file, objects that
+of the annotations. Everything left out or changed is counted by reason and reported at the end, with the first case of
+each.
 
 Outlines (`--geometry poly`): an object drawn as one ring keeps its points. Several rings, a ring that extends beyond
 the image, and run-length masks (compressed or not) are first united and clipped to the image. The largest part is
 written if it has at least `--main-part` of the area, otherwise the object's box. Holes are filled. The outline of a
 mask follows its pixels' edges and is simplified by at most a pixel.
+
+Images whose EXIF data say that they are shown turned or mirrored: training shows them so. `--exif shown` takes boxes as
+drawn on what is shown, `--exif stored` as drawn on the stored pixels and turns them. Without it, such images are left
+out, unless the annotations give a size that only one of the two has.
 
 LVIS annotates some categories of an image only. Its lines therefore get `annotated` (TGT-12): the categories of their
 objects and those known to be absent, without the not exhaustively annotated ones and those of which an object was left
@@ -20,6 +30,7 @@ out.
 import argparse
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -30,8 +41,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from tools.coco import CocoFile, LeftOut, Options, convert_object
-from utils.data.images import image_size
+from tools.formats import READERS, Annotations
+from utils.data.images import EXIF_ORIENTATION, image_size
 from utils.data.samples import map_ahead
 
 # ---- one image -----------------------------------------------------------------------------------------------------
@@ -64,16 +78,17 @@ def convert_image(
         if image_id is None:
             raise LeftOut("malformed: no id")
         path = _find_image(image, folder)
-        width, height = _checked_size(image, path)
+        width, height, orientation = _checked_size(image, path, options.exif)
+        stored = (height, width) if orientation >= 5 else (width, height)
         objects, incomplete = [], set(image.get("not_exhaustive_category_ids") or [])
         for item in annotations:
             try:
-                converted, remarks = convert_object(item, categories, width, height, options)
+                converted, remarks = convert_object(_in_pixels(item, *stored), categories, *stored, options)
             except LeftOut as reason:
                 result.objects_left_out.append(str(reason))
                 incomplete.add(item.get("category_id"))
                 continue
-            objects.append(converted)
+            objects.append(turned(converted, orientation, *stored))
             result.remarks.extend(remarks)
         if options.max_objects is not None and len(objects) > options.max_objects:
             raise LeftOut(f"more than {options.max_objects} objects")
@@ -106,16 +121,61 @@ def _find_image(image: dict[str, Any], folder: Path) -> Path:
     raise LeftOut("no such image file")
 
 
-def _checked_size(image: dict[str, Any], path: Path) -> tuple[int, int]:
-    """Return (width, height) of the image file, which must match the size given in the annotation file."""
+def _checked_size(image: dict[str, Any], path: Path, exif: str | None) -> tuple[int, int, int]:
+    """Return (width, height) of the image as training shows it, and the EXIF orientation by which to turn its objects.
+
+    The size given in the annotation file must be that of the image as stored or as shown.
+    """
     try:
         height, width = image_size(path)
+        with Image.open(path) as opened:
+            orientation = opened.getexif().get(EXIF_ORIENTATION, 1)
+            stored = opened.size
     except OSError:
         raise LeftOut("image file cannot be read") from None
     given = image.get("width"), image.get("height")
-    if given not in ((width, height), (None, None)):
-        raise LeftOut("the image file's size differs from the annotations' (rotated by EXIF, or resized?)")
-    return width, height
+    if given not in ((width, height), stored, (None, None)):
+        raise LeftOut("the image file's size differs from the annotations'")
+    if orientation not in range(2, 9):
+        return width, height, 1
+    if (width, height) != stored and given != (None, None):
+        exif = "stored" if given == stored else "shown"
+    if exif is None:
+        raise LeftOut("EXIF turns it, and nothing says whether its boxes are turned: --exif shown or --exif stored")
+    return width, height, orientation if exif == "stored" else 1
+
+
+def _in_pixels(item: dict[str, Any], width: int, height: int) -> dict[str, Any]:
+    """Return an annotation in pixels whose numbers are parts of `unit` of the image's sides."""
+    unit = item.get("unit")
+    if not unit:
+        return item
+
+    def scaled(numbers: Any) -> Any:
+        sides = itertools.cycle((width, height))
+        return (
+            [x * side / unit for x, side in zip(numbers, sides, strict=False)] if isinstance(numbers, list) else numbers
+        )
+
+    rings = item.get("segmentation")
+    return item | {"bbox": scaled(item.get("bbox")), "segmentation": rings and [scaled(ring) for ring in rings]}
+
+
+def turned(item: dict[str, Any], orientation: int, width: int, height: int) -> dict[str, Any]:
+    """Return an object of a stored image of this size as it lies in the shown one."""
+    if orientation == 1:
+        return item
+    kind = "poly" if "poly" in item else "bbox_2d"
+    xs, ys = item[kind][0::2], item[kind][1::2]
+    if orientation in (2, 3, 7, 8):
+        xs = [width - x for x in xs]
+    if orientation in (3, 4, 6, 7):
+        ys = [height - y for y in ys]
+    if orientation >= 5:
+        xs, ys = ys, xs
+    if kind == "bbox_2d":
+        xs, ys = sorted(xs), sorted(ys)
+    return item | {kind: [value for point in zip(xs, ys, strict=True) for value in point]}
 
 
 # ---- the whole file ------------------------------------------------------------------------------------------------
@@ -160,10 +220,14 @@ def convert(
     splits: dict[str, float] | None = None,
     seed: int = 0,
     root: str | os.PathLike | None = None,
+    kind: str = "coco",
+    names: str | os.PathLike | None = None,
+    unit: int | None = None,
 ) -> Report:
     """Convert a whole file; outputs appear complete or not at all.
 
     Args:
+        kind: `coco` (LVIS too) or a key of `tools.formats.READERS`, whose class explains `names` and `unit`.
         splits: share of each split, adding up to at most 1; None: one output.
         root: folder that image paths are relative to (default: that of the output).
 
@@ -177,7 +241,12 @@ def convert(
     targets = targets or {"": output}
     root = output.parent if root is None else Path(root)
     report = Report({str(target): 0 for target in targets.values()})
-    with CocoFile(annotations, outlines=options.geometry == "poly") as coco, ExitStack() as stack:
+    source: CocoFile | Annotations
+    if kind == "coco":
+        source = CocoFile(annotations, outlines=options.geometry == "poly")
+    else:
+        source = Annotations(kind, Path(annotations), folder, None if names is None else Path(names), unit)
+    with source as coco, ExitStack() as stack:
         _check_categories(options.categories, coco)
         output.parent.mkdir(parents=True, exist_ok=True)
         unfinished = {name: target.with_name(target.name + ".partial") for name, target in targets.items()}
@@ -264,7 +333,7 @@ def parse_splits(text: str) -> dict[str, float]:
     return splits
 
 
-def _check_categories(chosen: frozenset[str] | None, coco: CocoFile) -> None:
+def _check_categories(chosen: frozenset[str] | None, coco: CocoFile | Annotations) -> None:
     names = set(coco.categories.values())
     for name in sorted((chosen or frozenset()) - names):
         near = difflib.get_close_matches(name, names, n=3) or sorted(names)[:10]
@@ -274,8 +343,12 @@ def _check_categories(chosen: frozenset[str] | None, coco: CocoFile) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--annotations", required=True, metavar="FILE", help="COCO or LVIS JSON file")
-    add("--images", required=True, metavar="DIR", help="folder of file_name (LVIS: of the end of coco_url)")
+    add("--from", dest="kind", choices=["coco", "lvis", *READERS], required=True, help="format of the annotations")
+    add("--annotations", required=True, metavar="PATH", help="file; voc and yolo: folder")
+    add("--images", required=True, metavar="DIR", help="folder that image names are relative to")
+    add("--names", metavar="FILE", help="yolo: data.yaml or classes.txt (default: one near the labels)")
+    add("--unit", type=int, metavar="N", help="sharegpt: coordinates are parts of N (1000, 1); 0: pixels")
+    add("--exif", choices=["shown", "stored"], help="what boxes of turned images were drawn on (see above)")
     add(
         "--output",
         required=True,
@@ -305,11 +378,24 @@ def main() -> None:
         main_part=args.main_part,
         simplify=args.simplify,
         limit=args.limit,
+        exif=args.exif,
     )
+    kind = "coco" if args.kind == "lvis" else args.kind
     try:
         options = Options(**choices)
         splits = parse_splits(args.splits) if args.splits else None
-        report = convert(args.annotations, args.images, args.output, options, splits, args.seed, args.root)
+        report = convert(
+            args.annotations,
+            args.images,
+            args.output,
+            options,
+            splits,
+            args.seed,
+            args.root,
+            kind,
+            args.names,
+            args.unit,
+        )
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,4 +1,4 @@
-"""tools.coco_to_jsonl: conversion of annotations (DAT-1), against values by hand and the mask library itself."""
+"""tools.convert with COCO and LVIS: conversion (DAT-1), against values by hand and the mask library itself."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from PIL import Image
 
 from tools.check_jsonl import check
 from tools.coco import Options, convert_object
-from tools.coco_to_jsonl import convert, main, parse_splits, split_of
+from tools.convert import convert, main, parse_splits, split_of
 from utils.data.samples import load_samples
 
 WIDTH, HEIGHT = 100, 80
@@ -296,7 +296,7 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
     reasons = {reason: entry for (what, reason), entry in report.reasons.items() if what == IMAGES}
     assert reasons == {
         "no such image file": (1, 2),
-        "the image file's size differs from the annotations' (rotated by EXIF, or resized?)": (1, 3),
+        "the image file's size differs from the annotations'": (1, 3),
         "image file cannot be read": (1, 4),
         "malformed: neither file_name nor coco_url": (1, 5),
         "malformed: no id": (1, None),
@@ -413,13 +413,13 @@ def test_options_out_of_range(bad):
 
 
 def run_tool(monkeypatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["coco_to_jsonl", *map(str, args)])
+    monkeypatch.setattr(sys, "argv", ["convert", *map(str, args)])
     main()
 
 
 def test_the_program(tmp_path, monkeypatch, capsys):
     path, out = coco_file(tmp_path, [annotation(), annotation(iscrowd=1)]), tmp_path / "d.jsonl"
-    args = ["--annotations", path, "--images", tmp_path, "--output", out]
+    args = ["--from", "coco", "--annotations", path, "--images", tmp_path, "--output", out]
     run_tool(monkeypatch, *args)
     assert capsys.readouterr().out.splitlines() == [
         f"{out}: 1 images",
@@ -439,7 +439,7 @@ PEAK = """
 import re, sys
 from pathlib import Path
 from tools.coco import Options
-from tools.coco_to_jsonl import convert
+from tools.convert import convert
 def peak():  # of this program alone; getrusage's starts at that of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 before = peak()

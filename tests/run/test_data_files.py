@@ -1,0 +1,218 @@
+"""Data files of a run: their digests, which are read again only after a change, and indexes that rank 0 makes."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+import train_stage2
+from tests.data.test_images import shard
+from tests.data.test_samples import line, write
+from tests.run.test_program import (  # noqa: F401
+    NoLearner,
+    folder,
+    responses,
+    server,
+    start,
+    write_config,
+)
+from utils.config.load import build_config
+from utils.data import index as index_module
+from utils.data.encoding import EncodedPrompt
+from utils.data.images import as_sent
+from utils.data.index import scan
+from utils.data.samples import Sample
+from utils.dist import Ranks
+from utils.run import inputs, setup
+from utils.run.inputs import KnownDigests, check_inputs
+
+OLD = 3 * 10**9  # ns
+
+
+def config(run: Path, *paths: Path, skips: bool = False):
+    return build_config(
+        {
+            "global_max_length": 64,
+            "model": {"path": str(run)},
+            "data": {"on_bad_sample": "skip" if skips else "stop"},
+            "custom": {
+                "trainer_variant": "rollout_matching_sft",
+                "train_jsonl": [str(path) for path in paths],
+                "val_jsonl": [str(path) for path in paths],
+                "extra": {"rollout_matching": {"teacher_forced_ratio": 1.0}},
+            },
+            "training": {"output_dir": str(run), "max_steps": 1, "eval_limit": 3},
+        }
+    )
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[Path]:
+    """Files whose content was digested."""
+    found, describe = [], inputs._describe
+    monkeypatch.setattr(inputs, "_describe", lambda path: found.append(path) or describe(path))
+    return found
+
+
+@pytest.fixture
+def settled(monkeypatch) -> None:
+    """Files were last changed long ago."""
+    now = time.time_ns
+    monkeypatch.setattr(inputs.time, "time_ns", lambda: now() + OLD)
+
+
+def test_dat_6_a_digest_is_read_again_only_after_a_change(tmp_path, read, settled):
+    """DAT-6: content, also of the same size with the times set back; a copy in the place of the file."""
+    path = tmp_path / "d.jsonl"
+    path.write_text("one")
+
+    def describe() -> dict:
+        known = KnownDigests(tmp_path)
+        found = known.describe(str(path))
+        known.write(known.states)
+        return found
+
+    first = describe()
+    assert describe() == first and read == [path]
+    times = os.stat(path)
+    path.write_text("two")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert describe()["blake2b"] != first["blake2b"] and len(read) == 2
+    (tmp_path / "copy").write_text("one")
+    os.utime(tmp_path / "copy", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "copy").replace(path)
+    assert describe() == first and len(read) == 3
+    (tmp_path / "data_index" / "known.json").write_text("{")
+    assert describe() == first and len(read) == 4
+
+
+def test_dat_6_a_file_that_has_just_changed_is_not_trusted(tmp_path, read):
+    """DAT-6: another change within the same tick of the clock would not show."""
+    path = tmp_path / "d.jsonl"
+    path.write_text("one")
+    for _ in range(2):
+        known = KnownDigests(tmp_path)
+        known.describe(str(path))
+        known.write(known.states)
+    assert len(read) == 2 and known.states == {}
+
+
+def test_dat_6_nodes_that_see_other_files_do_not_train(tmp_path, monkeypatch, capsys):
+    """DAT-6: one rank of each node reads them."""
+    path, ranks = write(tmp_path, line()), Ranks()
+    cfg = config(tmp_path / "run", path)
+
+    def gather(own):
+        """What rank 0, whose file is another one, and this rank say."""
+        return [[{str(path): {"bytes": 1, "blake2b": "0"}}, {}, []] if isinstance(own, tuple) else None, own]
+
+    monkeypatch.setattr(ranks, "gather", gather)
+    with pytest.raises(SystemExit) as ended:
+        check_inputs(cfg, None, (), ranks)
+    assert ended.value.code == 2
+    assert f"rank 1 on {socket.gethostname()} reads other ones than rank 0; let all" in capsys.readouterr().err
+    ranks.local_rank = 1
+    monkeypatch.setattr(ranks, "gather_or_raise", lambda *_: pytest.skip("went on, as it should"))
+    with pytest.raises(pytest.skip.Exception):
+        check_inputs(cfg, None, (), ranks)
+
+
+def load(cfg):
+    ranks = Ranks()
+    Path(cfg.training.output_dir).mkdir(exist_ok=True)
+    return setup.load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"])
+
+
+def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys, read, settled):
+    """DAT-6, DAT-3: nor digests the file; it says again what it leaves out. The file is read again where it, the
+    prompt, the tokenizer or the images' limits have changed."""
+    path = write(tmp_path, line(), "{", *[line()] * 4)
+    cfg, passes = config(tmp_path / "run", path, skips=True), []
+    monkeypatch.setattr(index_module, "scan", lambda *args: passes.append(args) or scan(*args))
+    train, val = load(cfg)
+    said = capsys.readouterr().out
+    assert said.startswith("1 bad sample(s) skipped") and len(passes) == 1  # training and validation are one file
+    assert list(map(len, train)) == [5] and list(map(len, val)) == [3]
+    assert list(train[0]) == list(load(cfg)[0][0]) and capsys.readouterr().out == said and len(passes) == 1
+    assert read.count(path) == 1
+    assert json.loads((tmp_path / "run" / "skipped.jsonl").read_text())["line"] == 2
+    changed = cfg.model_copy(update={"data": cfg.data.model_copy(update={"prompt": "Other."})})
+    assert load(changed)[0][0][0].messages[0]["content"] == "Other." and len(passes) == 2
+    path.write_text(json.dumps(line()) + "\n")
+    assert list(map(len, load(changed)[0])) == [1] and len(passes) == 3
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")  # the base checkpoint's
+    load(changed)
+    assert len(passes) == 4
+    larger = changed.model_copy(update={"model": changed.model.model_copy(update={"image_max_pixels": 10**6})})
+    load(larger)
+    assert len(passes) == 5
+    assert len([each for each in (tmp_path / "run" / "data_index").iterdir() if each.is_dir()]) == 1
+
+
+def test_dat_6_images_that_were_missing_are_looked_for_again(tmp_path, capsys):
+    """DAT-6, DAT-3: after a stop, with the file as it was."""
+    path = write(tmp_path, line(images=["later.png"]))
+    cfg = config(tmp_path / "run", path)
+    with pytest.raises(SystemExit) as ended:
+        load(cfg)
+    assert ended.value.code == 2 and "later.png: no such image" in capsys.readouterr().err
+    (tmp_path / "a.png").rename(tmp_path / "later.png")
+    assert list(map(len, load(cfg)[0])) == [1]
+
+
+def test_dat_6_only_rank_0_reads(tmp_path, monkeypatch):
+    """DAT-6: the others wait for it, then use its index."""
+    cfg = config(tmp_path / "run", write(tmp_path, line()))
+    expected = list(load(cfg)[0][0])
+    ranks = Ranks()
+    ranks.is_main = False
+    monkeypatch.setattr(setup, "ensure_index", lambda *_: pytest.fail("read"))
+    found = setup.load_data(cfg, LikeOther(), check_inputs(cfg, None, (), Ranks())["digests"])
+    assert list(found[0][0]) == expected
+
+
+class LikeOther(Ranks):
+    """Rank 1; rank 0 has just done its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.is_main, self.world_size = 1, False, 2
+
+    def gather(self, own):
+        return ["done", own] if own is None else [[None, [None]], own]
+
+
+def test_dat_6_a_run_counts_prompts_once(folder, start_model, server, start, responses, monkeypatch):  # noqa: F811
+    """DAT-6, CFG-15 at the call site: the second start of a run counts no prompt."""
+    counted = []
+    count = setup.num_prompt_tokens
+
+    def note(sample: Sample, processor) -> int:
+        counted.append(sample.source)
+        return count(sample, processor)
+
+    monkeypatch.setattr(setup, "num_prompt_tokens", note)
+    path = write_config(folder, start_model, server, training={"output_dir": str(folder / "twice")})
+    for expected in (4, 0):
+        counted.clear()
+        status, _, error = start(train_stage2, path, "--resume", "auto", sync=responses.sync)
+        assert status == 0 and len(counted) == expected, error
+
+
+def test_dat_6_the_probe_of_a_sync_sends_images_of_shards_as_bytes(tmp_path, monkeypatch):
+    """DAT-6 at the call site."""
+    path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
+    sample = Sample("s", [f"{path}/a.png"], [(4, 4)], 4, 4, [], [{"role": "user", "content": "x"}], "d.jsonl:1")
+    monkeypatch.setattr(setup, "encode_prompt", lambda *_: EncodedPrompt([1, 2], {}))
+    monkeypatch.setattr(setup, "make_prompts", lambda *_: [])
+    monkeypatch.setattr(setup, "length_limit", lambda cfg: ("global_max_length", 10))
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda *_, **__: [3]))
+    learner = SimpleNamespace(last_logprobs=lambda *_: None)
+    probe = setup.make_probe(None, sample, processor, None, learner, lambda segments: segments)
+    (sent,) = probe.infer_request["images"]
+    assert sent == as_sent(sample.images[0]) and sent.startswith("data:")

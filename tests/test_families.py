@@ -1,0 +1,136 @@
+"""`utils.families`: the records, and where each of their facts is used (FAM-1, FAM-2)."""
+
+import json
+from functools import cache, partial
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from tests.families import build_family
+from tools.add_coord_tokens import add_coord_tokens
+from utils.data.encoding import load_processor
+from utils.families import FAMILIES, family_at, part_of
+from utils.learner.model import fuse_kernels, load_model
+from utils.run import setup
+from utils.server import launch
+from utils.sync.merged_weights import MergedWeights
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Function from a `model_type` to its checkpoint directory."""
+    return cache(lambda family: build_family(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.mark.parametrize("model_type", [None, "glm4v", "qwen2_vl", "gemma4"])
+def test_a_family_without_a_record_is_refused_by_name_FAM_2(model_type):
+    """FAM-2."""
+    with pytest.raises(ValueError, match=f"a {model_type} model, .* use one of Qwen3-VL .qwen3_vl., Qwen3-VL-MoE"):
+        family_at(model_type)
+
+
+def test_a_family_without_a_record_is_refused_before_anything_heavy_FAM_2(checkpoint, tmp_path, monkeypatch, capsys):
+    """FAM-2: before the processor is loaded, a port opened or a model read."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    monkeypatch.setattr(setup, "load_processor", lambda *_: pytest.fail("went on"))
+    cfg = SimpleNamespace(model=SimpleNamespace(path=str(tmp_path)))
+    with pytest.raises(SystemExit) as end:
+        setup.load_tokenizer(cfg, is_main=True)
+    message = f"model.path={tmp_path}: a llava model, which is not supported; use one of"
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_parts_name_is_the_same_whoever_asks_FAM_1(family, checkpoint):
+    """FAM-1: names alone give the part that the family's own record gives, in memory and in the files."""
+    record = FAMILIES[family]
+    for name, _ in load_model(checkpoint(family), "float32").named_parameters():
+        pieces = set(name.split("."))
+        expected = "aligner" if pieces & record.aligner else "vit" if record.vit in pieces else None
+        assert (part_of(name) if part_of(name) in ("aligner", "vit") else None) == expected, name
+        assert part_of(name.removeprefix("model.")) == part_of(f"base_model.model.{name}") == part_of(name)
+
+
+def test_adapters_on_experts_are_refused_FAM_3_SYN_4(checkpoint):
+    """FAM-3, SYN-4: PEFT's adapters of parameters that are no linear layer's would silently not be merged."""
+    model = load_model(checkpoint("qwen3_vl_moe"), "float32")
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(ValueError, match="experts.*ParamWrapper cannot be merged"):
+        MergedWeights(get_peft_model(model, config))
+
+
+def test_what_trains_and_is_never_sent_is_refused_FAM_3_SYN_4():
+    """FAM-3, SYN-4: here a parameter that a wrapper hides from the walk over the model."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    assert len(MergedWeights(model).entries) == 2
+    hidden = nn.Linear(3, 2)
+    own = partial(nn.Module.named_parameters, model)
+    model.named_parameters = lambda recurse=True: [*own(recurse=recurse), *[("hidden", hidden.weight)] * recurse]
+    with pytest.raises(ValueError, match=r"\['hidden'\] would be trained but are in no tensor"):
+        MergedWeights(model)
+    hidden.requires_grad_(False)
+    MergedWeights(model)
+
+
+def test_experts_travel_as_the_release_holds_them_FAM_1_SYN_4(checkpoint):
+    """FAM-1, SYN-4: 4 experts, 128 in, 2 x 96 in between; all other tensors as they are."""
+    model = load_model(checkpoint("qwen3_vl_moe"), "float32")
+    weights = MergedWeights(model)
+    experts = {entry.name: entry.shape for entry in weights.entries if entry.is_transposed}
+    assert len(experts) == 2 * model.config.text_config.num_hidden_layers
+    assert set(experts.values()) == {(4, 128, 192), (4, 96, 128)}
+    for name, tensor in weights.tensors():
+        own = model.get_parameter(name)
+        assert torch.equal(tensor, own.transpose(1, 2) if name in experts else own)
+
+
+def test_recurrent_mixers_on_cpu_need_bfloat16_and_no_prefix_cache_FAM_2(checkpoint):
+    """FAM-2: vLLM 0.32's CPU kernels; with a GPU, or a family without such mixers, nothing is asked for."""
+
+    def problems(family: str, device: str = "cpu", dtype: str = "float32", cached: bool = True) -> list[str]:
+        settings = SimpleNamespace(vllm_enable_prefix_caching=cached, allow_remote=False, vllm_max_model_len=64)
+        model = SimpleNamespace(path=str(checkpoint(family)), dtype=dtype)
+        address = SimpleNamespace(host="127.0.0.1")
+        own = SimpleNamespace(settings=settings, model=model, device=device, address=address, world_size=1)
+        return launch.problems_of(SimpleNamespace(**vars(own), num_devices=1), None)
+
+    assert problems("qwen3_5") == [
+        "model.dtype=float32: Qwen3.5 on CPU needs bfloat16",
+        "rollout_server.vllm_enable_prefix_caching: Qwen3.5 on CPU needs false",
+    ]
+    assert problems("qwen3_5", dtype="bfloat16", cached=False) == []
+    assert problems("qwen3_5", device="cuda") == problems("qwen3_vl") == []
+
+
+def test_pixel_limits_are_refused_where_images_are_tiled_FAM_2(checkpoint):
+    """FAM-2: InternVL cuts images into tiles of one size."""
+    path = checkpoint("internvl")
+    assert load_processor(path)
+    with pytest.raises(ValueError, match="no limits in pixels; leave image_min_pixels and image_max_pixels out"):
+        load_processor(path, max_pixels=64 * 64)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if FAMILIES[family].liger is None])
+def test_fused_kernels_are_refused_where_they_are_not_proven_FAM_2(family, monkeypatch):
+    """FAM-2."""
+    monkeypatch.setitem(__import__("sys").modules, "liger_kernel.transformers", ModuleType("liger_kernel"))
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type=family)
+    with pytest.raises(ValueError, match=f"fused_kernels: not tested with {FAMILIES[family].name}; set it to false"):
+        fuse_kernels(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_coordinate_tokens_are_added_to_every_family_FAM_2(family, checkpoint, tmp_path, monkeypatch):
+    """FAM-2: embeddings grow under whatever name the files have, and nothing else changes."""
+    monkeypatch.setattr("tools.add_coord_tokens.TOKENS", [f"<|new_{k}|>" for k in range(1000)])
+    before = load_model(checkpoint(family), "float32")
+    after = load_model(add_coord_tokens(checkpoint(family), tmp_path / "out"), "float32")
+    rows = before.config.text_config.vocab_size
+    assert after.config.text_config.vocab_size >= rows + 1000
+    for name, own in before.named_parameters():
+        grown = after.get_parameter(name)
+        assert torch.equal(grown[:rows] if part_of(name) == "embeddings" else grown, own), name

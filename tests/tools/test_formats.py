@@ -1,0 +1,201 @@
+"""tools.convert with the formats of the field other than COCO (DAT-1), and images that EXIF turns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from tools.coco import Options
+from tools.convert import convert, main
+from utils.data.images import EXIF_ORIENTATION
+from utils.data.samples import load_samples
+
+WIDTH, HEIGHT = 100, 80
+CAT = {"desc": "cat", "bbox_2d": [10, 20, 40, 60]}
+DOG = {"desc": "dog", "bbox_2d": [0, 0, 50, 40]}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "images").mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / "images" / name)
+    return tmp_path
+
+
+def rows_of(folder: Path, kind: str, annotations: Path, **more: Any) -> list[dict]:
+    """Convert, check that training reads the result, and return objects by image name."""
+    output = folder / "data.jsonl"
+    report = convert(annotations, folder / "images", output, kind=kind, **more)
+    (samples,) = load_samples([output], prompt="find")
+    assert len(samples) == sum(report.images.values())
+    rows = [json.loads(line) for line in output.open()]
+    assert all((row["width"], row["height"]) == (WIDTH, HEIGHT) for row in rows)
+    return {Path(row["images"][0]).name: row["objects"] for row in rows}
+
+
+VOC = """<annotation><filename>a.png</filename><size><width>100</width><height>80</height><depth>3</depth></size>
+<object><name>cat</name><bndbox><xmin>11</xmin><ymin>21</ymin><xmax>40</xmax><ymax>60</ymax></bndbox></object>
+<object><name>dog</name><difficult>1</difficult>
+<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>50</xmax><ymax>40</ymax></bndbox></object>
+<object><name>owl</name><bndbox><xmin>x</xmin></bndbox></object></annotation>"""
+
+
+def test_DAT_1_pascal_voc(folder):
+    """Its first pixel is 1, and both ends belong to the box: pixels 11 to 40 are 30 wide."""
+    (folder / "voc").mkdir()
+    (folder / "voc" / "a.xml").write_text(VOC)
+    assert rows_of(folder, "voc", folder / "voc") == {"a.png": [CAT]}
+    assert rows_of(folder, "voc", folder / "voc", options=Options(keep_crowd=True)) == {"a.png": [CAT, DOG]}
+    (folder / "voc" / "b.xml").write_text("<annotation>")
+    with pytest.raises(ValueError, match="b.xml: not XML"):
+        rows_of(folder, "voc", folder / "voc")
+
+
+@pytest.mark.parametrize("names", ["names: [cat, dog]", "names: {0: cat, 1: dog}", "cat\ndog\n"])
+def test_DAT_1_yolo(folder, names):
+    labels = folder / "labels"
+    labels.mkdir()
+    (labels / "a.txt").write_text(
+        "0 0.25 0.5 0.3 0.5\n\n1 0 0 0.5 0 0.5 0.5 0 0.5\n7 0.5 0.5 0.1 0.1\n1 0.5\nx 1 2 3 4\n"
+    )
+    (labels / "classes.txt" if "\n" in names else folder / "data.yaml").write_text(names)
+    assert rows_of(folder, "yolo", labels) == {"a.png": [CAT, DOG], "b.png": []}
+    outlines = rows_of(folder, "yolo", labels, options=Options(geometry="poly"))
+    assert outlines["a.png"][1] == {"desc": "dog", "poly": [0, 0, 50, 0, 50, 40, 0, 40]}
+
+
+def test_yolo_needs_class_names(folder):
+    (folder / "labels").mkdir()
+    with pytest.raises(ValueError, match="pass --names FILE"):
+        rows_of(folder, "yolo", folder / "labels")
+
+
+def write_lines(folder: Path, *rows: dict, as_list: bool = False) -> Path:
+    path = folder / "lines.json"
+    path.write_text(json.dumps(rows) if as_list else "".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_DAT_1_rex_omni(folder):
+    boxes = [{"bbox": [10, 20, 40, 60], "phrase": "cat"}, {"bbox": [0, 0, 50, 40], "phrase": "dog"}]
+    path = write_lines(folder, {"image_name": "a.png", "annotation": {"boxes": boxes}})
+    assert rows_of(folder, "rex-omni", path) == {"a.png": [CAT, DOG]}
+    with pytest.raises(ValueError, match="lines.json:1: no annotation.boxes; points"):
+        rows_of(folder, "rex-omni", write_lines(folder, {"image_name": "a.png", "annotation": {"points": []}}))
+
+
+def test_DAT_1_ms_swift(folder):
+    """One ref may name several boxes; norm1 is in parts of the sides."""
+    both = {"ref": ["cat"], "bbox": [[10, 20, 40, 60], [0, 0, 50, 40]]}
+    parts = {"ref": ["cat", "dog"], "bbox": [[0.1, 0.25, 0.4, 0.75], [0, 0, 0.5, 0.5]], "bbox_type": "norm1"}
+    rows = [{"messages": [], "images": [name], "objects": given} for name, given in (("a.png", both), ("b.png", parts))]
+    found = rows_of(folder, "swift", write_lines(folder, *rows))
+    assert found == {"a.png": [CAT, DOG | {"desc": "cat"}], "b.png": [CAT, DOG]}
+    with pytest.raises(ValueError, match="lines.json:1: needs exactly one image"):
+        rows_of(folder, "swift", write_lines(folder, {"images": ["a.png", "b.png"], "objects": both}))
+
+
+ANSWERS = {
+    "json": '```json\n[{"bbox_2d": [100, 250, 400, 750], "label": "cat"},\n'
+    ' {"bbox_2d": [0, 0, 500, 500], "label": "dog"}]\n```',
+    "qwen2": "<|object_ref_start|>cat<|object_ref_end|><|box_start|>(100,250),(400,750)<|box_end|> and "
+    "<|object_ref_start|>dog<|object_ref_end|><|box_start|>(0,0),(500,500)<|box_end|>",
+    "internvl": "<ref>cat</ref><box>[[100, 250, 400, 750]]</box> <ref>dog</ref><box>[[0, 0, 500, 500]]</box>",
+    "rex": "<|object_ref_start|>cat<|object_ref_end|><|box_start|><100><250><400><750><|box_end|>, "
+    "<|object_ref_start|>dog<|object_ref_end|><|box_start|><0><0><500><500><|box_end|>",
+}
+
+
+@pytest.mark.parametrize("form", ANSWERS)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_DAT_1_answers_that_spell_boxes(folder, form, is_chat):
+    """LLaMA-Factory's sharegpt lines, and chat messages; one JSON list or a line each."""
+    names = ("messages", "role", "content", "assistant") if is_chat else ("conversations", "from", "value", "gpt")
+    turns = [{names[1]: "human", names[2]: "<image>Find <ref>x</ref><box>[[1,2,3,4]]</box>"}]
+    turns.append({names[1]: names[3], names[2]: ANSWERS[form]})
+    path = write_lines(folder, {names[0]: turns, "images": ["a.png"]}, as_list=is_chat)
+    assert rows_of(folder, "sharegpt", path, unit=1000) == {"a.png": [CAT, DOG]}
+    with pytest.raises(ValueError, match="--unit: 1000, 1, or 0 for pixels"):
+        rows_of(folder, "sharegpt", path)
+
+
+def test_two_boxes_of_one_reference(folder):
+    turns = [{"from": "gpt", "value": "<ref>cat</ref><box>[[10,20,40,60],[0,0,50,40]]</box>"}]
+    path = write_lines(folder, {"conversations": turns, "image": "b.png"})
+    assert rows_of(folder, "sharegpt", path, unit=0) == {"b.png": [CAT, DOG | {"desc": "cat"}]}
+
+
+def test_the_program_reads_other_formats(folder, monkeypatch):
+    """The options reach the reader."""
+    turns = [{"from": "gpt", "value": ANSWERS["internvl"]}]
+    path = write_lines(folder, {"conversations": turns, "image": "a.png"})
+    args = ["--from", "sharegpt", "--unit", "1000", "--annotations", path, "--images", folder / "images"]
+    monkeypatch.setattr("sys.argv", ["convert", *map(str, [*args, "--output", folder / "d.jsonl"])])
+    main()
+    assert json.loads((folder / "d.jsonl").read_text())["objects"] == [CAT, DOG]
+
+    (folder / "labels").mkdir()
+    (folder / "labels" / "t.txt").write_text("0 0.1 0.1 0.2 0.2")
+    (folder / "names.txt").write_text("owl")
+    (folder / "turned").mkdir()
+    turned_image(folder / "turned", 3, (60, 60))
+    args = ["--from", "yolo", "--names", folder / "names.txt", "--annotations", folder / "labels", "--exif", "stored"]
+    args += ["--images", folder / "turned", "--output", folder / "d.jsonl"]
+    monkeypatch.setattr("sys.argv", ["convert", *map(str, args)])
+    main()
+    assert json.loads((folder / "d.jsonl").read_text())["objects"] == [{"desc": "owl", "bbox_2d": [48, 48, 60, 60]}]
+
+
+# ---- EXIF ----------------------------------------------------------------------------------------------------------
+
+
+def turned_image(folder: Path, orientation: int, size: tuple[int, int]) -> tuple[Path, list[int], list[int]]:
+    """An image with one white box: (path, the box in stored pixels, the box in the shown image as Pillow turns it)."""
+    pixels = np.zeros((size[1], size[0]), dtype=np.uint8)
+    pixels[5:20, 10:40] = 255
+    image = Image.fromarray(pixels)
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = orientation
+    image.save(folder / "t.png", exif=exif)
+    left, top, right, bottom = ImageOps.exif_transpose(Image.open(folder / "t.png")).getbbox()
+    return folder / "t.png", [10, 5, 40, 20], [left, top, right, bottom]
+
+
+@pytest.mark.parametrize("size", [(60, 60), (80, 50)])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_boxes_of_a_turned_image_lie_where_training_shows_their_objects(tmp_path, orientation, size):
+    path, stored, shown = turned_image(tmp_path, orientation, size)
+
+    def found(box: list[int], given: tuple[int, int] | None, **options: Any) -> list[dict]:
+        image = {"id": 1, "file_name": path.name} | ({} if given is None else {"width": given[0], "height": given[1]})
+        x1, y1, x2, y2 = box
+        ring = [x1, y1, x2, y1, x2, y2, x1, y2]
+        item = {"image_id": 1, "category_id": 1, "bbox": [x1, y1, x2 - x1, y2 - y1], "segmentation": [ring]}
+        content = {"images": [image], "annotations": [item], "categories": [{"id": 1, "name": "cat"}]}
+        (tmp_path / "coco.json").write_text(json.dumps(content))
+        convert(tmp_path / "coco.json", tmp_path, tmp_path / "d.jsonl", Options(**options))
+        return [json.loads(line) for line in (tmp_path / "d.jsonl").open()]
+
+    for given in (None, size):
+        (row,) = found(stored, given, exif="stored")
+        assert row["objects"][0]["bbox_2d"] == shown
+        ring = np.reshape(found(stored, given, exif="stored", geometry="poly")[0]["objects"][0]["poly"], (-1, 2))
+        assert [*ring.min(0), *ring.max(0)] == shown
+    shown_size = size[::-1] if orientation >= 5 else size
+    assert (row["width"], row["height"]) == shown_size
+    if orientation < 5 or size[0] == size[1]:
+        assert found(shown, None, exif="shown")[0]["objects"][0]["bbox_2d"] == shown
+    if orientation == 1:
+        return
+    if orientation >= 5 and size[0] != size[1]:  # the annotated size tells
+        assert found(stored, size)[0]["objects"][0]["bbox_2d"] == shown
+        assert found(shown, shown_size)[0]["objects"][0]["bbox_2d"] == shown
+    else:
+        with pytest.raises(
+            ValueError, match="nothing says whether its boxes are turned: --exif shown or --exif stored"
+        ):
+            found(stored, size)

@@ -1,0 +1,228 @@
+"""`tools.init`: the config that a new user gets loads, passes every check, and fits data and memory (CFG-16)."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tools.test_report import sample_of
+from tools.init import DataFacts, answer_form, find_data, fit, geometry, image_roots, main, pixel_limit
+from tools.make_demo import make_dataset
+from utils.config.load import load_config
+from utils.config.memory import DEVICE_GIB, GIB
+from utils.config.plan import make_plan
+from utils.data.encoding import load_processor, num_prompt_tokens
+from utils.data.images import ImageStore
+from utils.data.samples import load_samples
+from utils.parsing import TokenTable
+
+ROOT = Path(__file__).parents[2]
+DATA = DataFacts(
+    num_lines=20000,
+    num_read=20500,
+    num_classes=80,
+    objects_mean=7.0,
+    objects_max=60,
+    width_max=1920,
+    height_max=1080,
+    prompt_max=1100,
+    answer_max=1300,
+    segment_mean=1000,
+    is_partial=False,
+)
+SETTINGS = {
+    "answer_format": "qwen3vl", "format_reason": "a reason", "prompt": 'all "objects": # here', "model_name": "m",
+    "data_name": "d", "train": "data/a: b.jsonl", "val": "data/val.jsonl", "roots": ["/a", "/b #c"],
+    "max_pixels": 1048576, "unmatched": "trim", "rank": 64,
+}  # fmt: skip
+
+
+def write_coco(folder: Path) -> Path:
+    """A COCO file with 40 images of the demo's scenes, images in `images/`."""
+    folder.mkdir()
+    train, *_ = make_dataset(folder / "scenes", num_train=40, num_val=1, seed=5)
+    rows = [json.loads(line) for line in train.read_text().splitlines()]
+    names = sorted({item["desc"] for row in rows for item in row["objects"]})
+    (folder / "images").mkdir()
+    coco = {"images": [], "annotations": [], "categories": [{"id": i, "name": name} for i, name in enumerate(names)]}
+    for i, row in enumerate(rows):
+        shutil.copy(train.parent / row["images"][0], folder / "images" / f"{i}.png")
+        coco["images"].append({"id": i, "file_name": f"{i}.png", "width": row["width"], "height": row["height"]})
+        for item in row["objects"]:
+            x1, y1, x2, y2 = item["bbox_2d"]
+            entry = {"id": len(coco["annotations"]), "image_id": i, "category_id": names.index(item["desc"])}
+            coco["annotations"].append(entry | {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": 1, "iscrowd": 0})
+    (folder / "mine.json").write_text(json.dumps(coco))
+    shutil.rmtree(folder / "scenes")
+    return folder / "mine.json"
+
+
+def run_init(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tools.init", *arguments]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def refused(monkeypatch, capsys, cwd: Path, model: Path, data: str = "train.jsonl") -> str:
+    """What the program says where it ends with status 2."""
+    monkeypatch.chdir(cwd)
+    monkeypatch.setattr(sys, "argv", ["init", "--data", data, "--model", str(model), "--gpus", "4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_new_user_with_a_coco_file_and_a_model_CFG_16(tmp_path, start_model, monkeypatch, capsys):
+    """CFG-16, CFG-15, PCK-7, SRV-5: the config loads and its plan works; every sample fits; rows are not too full; the
+    server may read every image; and the learner's own dry run, with the file as written, agrees."""
+    annotations = write_coco(tmp_path / "photos")
+    (tmp_path / "disk").mkdir()
+    linked = tmp_path / "photos" / "images" / "0.png"
+    shutil.move(linked, tmp_path / "disk" / "0.png")
+    linked.symlink_to(tmp_path / "disk" / "0.png")
+    ended = run_init(tmp_path, "--data", str(annotations), "--model", str(start_model), "--gpus", "4")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-2:] == [
+        "make server GPUS=0,1,2 CONFIG=mine.yaml",
+        "make train GPUS=3 CONFIG=mine.yaml",
+    ]
+    monkeypatch.chdir(tmp_path)
+    cfg = load_config("mine.yaml")
+    plan = make_plan(cfg, 1)
+    assert all(command in Path("mine.yaml").read_text() for command in plan.layout.commands)
+    train, val = load_samples(
+        [cfg.custom.train_jsonl[0].path, cfg.custom.val_jsonl[0].path], cfg.data.prompt, form=cfg.rm.format
+    )
+    assert len(train) + len(val) == 40 and train and val
+    processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
+    table = TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
+    prompts = [num_prompt_tokens(sample, processor) for sample in (*train, *val)]
+    answers = [len(table.encode(cfg.rm.format.write(sample.objects))) + 1 for sample in (*train, *val)]
+    assert max(prompts) + cfg.rm.max_new_tokens <= min(cfg.rs.vllm_max_model_len, cfg.global_max_length)
+    assert max(answers) <= cfg.rm.max_new_tokens
+    mean = (sum(prompts) + sum(answers)) / len(prompts)
+    assert cfg.training.per_device_train_batch_size * mean <= cfg.global_max_length
+    for sample in (*train, *val):
+        assert ImageStore(cfg.image_roots()).open(sample.images[0]).size == (sample.width, sample.height)
+    command = [sys.executable, str(ROOT / "train_stage2.py"), "--config", "mine.yaml", "--dry-run", "--world-size", "1"]
+    dry = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert dry.returncode == 0 and f"# {'optimizer steps:':<34}{plan.num_steps}\n" in dry.stdout
+    assert "mine.yaml: exists" in refused(monkeypatch, capsys, tmp_path, start_model, str(annotations))
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("segment", [150, 1000, 5000])
+def test_any_number_of_gpus_gets_a_plan_that_fits_CFG_16(tmp_path, gpus, segment):
+    """CFG-16, PCK-7: for the released 8B."""
+    data = replace(DATA, segment_mean=segment, prompt_max=max(1100, segment))
+    settings = SETTINGS | {"model": "models/Qwen3-VL-8B-Instruct"}
+    plan = fit(tmp_path / "a.yaml", gpus, data, settings)
+    cfg = load_config(tmp_path / "a.yaml")
+    assert cfg.data.prompt == SETTINGS["prompt"] and cfg.custom.train_jsonl[0].path == "data/a: b.jsonl"
+    assert cfg.training.per_device_train_batch_size * segment <= cfg.global_max_length
+    assert 16 <= plan.samples_per_step <= 48 and plan.num_steps is None, "the data do not exist"
+    assert cfg.is_colocate == (gpus == 1)
+    if gpus:
+        places = [place for place, _ in plan.layout.places]
+        assert places == [f"GPU {i}" for i in range(gpus)]
+        assert sum(plan.learner_memory.values()) <= DEVICE_GIB * GIB
+
+
+def test_a_model_too_large_for_zero2_is_sharded_or_offloaded_CFG_16(tmp_path):
+    """CFG-16: 33 billion parameters in bfloat16 leave too little of 80 GiB beside them; two learners share them."""
+    settings = SETTINGS | {"model": "models/Qwen3-VL-32B-Instruct"}
+    for gpus, engine in ((4, "zero3_offload"), (8, "zero3")):
+        plan = fit(tmp_path / "a.yaml", gpus, DATA, settings)
+        assert load_config(tmp_path / "a.yaml").deepspeed == engine
+        assert sum(plan.learner_memory.values()) <= DEVICE_GIB * GIB
+    with pytest.raises(ValueError, match="no batch geometry fits"):
+        fit(tmp_path / "b.yaml", 4, replace(DATA, prompt_max=4000000), settings)
+    assert not (tmp_path / "b.yaml").exists()
+
+
+def test_small_data_are_repeated_and_their_steps_are_small():
+    few = geometry(2048, 4, replace(DATA, num_lines=60, segment_mean=200))
+    assert few["samples_per_step"] == 6 and few["epochs"] * 60 // 6 >= 200
+    many = geometry(12000, 8, DATA)
+    assert many["samples_per_step"] == 2 * 2 * 10, "two rows of ten on each of two learners: the closest to 32"
+    assert many["epochs"] == 1
+
+
+def test_without_coordinate_tokens_the_models_own_form_is_used(tmp_path, start_model):
+    assert answer_form(start_model)[0].name == "coord_tokens"
+    shutil.copytree(start_model, tmp_path / "model")
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
+    assert answer_form(tmp_path / "model")[0].name == "qwen3vl"
+
+
+def test_the_presets_limit_of_pixels_is_set_only_where_model_and_data_pass_it(tmp_path, start_model):
+    large, small = (replace(sample_of("a", ["a.png"], []), image_sizes=[(side, side)]) for side in (2000, 500))
+    assert pixel_limit(start_model, [large]) is None, "the model takes 128 x 128"
+    shutil.copytree(start_model, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*processor*.json"):
+        file.write_text(file.read_text().replace('"longest_edge": 16384', '"longest_edge": 16777216'))
+    assert pixel_limit(tmp_path / "model", [small, large]) == 1 << 20
+    assert pixel_limit(tmp_path / "model", [small]) is None
+
+
+def test_data_are_found_in_folders_and_beside_each_other(tmp_path):
+    for name in ("train.jsonl", "val.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    both = (tmp_path / "train.jsonl", tmp_path / "val.jsonl")
+    assert find_data(tmp_path, None, None) == find_data(both[0], None, None) == both
+    (tmp_path / "val.jsonl").rename(tmp_path / "other.jsonl")
+    assert find_data(tmp_path, None, None) == (both[0], None)
+    both[0].rename(tmp_path / "one.jsonl")
+    with pytest.raises(ValueError, match="found one.jsonl, other.jsonl; name one"):
+        find_data(tmp_path, None, None)
+    with pytest.raises(ValueError, match="no such file"):
+        find_data(tmp_path / "none", None, None)
+
+
+def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    annotations = write_coco(tmp_path / "photos")
+    train, val = find_data(tmp_path / "photos", None, None)
+    assert (str(train), str(val)) == ("data/photos_train.jsonl", "data/photos_val.jsonl")
+    coco = json.loads(annotations.read_text())
+    for name, ids in (("few_train", range(3)), ("few_val", range(3, 5))):
+        chosen = {"images": [image for image in coco["images"] if image["id"] in ids]}
+        (tmp_path / "photos" / f"{name}.json").write_text(json.dumps(coco | chosen))
+    train, val = find_data(tmp_path / "photos" / "few_train.json", None, tmp_path / "photos" / "images")
+    assert [len(path.read_text().splitlines()) for path in (train, val)] == [3, 2]
+    (tmp_path / "photos" / "few_val.json").unlink()
+    train, val = find_data(tmp_path / "photos" / "few_train.json", None, None)
+    assert len(train.read_text().splitlines()) == 3 and val is None
+
+
+def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):
+    """SRV-5: the server reads below these only."""
+    few = [sample_of("a", [f"/data/{i}/a.png"], []) for i in range(3)]
+    assert image_roots(few) == ["/data/0", "/data/1", "/data/2"]
+    assert image_roots([sample_of("a", ["/data/../other/a.png"], [])]) == ["/other"]
+    assert image_roots([sample_of("a", [f"/data/{i}/a.png"], []) for i in range(300)]) == ["/data"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("llama", "a llama model; only dense Qwen3-VL"), (None, "no readable config.json")]
+)
+def test_a_model_that_cannot_be_trained_is_one_message(tmp_path, kind, message, monkeypatch, capsys):
+    """Before any data are read; status 2, no traceback."""
+    (tmp_path / "train.jsonl").write_text("not even JSON")
+    if kind:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert message in refused(monkeypatch, capsys, tmp_path, tmp_path)
+    assert not (tmp_path / "train.yaml").exists()
+
+
+def test_mistakes_in_the_data_are_named_DAT_3(tmp_path, start_model, monkeypatch, capsys):
+    """DAT-3: file, line and reason; nothing is written."""
+    (tmp_path / "train.jsonl").write_text('{"images": ["none.png"], "width": 5, "height": 5, "objects": []}\n')
+    assert "train.jsonl:1" in refused(monkeypatch, capsys, tmp_path, start_model)
+    assert not (tmp_path / "train.yaml").exists()

@@ -1,0 +1,241 @@
+"""Read annotations of the field's formats other than COCO, in COCO's terms; `tools.convert` writes them as our lines.
+
+An item is (id, image as JSON, its annotations as JSON), as `tools.coco.CocoFile` yields them. Coordinates of an
+annotation are pixels, or with `unit` N in parts of N of the image's sides.
+"""
+
+import json
+import re
+import xml.etree.ElementTree as xml  # noqa: S405  # data files are the operator's own
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from utils.data.samples import SPECIAL_TOKEN, SURROGATE
+
+Item = tuple[str, dict[str, Any], list[dict[str, Any]]]
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
+
+_REFERENCE = re.compile(
+    r"(?:<\|object_ref_start\|>|<ref>)(.*?)(?:<\|object_ref_end\|>|</ref>)"
+    r"((?:\s*(?:<\|box_start\|>|<box>).*?(?:<\|box_end\|>|</box>))+)",
+    re.DOTALL,
+)
+_BOX = re.compile(r"(?:<\|box_start\|>|<box>)(.*?)(?:<\|box_end\|>|</box>)", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+
+
+class Annotations:
+    """Annotations of another format, with `CocoFile`'s attributes. A context manager.
+
+    Args:
+        kind: a key of `READERS`.
+        path: file, or folder for VOC and YOLO.
+        images: folder of the images.
+        names: file with the class names (YOLO); None: data.yaml or classes.txt near the labels.
+        unit: what coordinates in the text of an answer are parts of (sharegpt); 0: pixels.
+
+    Raises:
+        ValueError, OSError: a file cannot be used.
+    """
+
+    num_repeated = 0
+
+    def __init__(self, kind: str, path: Path, images: Path, names: Path | None = None, unit: int | None = None) -> None:
+        self.path = path
+        if kind == "sharegpt" and unit is None:
+            raise ValueError("--from sharegpt needs --unit: 1000, 1, or 0 for pixels; the text does not say which")
+        self._items = list(READERS[kind](path, images, unit or 0))
+        if not self._items:
+            raise ValueError(f"{path}: nothing to read")
+        labels = {item["category_id"] for _, _, items in self._items for item in items}
+        self.categories: dict[Any, str] = {label: label for label in labels if _is_description(label)}
+        if kind == "yolo":
+            self.categories = _yolo_names(path, names)
+
+    def __enter__(self) -> "Annotations":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def images(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Yield (id, image, its annotations), the latter two as JSON."""
+        for image_id, image, items in self._items:
+            yield image_id, json.dumps(image), [json.dumps(item) for item in items]
+
+    def num_strays(self) -> int:
+        """Number of annotations without an image: here none."""
+        return 0
+
+
+def _is_description(label: Any) -> bool:
+    return (
+        isinstance(label, str) and bool(label.strip()) and not (SPECIAL_TOKEN.search(label) or SURROGATE.search(label))
+    )
+
+
+def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
+    """Pascal VOC: one XML file per image. Its pixels count from 1, both ends included; difficult objects are crowds."""
+    for path in sorted(folder.glob("*.xml")):
+        try:
+            root = xml.parse(path).getroot()  # noqa: S314
+        except xml.ParseError as error:
+            raise ValueError(f"{path}: not XML: {error}") from None
+        size = {side: int(float(root.findtext(f"size/{side}") or 0)) or None for side in ("width", "height")}
+        items = []
+        for item in root.iter("object"):
+            ends = [_number(item.findtext(f"bndbox/{end}")) for end in ("xmin", "ymin", "xmax", "ymax")]
+            is_whole = None not in ends
+            box = [ends[0] - 1, ends[1] - 1, ends[2] - ends[0] + 1, ends[3] - ends[1] + 1] if is_whole else ends
+            difficult = (item.findtext("difficult") or "0").strip() == "1"
+            items.append({"category_id": (item.findtext("name") or "").strip(), "bbox": box, "iscrowd": int(difficult)})
+        yield path.stem, {"file_name": root.findtext("filename") or path.stem} | size, items
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text or "")
+    except ValueError:
+        return None
+
+
+def _yolo(folder: Path, images: Path, unit: int) -> Iterator[Item]:
+    """YOLO: `class cx cy w h` or `class x1 y1 x2 y2 ...` per line, a file per image; without a file, no objects."""
+    for path in sorted(path for path in images.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES):
+        name = path.relative_to(images)
+        labels = (folder / name).with_suffix(".txt")
+        lines = labels.read_text().splitlines() if labels.is_file() else []
+        yield (
+            str(name.with_suffix("")),
+            {"file_name": str(name)},
+            [_yolo_object(line) for line in lines if line.strip()],
+        )
+
+
+def _yolo_object(line: str) -> dict[str, Any]:
+    try:
+        label, *numbers = line.split()
+        coords = [float(number) for number in numbers]
+        item: dict[str, Any] = {"category_id": int(label), "unit": 1}
+    except ValueError:
+        return {"category_id": None, "bbox": line}
+    if len(coords) == 4:
+        x, y, width, height = coords
+        return item | {"bbox": [x - width / 2, y - height / 2, width, height]}
+    return item | ({"segmentation": [coords]} if len(coords) >= 6 and len(coords) % 2 == 0 else {"bbox": line})
+
+
+def _yolo_names(labels: Path, names: Path | None) -> dict[Any, str]:
+    near = [labels / "classes.txt", *(folder / "data.yaml" for folder in (labels, *labels.resolve().parents[:2]))]
+    path = names or next((path for path in near if path.is_file()), None)
+    if path is None:
+        raise ValueError(f"{labels}: no class names: neither classes.txt nor data.yaml is near it; pass --names FILE")
+    if path.suffix == ".txt":
+        return dict(enumerate(line.strip() for line in path.read_text().splitlines()))
+    found = (yaml.safe_load(path.read_text()) or {}).get("names")
+    if not isinstance(found, list | dict):
+        raise ValueError(f"{path}: names: must be a list, or a mapping from class number to name")
+    return {int(key): str(name) for key, name in (found.items() if isinstance(found, dict) else enumerate(found))}
+
+
+def _rex_omni(path: Path, images: Path, unit: int) -> Iterator[Item]:
+    """Rex-Omni's JSON lines: {"image_name", "annotation": {"boxes": [{"bbox": [x0, y0, x1, y1], "phrase"}]}}."""
+    for number, row in _json_lines(path):
+        boxes = (row.get("annotation") or {}).get("boxes")
+        if not isinstance(boxes, list):
+            raise ValueError(f"{path}:{number}: no annotation.boxes; points are not supported")
+        yield (
+            str(number),
+            {"file_name": row.get("image_name")},
+            [_object(b.get("phrase"), b.get("bbox")) for b in boxes],
+        )
+
+
+def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
+    """ms-swift's lines with `objects`: {"ref": [...], "bbox": [...], "bbox_type"?}. One image each."""
+    for number, row in _json_lines(path):
+        objects, name = row.get("objects") or {}, _only_image(row, f"{path}:{number}")
+        refs, boxes = objects.get("ref") or [], objects.get("bbox") or []
+        if len(refs) != len(boxes) and len(refs) != 1:
+            raise ValueError(f"{path}:{number}: {len(refs)} ref entries for {len(boxes)} bbox entries; pair them")
+        unit = 1 if objects.get("bbox_type") == "norm1" else 0
+        pairs = zip(repeat(refs[0]) if len(refs) == 1 else refs, boxes, strict=False)
+        yield str(row.get("id", number)), {"file_name": name}, [_object(ref, box, unit) for ref, box in pairs]
+
+
+def _sharegpt(path: Path, images: Path, unit: int) -> Iterator[Item]:
+    """LLaMA-Factory's and ShareGPT's conversations, whose answers hold boxes as text: JSON with `bbox_2d` and `label`,
+    or the reference and box marks of Qwen-VL, Qwen2-VL, InternVL and Rex-Omni."""
+    for number, row in _json_lines(path):
+        turns = row.get("conversations") or row.get("messages") or []
+        answers = [turn.get("value", turn.get("content")) for turn in turns if _speaker(turn) in ("gpt", "assistant")]
+        found = chain.from_iterable(_boxes_in(answer) for answer in answers if isinstance(answer, str))
+        items = [_object(label, box, unit) for label, box in found]
+        yield str(row.get("id", number)), {"file_name": _only_image(row, f"{path}:{number}")}, items
+
+
+def _speaker(turn: dict[str, Any]) -> str | None:
+    return turn.get("from", turn.get("role"))
+
+
+def _boxes_in(text: str) -> Iterator[tuple[str, Any]]:
+    """(label, [x1, y1, x2, y2]) of each box that an answer spells."""
+    fenced = _FENCED.search(text)
+    try:
+        rows = json.loads(fenced[1] if fenced else text)
+    except ValueError:
+        rows = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        if isinstance(row, dict) and "bbox_2d" in row:
+            yield str(row.get("label", "")), row["bbox_2d"]
+    for label, boxes in _REFERENCE.findall(text):
+        numbers = [float(number) for box in _BOX.findall(boxes) for number in _NUMBER.findall(box)]
+        for start in range(0, len(numbers), 4):
+            yield label, numbers[start : start + 4]
+
+
+def _object(label: Any, box: Any, unit: int = 0) -> dict[str, Any]:
+    """[x1, y1, x2, y2] as COCO's box; six numbers or more are a polygon. What is neither is left out by name later."""
+    item: dict[str, Any] = {"category_id": label.strip() if isinstance(label, str) else None, "unit": unit}
+    is_numbers = isinstance(box, list) and all(type(number) in (int, float) for number in box)
+    if is_numbers and len(box) == 4:
+        return item | {"bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]]}
+    return item | ({"segmentation": [box]} if is_numbers and len(box) >= 6 else {"bbox": str(box)})
+
+
+def _only_image(row: dict[str, Any], where: str) -> str:
+    images = row.get("images", row.get("image"))
+    images = images if isinstance(images, list) else [images]
+    name = images[0].get("path") if images and isinstance(images[0], dict) else images[0] if images else None
+    if len(images) != 1 or not isinstance(name, str):
+        raise ValueError(f"{where}: needs exactly one image, as a path")
+    return name
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row) of a JSON-lines file, or of a file that holds one JSON list."""
+    with path.open(encoding="utf-8") as file:
+        is_list = file.read(1) == "["
+        file.seek(0)
+        try:
+            rows = json.load(file) if is_list else map(json.loads, filter(str.strip, file))
+            for number, row in enumerate(rows, 1):
+                if not isinstance(row, dict):
+                    raise ValueError("must be a JSON object")
+                yield number, row
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not valid JSON: {error}") from None
+
+
+READERS: dict[str, Callable[[Path, Path, int], Iterator[Item]]] = {
+    "voc": _voc,
+    "yolo": _yolo,
+    "swift": _swift,
+    "sharegpt": _sharegpt,
+    "rex-omni": _rex_omni,
+}

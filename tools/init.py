@@ -1,0 +1,347 @@
+"""Write a complete, commented config for your own data and model, and print the commands that start it.
+
+    python -m tools.init --data data/train.jsonl --model models/Qwen3-VL-8B-Instruct --gpus 4
+
+Reads the data (JSONL as in docs/data.md, a COCO or LVIS file, or a folder with either) and the model's files, measures
+prompts and true answers in tokens, and chooses batch geometry that fits the memory plan of `--dry-run`. COCO files are
+converted first (tools.convert) to `data/NAME_train.jsonl` and `data/NAME_val.jsonl`. No device is used.
+`--gpus 0` writes a config for a trial on CPU.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from tools.convert import convert
+from utils.answer_format import COORD_TOKENS, QWEN3VL, AnswerFormat
+from utils.config.load import ConfigError, exit_with, load_config
+from utils.config.memory import GIB
+from utils.config.plan import Plan, format_plan, make_plan
+from utils.data.encoding import load_processor, num_prompt_tokens
+from utils.data.samples import DataError, Sample, load_samples
+from utils.geometry import normal_label
+from utils.parsing import TokenTable
+
+SPLITS = {"train": 0.95, "val": 0.05}  # of a COCO file that comes alone
+MAX_PIXELS = 1 << 20  # of an image, as in the presets
+ROWS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12000)  # lengths of a packed row
+MAX_ROOTS = 20  # folders of images that are named one by one
+ENGINES = ("zero2", "zero3", "zero3_offload")  # in the order in which they are tried
+FILL = 0.9  # of a row that a micro-step's samples take on average
+SAMPLES_PER_STEP = 32
+MIN_STEPS = 200  # small data are repeated until there are as many
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the data need. Tokens are those of the model's tokenizer."""
+
+    num_lines: int
+    num_read: int
+    num_classes: int
+    objects_mean: float
+    objects_max: int
+    width_max: int
+    height_max: int
+    prompt_max: int
+    answer_max: int
+    segment_mean: int  # prompt and true answer
+    is_partial: bool  # some line says for which labels it is complete (TGT-12)
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        text, plan = init(args)
+    except (ValueError, OSError, DataError) as error:
+        exit_with(str(error))
+    print(text + format_plan(plan) + f"# wrote {args.output}; every line of the data was checked. Start it with:")
+    print("\n".join(plan.layout.commands))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", required=True, type=Path, metavar="DIR_OR_FILE", help="JSONL, COCO or LVIS file, or their folder")
+    add("--val", type=Path, metavar="FILE", help="held-out data of the same form (default: found or split off)")
+    add("--images", type=Path, metavar="DIR", help="COCO: folder of file_name (default: looked for)")
+    add("--model", required=True, type=Path, metavar="DIR", help="Qwen3-VL checkpoint in Hugging Face form")
+    add("--gpus", required=True, type=int, metavar="N", help="GPUs of 80 GB in this machine; 0: a trial on CPU")
+    add("--output", type=Path, metavar="FILE", help="config to write (default: NAME_OF_DATA.yaml)")
+    args = parser.parse_args()
+    if args.gpus < 0:
+        parser.error("--gpus must not be negative")
+    return args
+
+
+def init(args: argparse.Namespace) -> tuple[str, Plan]:
+    """Write the config; return what was found out, as comment lines, and the plan. Raises ValueError or OSError."""
+    args.output = args.output or Path(f"{_name_of(args.data)}.yaml")
+    if args.output.exists():
+        raise ValueError(f"{args.output}: exists; remove it, or name another file with --output")
+    check_model(args.model)
+    train, val = find_data(args.data, args.val, args.images)
+    form, reason = answer_form(args.model)
+    prompt = form.prompt
+    samples = load_samples([train], prompt, form=form)[0]
+    held_out = load_samples([val], prompt, form=form)[0] if val else []
+    max_pixels = pixel_limit(args.model, [*samples, *held_out])
+    processor = load_processor(str(args.model), None, max_pixels)
+    data = measure([*samples, *held_out], len(samples), processor, form)
+    settings = {
+        "answer_format": form.name,
+        "format_reason": reason,
+        "prompt": prompt,
+        "model": str(args.model),
+        "model_name": args.model.name,
+        "data_name": args.data.name,
+        "train": str(train),
+        "val": val and str(val),
+        "roots": image_roots([*samples, *held_out]),
+        "max_pixels": max_pixels,
+        "unmatched": "drop_duplicates" if data.is_partial else "trim",
+        "rank": 64 if args.gpus else 16,
+    }
+    plan = fit(args.output, args.gpus, data, settings)
+    facts = f"{len(samples)} images to train on, {len(held_out)} to evaluate on, {data.num_classes} classes"
+    return f"# {facts}; {form.name}: {reason}\n", plan
+
+
+def _name_of(data: Path) -> str:
+    return data.resolve().stem
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what there is
+
+
+def check_model(path: Path) -> None:
+    """Raise ValueError where `path` is no model that can be trained here."""
+    try:
+        kind = json.loads((path / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {path}: no readable config.json there ({error}); name a checkpoint") from None
+    if kind != "qwen3_vl":
+        raise ValueError(f"--model {path}: a {kind} model; only dense Qwen3-VL (qwen3_vl) can be trained here")
+
+
+def answer_form(model: Path) -> tuple[AnswerFormat, str]:
+    """Coordinate tokens where the tokenizer has them, else the model's own form; and the reason."""
+    tokenizer = load_processor(str(model)).tokenizer
+    try:
+        TokenTable.from_tokenizer(tokenizer, COORD_TOKENS)
+        return COORD_TOKENS, "the tokenizer has the coordinate tokens"
+    except ValueError:
+        TokenTable.from_tokenizer(tokenizer, QWEN3VL)
+        return QWEN3VL, "the tokenizer has no coordinate tokens"
+
+
+def pixel_limit(model: Path, samples: Sequence[Sample]) -> int | None:
+    """The presets' limit of an image's pixels where model and data go beyond it; None: the model's own holds."""
+    own = load_processor(str(model)).image_processor.size["longest_edge"]
+    largest = max((height * width for sample in samples for height, width in sample.image_sizes), default=0)
+    return MAX_PIXELS if min(own, largest) > MAX_PIXELS else None
+
+
+def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, Path | None]:
+    """The JSONL files to train and to evaluate on, converted where they are COCO's. Raises ValueError."""
+    train = data
+    if data.is_dir():
+        train = _pick(data, "train")
+        val = val or _pick(data, "val", or_none=True)
+    elif not data.is_file():
+        raise ValueError(f"--data {data}: no such file or folder")
+    elif (
+        val is None and "train" in data.name and (beside := data.with_name(data.name.replace("train", "val"))).exists()
+    ):
+        val = beside
+    if train.suffix == ".jsonl":
+        return train, val
+    target = Path("data") / f"{_name_of(data)}.jsonl"
+    outputs = [target.with_name(f"{target.stem}_{split}.jsonl") for split in SPLITS]
+    if val is not None:
+        for file, output in zip((train, val), outputs, strict=True):
+            convert(file, _images_of(file, images), output)
+        return outputs[0], outputs[1]
+    numbers = convert(train, _images_of(train, images), target, splits=SPLITS).images
+    return outputs[0], outputs[1] if numbers[str(outputs[1])] else None
+
+
+def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:
+    """The data file of a split in a folder (or its `annotations/`): by name, or the only one."""
+    found = sorted(folder.glob("*.jsonl")) or sorted([*folder.glob("*.json"), *folder.glob("annotations/*.json")])
+    named = [path for path in found if split in path.stem]
+    if len(named) == 1:
+        return named[0]
+    if or_none:
+        return None
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(path.name for path in found[:5]) or "none"
+    raise ValueError(f"--data {folder}: which file to train on? found {names}; name one")
+
+
+def _images_of(annotations: Path, images: Path | None) -> Path:
+    """The folder of a COCO file's images: the first near it that holds one of its first images."""
+    if images is not None:
+        return images
+    with annotations.open(encoding="utf-8") as file:
+        head = file.read(1 << 20)
+    names = re.findall(r'"file_name"\s*:\s*"([^"]+)"', head)[:20]
+    near = [annotations.parent, annotations.parent.parent]
+    folders = [*near, *(child for folder in near for child in sorted(folder.iterdir()) if child.is_dir())]
+    for folder in folders:
+        if any((folder / name).is_file() for name in names):
+            return folder
+    raise ValueError(f"{annotations}: its images are not near it; name their folder with --images")
+
+
+def measure(samples: Sequence[Sample], num_lines: int, processor: Any, form: AnswerFormat) -> DataFacts:
+    """Look at all samples; none of their images is opened."""
+    table = TokenTable.from_tokenizer(processor.tokenizer, form)
+    prompts = [num_prompt_tokens(sample, processor) for sample in samples]
+    answers = [len(table.encode(form.write(sample.objects))) + 1 for sample in samples]  # with the end token
+    numbers = [len(sample.objects) for sample in samples]
+    sizes = [size for sample in samples for size in sample.image_sizes] or [(0, 0)]
+    classes = Counter(normal_label(obj.desc) for sample in samples for obj in sample.objects)
+    return DataFacts(
+        num_lines=num_lines,
+        num_read=len(samples),
+        num_classes=len(classes),
+        objects_mean=sum(numbers) / len(numbers),
+        objects_max=max(numbers),
+        width_max=max(width for _, width in sizes),
+        height_max=max(height for height, _ in sizes),
+        prompt_max=max(prompts),
+        answer_max=max(answers),
+        segment_mean=math.ceil((sum(prompts) + sum(answers)) / len(samples)),
+        is_partial=any(sample.annotated is not None for sample in samples),
+    )
+
+
+def image_roots(samples: Sequence[Sample]) -> list[str]:
+    """The folders that the images lie in; the one above them all where they are many."""
+    files = [image for sample in samples for image in sample.images if not image.startswith("data:")]
+    folders = {os.path.dirname(os.path.realpath(file)) for file in files}  # the server follows links
+    return sorted(folders) if len(folders) <= MAX_ROOTS else [os.path.commonpath(folders)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the config
+
+
+def geometry(row: int, gpus: int, data: DataFacts) -> dict[str, Any]:
+    """Batch geometry for rows of `row` tokens. A row holds about as many samples as a micro-step draws (PCK-7)."""
+    learners = learners_of(gpus)
+    rollout_devices = gpus - learners if gpus else 1
+    batch = min(samples_per_learner(gpus, data), max(1, int(FILL * row / data.segment_mean)))
+    accumulation = round(samples_per_learner(gpus, data) / batch)
+    per_step = batch * accumulation * learners
+    epochs = max(1, math.ceil(MIN_STEPS * per_step / data.num_lines))
+    steps = max(1, epochs * data.num_lines // per_step)
+    return {
+        "gpus": gpus,
+        "servers": gpus != 1,
+        "learners": learners,
+        "rollout_devices": rollout_devices,
+        "row": row,
+        "max_new_tokens": new_tokens(data),
+        "max_model_len": _rounded(data.prompt_max + new_tokens(data), 256),
+        "decode": min(64, max(4, math.ceil(batch * learners / max(rollout_devices, 1)))),
+        "batch": batch,
+        "accumulation": accumulation,
+        "buffer": max(64, 16 * batch),
+        "samples_per_step": per_step,
+        "epochs": epochs,
+        "steps": steps,
+        "warmup": max(1, steps // 20),
+        "eval_steps": max(1, steps // 5),
+    }
+
+
+def learners_of(gpus: int) -> int:
+    """One GPU in four trains, as in the presets; two processes on CPU."""
+    return max(1, gpus // 4) if gpus else 2
+
+
+def samples_per_learner(gpus: int, data: DataFacts) -> int:
+    """Samples of a learner per optimizer step; small data have smaller steps."""
+    wanted = max(1, min(SAMPLES_PER_STEP, data.num_lines // 10))
+    return math.ceil(wanted / learners_of(gpus))
+
+
+def new_tokens(data: DataFacts) -> int:
+    """Room for answers half as long again as the longest true one."""
+    return _rounded(1.5 * data.answer_max, 64)
+
+
+def _rounded(value: float, step: int) -> int:
+    return math.ceil(value / step) * step
+
+
+def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any]) -> Plan:
+    """Write the first config that loads, passes all checks and fits the memory plan, and return its plan.
+
+    Tried are rows from those that hold a learner's samples of a step down to those that hold the longest one, then the
+    same with the next engine of `ENGINES`. Raises ValueError with what the last one lacked, and leaves no file.
+    """
+    longest = data.prompt_max + new_tokens(data) + data.answer_max
+    wanted = max(longest, samples_per_learner(gpus, data) * data.segment_mean / FILL)
+    largest = next((row for row in ROWS if row >= wanted), ROWS[-1])
+    rows = [row for row in reversed(ROWS) if longest <= row <= largest] or [_rounded(longest, 256)]
+    error: ConfigError | None = None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for engine in ENGINES:
+        for row in rows:
+            shape = geometry(row, gpus, data)
+            try:
+                return _attempt(output, settings | shape | {"data": data, "deepspeed": engine})
+            except ConfigError as problem:
+                output.unlink(missing_ok=True)
+                error = problem
+    raise ValueError(f"no batch geometry fits {gpus} GPU(s); the last one tried:\n{error}")
+
+
+def _attempt(output: Path, values: dict[str, Any]) -> Plan:
+    """Write a config and derive its plan; its commands then go into the header."""
+    name, learners = output.stem, values["learners"]
+    hardware = f"{values['gpus']} GPUs of 80 GB" if values["gpus"] else "2 CPU cores"
+    text = {
+        "file": str(output),
+        "name": name,
+        "hardware": f"{hardware}; {learners} of them train",
+        "commands": ["-"],
+        "memory": "-",
+    }
+    output.write_text(_render(values | text), encoding="utf-8")
+    plan = make_plan(load_config(output), learners)
+    parts = plan.learner_memory
+    memory = f"{sum(parts.values()) / GIB:.1f} GiB per learner (estimate of --dry-run)" if parts else "unknown"
+    known = {"commands": plan.layout.commands, "memory": memory}
+    output.write_text(_render(values | text | known), encoding="utf-8")
+    return plan
+
+
+def _render(values: dict[str, Any]) -> str:
+    environment = jinja2.Environment(  # noqa: S701  (YAML, whose strings are written as JSON)
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.get_template("init.yaml.j2").render(values)
+
+
+if __name__ == "__main__":
+    main()

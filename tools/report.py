@@ -1,0 +1,354 @@
+"""Write one self-contained HTML file about a run, for people: scores, curves, classes, pictures, settings, resuming.
+
+    python -m tools.report RUN [--output FILE] [--images N]
+
+Reads what `train_stage2.py` or `train_grpo.py` left in the run directory, also of a run that is not finished. What is
+missing is left out with its reason. The file needs no network; its curves are SVG, and validation images are inlined as
+small JPEGs. All text is escaped: labels and answers come from models and data files.
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from tools import report_charts as charts
+from tools.report_answers import ERRORS, Judged, choose, judge, photo, precision_recall
+from tools.report_charts import Chart, Line
+from utils.config.load import exit_with
+from utils.config.schema import Config
+from utils.config.section import Section, brief, section_keys, section_of
+from utils.geometry import bins_to_pixels
+from utils.run.rollout_log import read_rollout_log
+from utils.run.shutdown import newest_checkpoint
+
+NUM_IMAGES, SIDE = 24, 320  # images in the gallery, pixels of the longer side
+MAX_CLASSES = 200  # rows of the table of classes
+# Scores of an evaluation: title, and whether more is better.
+SCORES = {
+    "reward": ("reward", True),
+    "f1": ("F1", True),
+    "f1_old": ("F1, old classes", True),
+    "f1_new": ("F1, new classes", True),
+    "precision": ("precision", True),
+    "recall": ("recall", True),
+    "f1_no_label": ("F1 without labels", True),
+    "f1_mean": ("F1, IoU 0.5:0.95", True),
+    "mean_iou": ("mean IoU of matches", True),
+    "counting_error": ("counting error per image", False),
+    "duplicates_per_image": ("duplicates per image", False),
+    "giant_rate": ("giant boxes", False),
+    "parse_rate": ("answers that parse", True),
+    "truncated_rate": ("truncated answers", False),
+}
+
+LOSSES = ("total", "text", "coord", "w1", "gate", "reference_kl", "policy")
+# Title, whether the y axis is 0..1, and (name of the line, tag in TensorBoard). `eval/` tags are drawn with marks.
+CURVES: list[tuple[str, bool, list[tuple[str, str]]]] = [
+    ("loss", False, [(part, f"loss/{part}") for part in LOSSES]),
+    ("reward", False, [("rollouts", "reward"), ("validation", "eval/reward")]),
+    ("F1", True, [("rollouts", "rollout/f1"), ("validation", "eval/f1")]),
+    (
+        "precision and recall",
+        True,
+        [
+            ("precision, rollouts", "rollout/precision"),
+            ("recall, rollouts", "rollout/recall"),
+            ("precision, validation", "eval/precision"),
+            ("recall, validation", "eval/recall"),
+        ],
+    ),
+    (
+        "duplicates per image",
+        False,
+        [("rollouts", "rollout/duplicates"), ("validation", "eval/duplicates_per_image")],
+    ),
+    ("counting error per image", False, [("validation", "eval/counting_error")]),
+    ("policy lag (steps)", False, [("mean", "train/policy_lag"), ("maximum", "train/policy_lag_max")]),
+    (
+        "seconds by part",
+        False,
+        [(part, f"seconds/{part}") for part in ("step", "rollout", "train", "sync", "prepare")],
+    ),
+    ("new tokens per answer", False, [("mean", "rollout/new_tokens_mean"), ("p99", "rollout/new_tokens_p99")]),
+]
+
+Evaluation = tuple[int, dict[str, Any]]  # step, scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory (training.output_dir)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/report.html")
+    parser.add_argument("--images", type=int, default=NUM_IMAGES, metavar="N", help="validation images, at most")
+    args = parser.parse_args()
+    try:
+        print(write_report(args.run, args.output, args.images))
+    except ValueError as error:
+        exit_with(str(error))
+
+
+def write_report(run_dir: Path, output: Path | None = None, num_images: int = NUM_IMAGES) -> Path:
+    """Write the report and return its path. Raises ValueError where there is no run."""
+    output = output or run_dir / "report.html"
+    page = render(read_run(run_dir, num_images))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page, encoding="utf-8", errors="replace")
+    return output
+
+
+def render(view: Mapping[str, Any]) -> str:
+    """The page. Its policy lets nothing be loaded, and no script run but its own."""
+    folder = Path(__file__).parent
+    script = (folder / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    loader = jinja2.FileSystemLoader(folder)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html").render(script=script, digest=digest, **view)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a run left behind
+
+
+def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
+    """Everything that the page shows. A part that is missing is None or empty; `notes` says why, by part."""
+    try:
+        record = json.loads((run_dir / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{run_dir}: no run there, for want of a readable run.json ({error})") from None
+    notes: dict[str, str] = {}
+    finished = _read_json(run_dir / "finished.json")
+    evaluations = [(int(path.stem[5:]), _read_json(path)) for path in sorted(run_dir.glob("eval/step_*.json"))]
+    evaluations = [(step, found) for step, found in evaluations if found]
+    if not evaluations:
+        notes["scores"] = "This run has not evaluated: custom.val_jsonl with training.eval_steps or eval_at_start."
+    return {
+        "name": run_dir.resolve().name,
+        "folder": str(run_dir),
+        "record": record,
+        "finished": finished,
+        "notes": notes,
+        "scores": score_rows(evaluations),
+        "ends": [evaluations[0][0], evaluations[-1][0]] if evaluations else [],
+        "best": _best(evaluations, record["config"]),
+        "curves": read_curves(run_dir, notes),
+        "classes": class_rows(evaluations, notes),
+        "coco": _coco(run_dir, notes),
+        "changed": changed_keys(record["config"]),
+        "servers": _servers(run_dir, notes),
+        "resume": _resume(run_dir, record, finished),
+        **answers(run_dir, evaluations, record["config"], num_images, notes),
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def score_rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """The first and the last evaluation side by side; `is_better` is None where nothing changed."""
+    if not evaluations:
+        return []
+    first, last = evaluations[0][1], evaluations[-1][1]
+    rows = []
+    for key, (title, more_is_better) in SCORES.items():
+        if key in first and key in last:
+            change = last[key] - first[key]
+            is_better = None if abs(change) < 5e-4 else (change > 0) == more_is_better
+            rows.append({"title": title, "first": first[key], "last": last[key], "is_better": is_better})
+    return rows
+
+
+def _best(evaluations: Sequence[Evaluation], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The best evaluation by the metric that the run chose."""
+    best = [(step, scores) for step, scores in evaluations if scores.get("is_best")][-1:]
+    metric = "reward" if config["custom"]["trainer_variant"] == "grpo" else config["training"]["metric_for_best_model"]
+    return {"step": best[0][0], "metric": metric, "value": best[0][1][metric]} if best else None
+
+
+def read_curves(run_dir: Path, notes: dict[str, str]) -> list[Chart]:
+    """The curves of `CURVES` that the event files hold."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    if not any(run_dir.glob("events.out.tfevents.*")):
+        notes["curves"] = "This run wrote no TensorBoard events (training.report_to: none)."
+        return []
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    known = set(events.Tags()["scalars"])
+
+    def points(tag: str) -> list[tuple[float, float]]:
+        return [(event.step, event.value) for event in events.Scalars(tag)] if tag in known else []
+
+    images = dict(points("rollout/num_images"))
+    drawn = []
+    for title, is_share, tags in CURVES:
+        lines = [Line(name, points(tag), tag.startswith("eval/")) for name, tag in tags]
+        if title == "duplicates per image":  # counted per step
+            own = [(step, value / max(images.get(step, 1), 1)) for step, value in lines[0].points]
+            lines[0] = Line(lines[0].name, own)
+        drawn.append(charts.draw(title, lines, is_share=is_share))
+    return [chart for chart in drawn if chart]
+
+
+def class_rows(evaluations: Sequence[Evaluation], notes: dict[str, str]) -> list[dict[str, Any]]:
+    """Scores of each class at the end, with F1 at the start; the most frequent first."""
+    last = evaluations[-1][1].get("labels") if evaluations else None
+    if not last:
+        notes["classes"] = "No evaluation of this run counts by class."
+        return []
+    first = evaluations[0][1].get("labels", {})
+    if len(last) > MAX_CLASSES:
+        notes["classes_cut"] = f"The {MAX_CLASSES} most frequent of {len(last)} classes."
+    rows = list(last.items())[:MAX_CLASSES]
+    return [{"name": name, "before": first.get(name, {}).get("f1"), **row} for name, row in rows]
+
+
+def _coco(run_dir: Path, notes: dict[str, str]) -> list[dict[str, Any]]:
+    """Results of `tools.evaluate` on this run's checkpoints."""
+    found = []
+    for path in sorted(run_dir.glob("checkpoint-*/merged/evaluation/*.json")):
+        result = _read_json(path) or {}
+        values = result.get("coco") or result.get("coco_constant") or {}
+        checkpoint, is_ranked = path.parents[2].name, "coco" in result
+        found.append({"checkpoint": checkpoint, "data": path.stem, "is_ranked": is_ranked, "values": values})
+    if not found:
+        notes["coco"] = "No checkpoint was scored by tools.evaluate, which gives COCO's average precision."
+    return found
+
+
+def _servers(run_dir: Path, notes: dict[str, str]) -> dict[str, Any] | None:
+    """What `rollouts.jsonl` says about the calls to the rollout servers."""
+    path = run_dir / "rollouts.jsonl"
+    lines = read_rollout_log(path) if path.exists() else []
+    if not lines:
+        notes["servers"] = "There is no rollouts.jsonl: no rollout server has generated for this run."
+        return None
+    calls = [call for line in lines for call in line.get("calls", [])]
+    return {
+        "urls": sorted({server["url"] for line in lines for server in line.get("servers", [])}),
+        "calls": len(calls),
+        "requests": sum(call.get("num_requests", 0) for call in calls),
+        "retries": sum(call.get("attempt", 1) > 1 for call in calls),
+        "failed": sum(call.get("outcome") != "ok" for call in calls),
+        "fallbacks": sorted({str(line["sync"]["fallback"]) for line in lines if line.get("sync", {}).get("fallback")}),
+        "version": lines[-1].get("weight_version"),
+    }
+
+
+def changed_keys(
+    config: Mapping[str, Any], section: type[Section] = Config, prefix: str = ""
+) -> list[tuple[str, str, str, str]]:
+    """(path, value, default, meaning) of every key of a resolved config that differs from the schema's default."""
+    rows = []
+    for name, field in section_keys(section).items():
+        value, inner = config.get(name), section_of(field.annotation)
+        if inner is not None and isinstance(value, Mapping):
+            rows += changed_keys(value, inner, f"{prefix}{name}.")
+            continue
+        default = field.get_default(call_default_factory=True)
+        if name in config and (field.is_required() or value != default):
+            shown = "required" if field.is_required() else brief(default)
+            rows.append((prefix + name, json.dumps(value, ensure_ascii=False), shown, field.description or ""))
+    return rows
+
+
+def _resume(run_dir: Path, record: Mapping[str, Any], finished: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The newest checkpoint, and the commands that go on from it."""
+    checkpoint, command = newest_checkpoint(run_dir), record["command"]
+    config = command[command.index("--config") + 1] if "--config" in command else "FILE"
+    script = Path(command[0]).name
+    last = record["config"]["custom"].get("val_jsonl") or record["config"]["custom"]["train_jsonl"]
+    return {
+        "checkpoint": checkpoint and str(checkpoint),
+        "is_finished": finished is not None,
+        "launch": f"deepspeed --num_gpus {record.get('world_size', 1)} {script} --config {config} --resume auto",
+        "evaluate": f"python -m tools.evaluate --checkpoint {checkpoint}/merged --data {last[0]['path']} "
+        f"--config {config}",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# answers
+
+
+def answers(
+    run_dir: Path, evaluations: Sequence[Evaluation], config: Mapping[str, Any], num_images: int, notes: dict[str, str]
+) -> dict[str, Any]:
+    """The gallery and the precision-recall curve, from the answers of the first and the last evaluation."""
+    shown = {"gallery": [], "errors": {}, "num_answers": 0, "precision_recall": None}
+    threshold = config["custom"]["extra"]["rollout_matching"]["eval"]["iou_threshold"]
+    files = {step: _read_lines(run_dir / f"eval/step_{step:06d}.jsonl") for step, _ in evaluations}
+    steps = [step for step, records in files.items() if records and all("gt" in line for line in records.values())]
+    if not steps:
+        reason = "The answers of this run are no objects in images" if any(files.values()) else "No answers were kept"
+        notes["gallery"] = notes["precision_recall"] = f"{reason}, so there is nothing to draw."
+        return shown
+    first, last = files[steps[0]], files[steps[-1]]
+    curves = {f"step {step}": precision_recall(list(files[step].values()), threshold) for step in (steps[0], steps[-1])}
+    lines = [Line(name, list(zip(c[1].tolist(), c[0].tolist(), strict=True))) for name, c in curves.items() if c]
+    title = f"precision over recall at IoU {threshold:g}, all classes together"
+    shown["precision_recall"] = charts.draw(title, lines, is_share=True, is_square=True)
+    if shown["precision_recall"] is None:
+        notes["precision_recall"] = (
+            "Nothing was predicted, or without confidences, which only vLLM gives (docs/training.md)."
+        )
+    after = {name: judge(record, threshold) for name, record in last.items()}
+    before = {name: judge(record, threshold) for name, record in first.items()} if len(steps) > 1 else {}
+    if not before:
+        notes["before"] = "Only one evaluation: training.eval_at_start keeps the start model's answers, too."
+    names = list(after)
+    for name in (names[i] for i in choose([after[name].errors for name in names], num_images)):
+        shown["gallery"].append(card(last[name], before.get(name), after[name]))
+    every = [own.errors for own in after.values()]
+    totals = {kind: sum(1 for errors in every if errors[kind]) for kind in ERRORS}
+    totals["all right"] = sum(1 for errors in every if not errors.total())
+    return shown | {"errors": totals, "num_answers": len(after)}
+
+
+def _read_lines(path: Path) -> dict[str, dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {record["id"]: record for record in map(json.loads, lines)}
+
+
+def card(record: Mapping[str, Any], before: Judged | None, after: Judged) -> dict[str, Any]:
+    """One image of the gallery; without a readable image its boxes stand on a blank square, and `reason` says why."""
+    width, height, uri, reason = SIDE, SIDE, "", ""
+    try:
+        width, height, uri = photo(record["images"][0], SIDE) if record["images"] else (SIDE, SIDE, "")
+    except OSError as error:
+        reason = str(error)
+    sides = [("ground truth", after.gt)] + ([("before", before.pred)] if before else []) + [("after", after.pred)]
+    panels = [(title, [_drawn(obj, verdict, width, height) for obj, verdict in objects]) for title, objects in sides]
+    errors = {kind: number for kind, number in after.errors.items() if number} or {"all right": 1}
+    return {
+        "id": record["id"],
+        "width": width,
+        "height": height,
+        "uri": uri,
+        "reason": reason,
+        "panels": panels,
+        "errors": errors,
+    }
+
+
+def _drawn(obj: Any, verdict: str, width: int, height: int) -> dict[str, Any]:
+    """An outline as SVG points, with the place of its label."""
+    coords = bins_to_pixels(obj.coords, width, height)
+    if obj.kind == "bbox_2d":
+        x1, y1, x2, y2 = coords
+        coords = (x1, y1, x2, y1, x2, y2, x1, y2)
+    xy = [round(value, 1) for value in coords]
+    points = " ".join(f"{x},{y}" for x, y in zip(xy[0::2], xy[1::2], strict=True))
+    return {"desc": obj.desc, "verdict": verdict, "points": points, "x": min(xy[0::2]), "y": max(min(xy[1::2]), 12)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Rewards of detection answers (GRP-9): functions `(completion, sample) -> float in [0, 1]`, 1 is best.
+
+A penalty is 1 without any of what it counts. Objects are matched at `completion.iou_threshold` among equal labels
+(stripped, case-folded), and predictions whose label is not annotated for the image count nowhere unless they match
+(TGT-12). The functions of `OF_OBJECTS` read nothing but the objects, so each object's part in them is known (GRP-8).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from utils.geometry import iou_matrix
+from utils.matching import match
+from utils.scores import IOUS, count_sample, is_giant, is_held_against, label_of, labelled_iou, scores
+
+if TYPE_CHECKING:
+    from utils.data.samples import Sample
+    from utils.rewards import Completion
+
+REPEATED_TOKENS = 40  # a phrase as long as that is not repeated by chance: it is longer than an object
+LENGTH_MARGIN = 0.2  # share of `max_new_tokens` over which the reward of the length falls from 1 to 0
+
+
+def detection_parse(completion: Completion, sample: Sample) -> float:
+    """The answer is closed and nothing in it was malformed, as in `parse_rate`. The format reward of DeepSeek-R1
+    (arXiv:2501.12948) and of VLM-R1 (arXiv:2504.07615)."""
+    return float(_counts(completion, sample)["parsed"])
+
+
+def detection_f1(completion: Completion, sample: Sample) -> float:
+    """F1 of the objects at one IoU with equal label; 1 if there are none and none is found. As Rex-Omni reports it
+    (arXiv:2510.12798)."""
+    return scores(_counts(completion, sample))["f1"]
+
+
+def detection_f1_no_label(completion: Completion, sample: Sample) -> float:
+    """F1 without regard to labels."""
+    return scores(_counts(completion, sample))["f1_no_label"]
+
+
+def detection_f1_mean(completion: Completion, sample: Sample) -> float:
+    """Mean of F1 over the IoUs 0.5, 0.55, ..., 0.95: COCO's thresholds (Lin et al. 2014, arXiv:1405.0312)."""
+    predicted = completion.parsed.pred_objects
+    iou = labelled_iou(predicted, sample.objects)
+    held = {p for p, obj in enumerate(predicted) if is_held_against(obj, sample.annotated)}
+    values = []
+    for threshold in IOUS:
+        matched = {p for p, _ in match(iou, threshold)}
+        num_objects = len(matched | held) + len(sample.objects)
+        values.append(2 * len(matched) / num_objects if num_objects else 1.0)
+    return float(np.mean(values))
+
+
+def detection_mean_iou(completion: Completion, sample: Sample) -> float:
+    """Mean IoU over all objects, predicted or true: a matched pair counts its IoU, any other object 0. Labels do not
+    count.
+
+    The mean over matches alone would be largest for an answer with a single certain object.
+    """
+    counts = _counts(completion, sample)
+    num_pred = counts["num_pred"] - counts["neutral_no_label"]
+    num_objects = num_pred + counts["num_gt"] - counts["matched_no_label"]
+    return min(counts["iou_sum"] / num_objects, 1.0) if num_objects else 1.0  # areas of polygons are rounded
+
+
+def detection_no_missed(completion: Completion, sample: Sample) -> float:
+    """1 less the share of true objects that were missed: recall."""
+    counts = _counts(completion, sample)
+    return counts["matched"] / counts["num_gt"] if counts["num_gt"] else 1.0
+
+
+def detection_no_duplicates(completion: Completion, sample: Sample) -> float:
+    """1 less the share of predictions that say an object again (`repeats`). Duplicates are what Rex-Omni
+    (arXiv:2510.12798) finds GRPO to remove."""
+    num_pred = len(completion.parsed.objects)
+    return 1 - len(repeats(completion, sample)) / num_pred if num_pred else 1.0
+
+
+def detection_count(completion: Completion, sample: Sample) -> float:
+    """1 less the counting error (LRN-9) as a share of the true number, 0 from there on."""
+    counts = _counts(completion, sample)
+    error = abs(counts["num_pred"] - counts["neutral"] - counts["num_gt"])
+    return max(0.0, 1 - error / max(counts["num_gt"], 1))
+
+
+def detection_no_giant_boxes(completion: Completion, sample: Sample) -> float:
+    """1 less the share of predictions that cover nearly the whole image, unless a true object does (LRN-9). Rex-Omni
+    (arXiv:2510.12798) describes such boxes in place of many small ones."""
+    assert completion.table is not None, "`parsed` needs it"
+    max_bin = completion.table.format.max_bin
+    if any(is_giant(obj, max_bin) for obj in sample.objects):
+        return 1.0
+    predicted = completion.parsed.pred_objects
+    return 1 - sum(is_giant(obj, max_bin) for obj in predicted) / max(len(predicted), 1)
+
+
+def no_overlong(completion: Completion, sample: Sample) -> float:
+    """1 up to 80 % of `max_new_tokens`, then less and less, 0 at the limit: soft overlong punishment (Yu et al. 2025,
+    DAPO, arXiv:2503.14476, eq. 13, moved to [0, 1])."""
+    limit = completion.max_new_tokens
+    return 1.0 if limit is None else float(np.clip((limit - len(completion.token_ids)) / (LENGTH_MARGIN * limit), 0, 1))
+
+
+def no_repetition(completion: Completion, sample: Sample) -> float:
+    """The share of runs of 40 tokens that do not occur earlier in the answer: the n-gram repetition penalty of Yeo et
+    al. 2025 (arXiv:2502.03373)."""
+    ids = completion.token_ids
+    runs = [tuple(ids[start : start + REPEATED_TOKENS]) for start in range(len(ids) - REPEATED_TOKENS + 1)]
+    return len(set(runs)) / len(runs) if runs else 1.0
+
+
+def repeats(completion: Completion, sample: Sample) -> set[int]:
+    """Unmatched predictions that overlap a matched or an earlier one of the same label by `iou_threshold`."""
+    predicted, threshold = completion.parsed.pred_objects, completion.iou_threshold
+    matched = {p for p, _ in match(labelled_iou(predicted, sample.objects), threshold)}
+    near = iou_matrix(predicted, predicted) >= threshold
+    labels = list(map(label_of, predicted))
+
+    def is_repeat(p: int) -> bool:
+        same = (q for q in np.flatnonzero(near[p]).tolist() if q != p and labels[q] == labels[p])
+        return any(q in matched or q < p for q in same)
+
+    held = (p for p, obj in enumerate(predicted) if p not in matched and is_held_against(obj, sample.annotated))
+    return set(filter(is_repeat, held))
+
+
+def _counts(completion: Completion, sample: Sample) -> Counter[str]:
+    return count_sample(completion.parsed, sample.objects, completion.iou_threshold, False, sample.annotated)
+
+
+OF_OBJECTS = (
+    detection_f1,
+    detection_f1_no_label,
+    detection_f1_mean,
+    detection_mean_iou,
+    detection_no_missed,
+    detection_no_duplicates,
+    detection_count,
+    detection_no_giant_boxes,
+)
+ALL = (detection_parse, *OF_OBJECTS, no_overlong, no_repetition)

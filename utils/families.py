@@ -1,0 +1,71 @@
+"""Model families: of each the facts that its checkpoint, its processor and its model do not tell themselves.
+
+A family is found by the `model_type` of the checkpoint's config; nothing else in this project asks for it (FAM-1). Not
+held, because it is there: the model class (transformers' own mapping), the prompt and what stands for an image in it
+(the processor), the vision tensors (the image processor), position ids (the model), and the names of tensors (the
+engine takes those of the model in memory). Pure; `tests/e2e/test_families.py` proves each record (FAM-3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PARTS = ("llm", "vit", "aligner", "embeddings")
+EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. Modules are named by a piece of the dotted names of their parameters."""
+
+    name: str
+    vit: str  # the vision tower
+    aligner: frozenset[str]  # what maps the tower's output to the language model; may lie inside the tower
+    mixer: str | None = None  # a layer's recurrent mixer, which no position ids keep inside a segment
+    transposed: str = ""  # regular expression: tensors that files and engine hold with the last two dimensions swapped
+    answer_format: str | None = None  # name of its native form in `utils.answer_format`; None where that is not built
+    liger: str | None = None  # liger's name of the family; None where its kernels are not proven here
+
+
+_MERGERS = frozenset({"merger", "deepstack_merger_list"})
+FAMILIES = {
+    "qwen3_vl": Family("Qwen3-VL", "visual", _MERGERS, answer_format="qwen3vl", liger="qwen3_vl"),
+    "qwen3_vl_moe": Family("Qwen3-VL-MoE", "visual", _MERGERS, transposed=r"\.experts\.", answer_format="qwen3vl"),
+    "qwen2_5_vl": Family("Qwen2.5-VL", "visual", _MERGERS),
+    "qwen3_5": Family("Qwen3.5", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
+    "qwen3_5_moe": Family("Qwen3.5-MoE", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
+    "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"})),
+}
+_ALIGNERS = frozenset().union(*(family.aligner for family in FAMILIES.values()))
+_TOWERS = frozenset(family.vit for family in FAMILIES.values())
+
+
+def family_at(model_type: str | None) -> Family:
+    """The family of a config's `model_type`. Raises ValueError, with what would work, where it is not supported."""
+    if model_type not in FAMILIES:
+        known = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
+        raise ValueError(f"a {model_type} model, which is not supported; use one of {known}")
+    return FAMILIES[model_type]
+
+
+def family_of(model: Any) -> Family:
+    """The family of a transformers model."""
+    return family_at(model.config.model_type)
+
+
+def transposed_in(module: Any) -> str:
+    """`Family.transposed` of a transformers model; of any other module none."""
+    family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
+    return family.transposed if family else ""
+
+
+def part_of(name: str) -> str:
+    """The one of `PARTS` that a parameter or module name belongs to, with or without prefixes of wrappers. No family
+    has a module of another's vision tower or aligner elsewhere, so a name alone is enough."""
+    pieces = frozenset(name.split("."))
+    if pieces & _ALIGNERS:
+        return "aligner"
+    if pieces & _TOWERS:
+        return "vit"
+    return "embeddings" if pieces & EMBEDDINGS else "llm"
