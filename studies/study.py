@@ -1,8 +1,8 @@
-"""`make study`: does stage 2 beat plain supervised training? Makes the runs that docs/results.md is based on.
+"""Does stage 2 beat plain supervised training? Makes the runs that docs/results_earlier.md is based on.
 
     python -m studies.study               # all runs that docs/results.json lacks, most important first; takes hours
     python -m studies.study --task hard   # only those of one task
-    python -m studies.study --report      # only rewrite docs/results.md from docs/results.json
+    python -m studies.study --report      # only rewrite docs/results_earlier.md from docs/results.json
 
 Each run is the real learner (`deepspeed --num_gpus 1 train_stage2.py`) on CPU with a real rollout server, which serves
 all runs of a task. Supervised training is the same program with `RM.teacher_forced_ratio: 1`. A finished run becomes
@@ -55,7 +55,7 @@ from utils.rollout.hf import left_pad, stop_token_ids
 from utils.scores import count_duplicates, count_sample, scores
 
 RECORDS = Path("docs/results.json")
-REPORT = Path("docs/results.md")
+REPORT = Path("docs/results_earlier.md")
 ROOT = Path("runs/study")
 HARD = ROOT / "hard"
 WARMUP_CONFIG = Path("studies/configs/warmup.yaml")
@@ -106,12 +106,17 @@ VARIANTS = MAIN | LONGER | HARD_ONLY | ABLATIONS | LEARNING_RATES
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", action="store_true", help="only rewrite docs/results.md")
+    parser.add_argument("--report", action="store_true", help="only rewrite docs/results_earlier.md")
     parser.add_argument("--task", choices=[task.name for task in TASKS], help="only the runs of this task")
     args = parser.parse_args()
     if not args.report:
         demo.exit_on_sigterm()
         run_all([job for job in all_jobs() if args.task in (None, job.task.name)])
+    write_report()
+
+
+def write_report() -> None:
+    """Rewrite docs/results_earlier.md from docs/results.json."""
     REPORT.write_text(text_of(load_records(), missing(load_records())))
 
 
@@ -170,7 +175,7 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
 
 def run_all(jobs: Sequence[Job]) -> None:
     """Make the missing runs, one server at a time and a new one for each task; name failed runs at the end."""
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = revision()
     failed = []
     server: Server | None = None
     try:
@@ -186,7 +191,7 @@ def run_all(jobs: Sequence[Job]) -> None:
             name = f"{job.task.name}: {job.variant}, seed {job.seed}"
             demo.say(f"{time.strftime('%H:%M:%S')} {name}")
             try:
-                record = run_learner(job, num_steps(job, records), server) | {"revision": revision}
+                record = run_learner(job, num_steps(job, records), server) | {"revision": commit}
             except RunFailed as error:
                 print(f"FAILED {name}: {error}", flush=True)
                 failed.append(name)
@@ -201,6 +206,10 @@ def run_all(jobs: Sequence[Job]) -> None:
             server.close()
     if failed:
         sys.exit("failed: " + "; ".join(failed))
+
+
+def revision() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 class RunFailed(Exception):
@@ -291,12 +300,17 @@ def read_curves(folder: Path) -> dict[str, Any]:
     disturbs least. `rollout_f1`: of rollouts on training images, mean over the run.
     """
     curves = EventAccumulator(str(folder)).Reload()
-    parts = ("rollout", "sync", "prepare", "train")
-    values = {part: [event.value for event in curves.Scalars(f"seconds/{part}")] for part in parts}
     return {
-        "step_seconds": {part: round(float(np.percentile(values[part], 10)), 4) for part in parts},
+        "step_seconds": quiet_parts(curves),
         "rollout_f1": round(statistics.fmean(event.value for event in curves.Scalars("rollout/f1")), 4),
     }
+
+
+def quiet_parts(curves: EventAccumulator) -> dict[str, float]:
+    """Seconds of an undisturbed step by part: see `read_curves`."""
+    parts = ("rollout", "sync", "prepare", "train")
+    values = {part: [event.value for event in curves.Scalars(f"seconds/{part}")] for part in parts}
+    return {part: round(float(np.percentile(values[part], 10)), 4) for part in parts}
 
 
 def resolved(task: Task) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Write docs/results.md from the records of `studies/study.py`: statistics, tables and findings. Pure functions.
+"""Write docs/results_earlier.md from the records of `studies/study.py`. Pure functions.
 
 A record is one finished run: `task`, `variant`, `seed`, `overrides` (the variant's settings, by dotted key), `steps`,
 `seconds` (by part, as in `finished.json`), `step_seconds` (of one undisturbed step), `rollout_f1` (of rollouts on
@@ -30,10 +30,12 @@ COLUMNS = {
     "parse_rate": "parse rate",
 }
 
-INTRODUCTION = """# Results: stage 2 against plain supervised training
+INTRODUCTION = """# Earlier results: stage 2 against plain supervised training
 
-Written by `python -m studies.study --report` from `docs/results.json`, which `make study` fills. Nothing was selected:
-every finished run counts, with the scores of its last step, not of its best.
+Records of two fully annotated tasks, where theory expects no gain. The current studies are in results.md.
+
+Written by `python -m studies.study --report` from `docs/results.json`, which `python -m studies.study` fills. Nothing
+was selected: every finished run counts, with the scores of its last step, not of its best.
 
 **Method.** The learner (`train_stage2.py`, one rank) runs next to a real rollout server, both on CPU with one thread
 each; DoRA in float32, 32 samples per optimizer step, the settings of `configs/demo/stage2.yaml`. All runs of a task
@@ -79,7 +81,7 @@ little to correct.
 
 
 def text_of(records: Sequence[Record], missing: Mapping[str, Sequence[int]]) -> str:
-    """Return docs/results.md. `missing`: planned runs without a record, as `task: variant` and their seeds."""
+    """Return docs/results_earlier.md. `missing`: planned runs without a record, as `task: variant` and their seeds."""
     tasks = [task for task in ABOUT if runs_of(records, task, SUPERVISED)]
     parts = [INTRODUCTION.format(duplicate_iou=DUPLICATE_IOU), "## What was found\n", findings(records, tasks)]
     for task in tasks:
@@ -107,7 +109,7 @@ def is_supervised(record: Record) -> bool:
 
 
 def quiet_step_seconds(runs: Sequence[Record]) -> float:
-    """Seconds of a variant's training step, undisturbed by other work; see the introduction of docs/results.md."""
+    """Seconds of a variant's training step, undisturbed by other work; see the introduction."""
     parts = ("prepare", "train") if is_supervised(runs[0]) else ("prepare", "train", "rollout", "sync")
     return sum(min(run["step_seconds"][part] for run in runs) for part in parts)
 
@@ -240,7 +242,7 @@ def learning_rates(records: Sequence[Record]) -> str:
 def not_run(missing: Mapping[str, Sequence[int]]) -> str:
     if not missing:
         return ""
-    about = "## Not run yet\n\n`make study` would continue with:\n\n"
+    about = "## Not run yet\n\n`python -m studies.study` would continue with:\n\n"
     return about + "".join(f"- {name}: seeds {', '.join(map(str, seeds))}\n" for name, seeds in missing.items())
 
 

@@ -300,4 +300,4 @@ def test_warm_up_and_learning_rates_have_tables_of_their_own():
 
 def test_the_shipped_report_is_what_the_shipped_records_say():
     written = json.loads((ROOT / "docs/results.json").read_text())
-    assert (ROOT / "docs/results.md").read_text() == study_report.text_of(written, study.missing(written))
+    assert (ROOT / "docs/results_earlier.md").read_text() == study_report.text_of(written, study.missing(written))

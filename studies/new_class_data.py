@@ -1,0 +1,183 @@
+"""Images, start model and offline pseudo-labels of the studies of new classes. Each is made once and kept."""
+
+import itertools
+import json
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tools.evaluate import generate_with_hf
+from tools.make_demo import Scenes, build_start_model, cached, draw_scene
+from tools.warmup_sft import load_warmup_config, warm_up
+from utils.config.schema import Data, Model
+from utils.data.encoding import load_processor
+from utils.data.samples import Sample, load_samples
+from utils.geometry import Object, bins_to_pixels, iou_matrix
+from utils.parsing import TokenTable, parse_answer
+from utils.rollout.backend import RolloutSampling
+from utils.scores import label_of
+
+SIDE = 128  # pixels
+NEW_LABELS = ("yellow ring", "blue triangle")
+VERSION = 1  # raise it when the code below draws, warms up or labels differently: records of older material are stale
+WARMUP_CONFIG = "configs/demo/warmup.yaml"
+SPLITS = {
+    "warmup": 6000,
+    "train": 1200,
+    "tune": 128,
+    "test": 256,
+}  # images; "tune" decides settings, "test" only scores
+SAME_OBJECT_IOU = 0.5
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How the images of a study differ from those of its start model's warm-up.
+
+    Attributes:
+        contrast: factor on the distance of each pixel from the image's mean.
+        noise: standard deviation added to each channel, in grey levels of 255.
+        sizes: as in `Scenes`.
+    """
+
+    contrast: float = 1.0
+    noise: float = 0.0
+    sizes: tuple[float, float] = Scenes.sizes
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a study starts from. `seed` is that of its images and of its start model."""
+
+    name: str
+    seed: int
+    warmup_steps: int
+    shift: Shift = Shift()
+
+    @property
+    def root(self) -> Path:
+        return Path("runs/study") / self.name
+
+
+MATERIALS = {
+    "new_class": Material("new_class", seed=101, warmup_steps=1500),
+    "shifted": Material("shifted", 102, warmup_steps=300, shift=Shift(contrast=0.5, noise=20.0, sizes=(0.15, 0.32))),
+}
+
+
+def prepare(material: Material) -> None:
+    """Make `data`, `start`, `model` and the pseudo-labels `data/pseudo.jsonl` below `material.root`, if missing."""
+    torch.set_num_threads(1)
+    settings = [VERSION, asdict(material), SPLITS, NEW_LABELS]
+    root = material.root
+    cached(root / "data", settings, "synthetic scenes", lambda folder: make_data(folder, material))
+    cached(root / "start", [material.seed], "untrained", lambda to: build_start_model(to, SIDE, seed=material.seed))
+    cfg = load_warmup_config(WARMUP_CONFIG)
+    data = cfg.train_jsonl[0].model_copy(update={"path": str(root / "data/warmup.jsonl")})
+    paths = {"model": str(root / "start"), "train_jsonl": [data], "output_dir": str(root / "model")}
+    cfg = cfg.model_copy(update=paths | {"seed": material.seed, "steps": material.warmup_steps})
+    cached(root / "model", [settings, cfg.model_dump()], "start model", lambda _: warm_up(cfg))
+    cached(
+        root / "pseudo",
+        [settings, cfg.model_dump()],
+        "pseudo-labels",
+        lambda to: write_pseudo_labels(root / "model", root / "data/train.jsonl", to),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# images
+
+
+def make_data(folder: Path, material: Material) -> None:
+    """Write `warmup`, `train`, `train_all`, `tune` and `test` (.jsonl) and their images; no scene is in two splits.
+
+    No warm-up scene shows a new class. Each scene of `train` shows one at least and only those are annotated;
+    `train_all` annotates everything in the same images. `tune` and `test` show and annotate all classes.
+    """
+    numbers = itertools.count()
+    for split, count in SPLITS.items():
+        (folder / split).mkdir(parents=True)
+        rows: list[dict] = []
+        while len(rows) < count:
+            number = next(numbers)
+            image, objects = draw(material, number, is_shifted=split != "warmup")
+            has_new = any(item["desc"] in NEW_LABELS for item in objects)
+            if (split == "warmup" and has_new) or (split == "train" and not has_new):
+                continue
+            image.save(folder / split / f"{number:06d}.png", compress_level=1)
+            rows.append(
+                {
+                    "id": f"{split}-{number:06d}",
+                    "images": [f"{split}/{number:06d}.png"],
+                    "width": SIDE,
+                    "height": SIDE,
+                    "objects": objects,
+                }
+            )
+        write_jsonl(folder / ("train_all.jsonl" if split == "train" else f"{split}.jsonl"), rows)
+        if split == "train":
+            only_new = [
+                row | {"objects": [item for item in row["objects"] if item["desc"] in NEW_LABELS]} for row in rows
+            ]
+            write_jsonl(folder / "train.jsonl", only_new)
+
+
+def draw(material: Material, number: int, is_shifted: bool) -> tuple[Image.Image, list[dict]]:
+    """Return scene `number` and its objects, as `draw_scene` does, with the study's shift or without."""
+    shift = material.shift if is_shifted else Shift()
+    image, objects = draw_scene(random.Random(f"{material.seed}-{number}"), SIDE, Scenes(sizes=shift.sizes))
+    pixels = np.asarray(image, dtype=np.float64)
+    noise = np.random.default_rng([material.seed, number]).normal(0, shift.noise, pixels.shape)
+    pixels = pixels.mean() + shift.contrast * (pixels - pixels.mean()) + noise
+    return Image.fromarray(np.clip(pixels.round(), 0, 255).astype(np.uint8)), objects
+
+
+def write_jsonl(path: Path, rows: Sequence[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pseudo-labels
+
+
+def write_pseudo_labels(model: Path, data: Path, folder: Path) -> None:
+    """Write to `folder/train.jsonl` the lines of `data` with what `model` sees besides."""
+    processor = load_processor(model)
+    table = TokenTable.from_tokenizer(processor.tokenizer)
+    samples = load_samples([str(data)], Data().prompt, "file")[0]
+    sampling = RolloutSampling(max_new_tokens=128)
+    results = generate_with_hf(Model(path=str(model), dtype="float32"), processor, samples, sampling, 128)
+    rows = [json.loads(line) for line in data.open()]
+    labelled = [
+        row
+        | {"images": [str((data.parent / image).resolve()) for image in row["images"]]}
+        | {"objects": merged_objects(row, sample, parse_answer(result.response_token_ids, table).pred_objects)}
+        for row, sample, result in zip(rows, samples, results, strict=True)
+    ]
+    write_jsonl(folder / "train.jsonl", labelled)
+
+
+def merged_objects(
+    row: dict, sample: Sample, predictions: Sequence[Object], annotated: Collection[str] = NEW_LABELS
+) -> list[dict]:
+    """Return the line's objects and the predictions of other labels, top to bottom, then left to right; in pixels.
+
+    A prediction with an annotated label is left out, since the annotation of these is complete. So is one that
+    overlaps an annotated object or an earlier prediction by `SAME_OBJECT_IOU`.
+    """
+    known, objects = list(sample.objects), list(row["objects"])
+    for prediction in predictions:
+        overlaps = iou_matrix([prediction], known)
+        if label_of(prediction) in annotated or (overlaps.size and overlaps.max() >= SAME_OBJECT_IOU):
+            continue
+        box = [round(value) for value in bins_to_pixels(prediction.coords, row["width"], row["height"])]
+        if box[0] < box[2] and box[1] < box[3]:
+            known.append(prediction)
+            objects.append({"desc": prediction.desc, "bbox_2d": box})
+    return sorted(objects, key=lambda item: (item["bbox_2d"][1], item["bbox_2d"][0]))
