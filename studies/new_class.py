@@ -67,12 +67,13 @@ class Arm:
 FORCED = {RM + "teacher_forced_ratio": 1.0, KL: 0.0}
 SFT = Arm("SFT", overrides=FORCED)
 PSEUDO = Arm("SFT + pseudo-labels", "pseudo/train.jsonl", FORCED, only_annotated=False)
+REFRESHED = Arm("SFT + refreshed pseudo-labels", overrides={KL: 0.0}, program="studies.refreshed_labels")
 OFFLINE = Arm("start model's answers + KL", has_kl=True, program="studies.offline_stage2")
 STAGE2 = Arm("stage 2 + KL", has_kl=True, is_on_policy=True)
 NO_KL = Arm("stage 2", overrides={KL: 0.0}, is_on_policy=True)
 CEILING = Arm("SFT, all annotated", "data/train_all.jsonl", FORCED, only_annotated=False)
-ARMS = (STAGE2, PSEUDO, SFT, OFFLINE, CEILING, NO_KL)  # by how much they tell
-RIVALS = (SFT, PSEUDO, OFFLINE)  # what an on-policy arm has to beat, at equal steps and at equal seconds
+ARMS = (STAGE2, PSEUDO, REFRESHED, SFT, OFFLINE, CEILING, NO_KL)  # by how much they tell
+RIVALS = (SFT, PSEUDO, REFRESHED, OFFLINE)  # what an on-policy arm has to beat, at equal steps and at equal seconds
 EQUAL_SECONDS = ", equal seconds"
 
 
@@ -211,7 +212,7 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     """Number of optimizer steps: the task's, or as many as fit into the quiet seconds of `STAGE2`.
 
     The start model's answers to all training images cost seconds too, once: as much as so many rollouts of `STAGE2`.
-    Still no arm gets fewer steps than `STAGE2`.
+    Labels that are refreshed cost a rollout at every step. Still no arm gets fewer steps than `STAGE2`.
     """
     training = resolved(TASKS[job.task])["training"]
     common = int(training["max_steps"])
@@ -220,7 +221,8 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     if decided := [record["steps"] for record in runs_of(records, job.task, job.variant)]:
         return decided[0]
     own, stage2 = (runs_of(records, job.task, arm.name) for arm in (job.arm, STAGE2))
-    seconds = {part: min(run["step_seconds"][part] for run in own) for part in ("prepare", "train")}
+    parts = ("prepare", "train", *(["rollout"] if job.arm is REFRESHED else []))
+    seconds = {part: min(run["step_seconds"][part] for run in own) for part in parts}
     answers = 0.0
     if job.arm in (PSEUDO, OFFLINE):
         rollout = min(run["step_seconds"]["rollout"] for run in stage2)

@@ -163,21 +163,31 @@ def write_pseudo_labels(model: Path, data: Path, folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", labelled)
 
 
-def merged_objects(
-    row: dict, sample: Sample, predictions: Sequence[Object], annotated: Collection[str] = NEW_LABELS
-) -> list[dict]:
-    """Return the line's objects and the predictions of other labels, top to bottom, then left to right; in pixels.
-
-    A prediction with an annotated label is left out, since the annotation of these is complete. So is one that
-    overlaps an annotated object or an earlier prediction by `SAME_OBJECT_IOU`.
-    """
-    known, objects = list(sample.objects), list(row["objects"])
-    for prediction in predictions:
-        overlaps = iou_matrix([prediction], known)
-        if label_of(prediction) in annotated or (overlaps.size and overlaps.max() >= SAME_OBJECT_IOU):
-            continue
+def merged_objects(row: dict, sample: Sample, predictions: Sequence[Object]) -> list[dict]:
+    """Return the objects of a line and the predictions that complete it, top to bottom, left to right; in pixels."""
+    objects = list(row["objects"])
+    for prediction in additions(sample.objects, predictions):
         box = [round(value) for value in bins_to_pixels(prediction.coords, row["width"], row["height"])]
         if box[0] < box[2] and box[1] < box[3]:
-            known.append(prediction)
             objects.append({"desc": prediction.desc, "bbox_2d": box})
     return sorted(objects, key=lambda item: (item["bbox_2d"][1], item["bbox_2d"][0]))
+
+
+def additions(
+    annotated: Sequence[Object], predictions: Sequence[Object], labels: Collection[str] = NEW_LABELS
+) -> list[Object]:
+    """Return the predictions that complete an annotation.
+
+    A prediction of one of `labels` is left out, since their annotation is complete. So is one that overlaps an
+    annotated object or an earlier prediction by `SAME_OBJECT_IOU`, and one without area.
+    """
+    known, added = list(annotated), []
+    for prediction in predictions:
+        overlaps = iou_matrix([prediction], known)
+        x0, y0, x1, y1 = prediction.coords
+        if label_of(prediction) in labels or x0 >= x1 or y0 >= y1:
+            continue
+        if not overlaps.size or overlaps.max() < SAME_OBJECT_IOU:
+            known.append(prediction)
+            added.append(prediction)
+    return added
