@@ -6,7 +6,6 @@ replaced.
 """
 
 import importlib
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,32 +13,25 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
-import pytest
+from tests.packages import folder_with
 
 VERSION = "4.6.0"
-FOLDER = Path(sys.prefix) / "opt" / f"ms_swift-{VERSION}"
 
 
 @cache
 def load() -> SimpleNamespace:
     """Return modules `protocol` and `vllm_client` of ms-swift; skip the test if the package cannot be had."""
-    if not FOLDER.exists():
-        partial = FOLDER.with_suffix(".partial")
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--upgrade"]
-        run = subprocess.run([*pip, "--target", partial, f"ms-swift=={VERSION}"], capture_output=True, text=True)
-        if run.returncode:
-            pytest.skip(f"ms-swift {VERSION} cannot be installed: {run.stderr[-500:]}")
-        partial.rename(FOLDER)
+    folder = folder_with(f"ms-swift=={VERSION}", dependencies=False)
     optional = ("trl", "vllm", "vllm_ascend", "vllm_kunlun", "vllm_metax")
     absent = {f"is_{name}_available": lambda: False for name in optional}
     with patch.dict(sys.modules):
-        _replace("swift", FOLDER / "swift")
+        _replace("swift", folder / "swift")
         _replace("swift.template", Messages=list[dict[str, Any]], Tool=dict)
         _replace("swift.utils", **absent, SafeMediaPath=None, remove_response=None, synchronize=None)
         sys.modules["swift.utils"].get_torch_device = MagicMock()
         _replace("swift.metrics", Metric=dict)
-        engine = _replace("swift.infer_engine", FOLDER / "swift" / "infer_engine", AdapterRequest=dict)
-        _replace("swift.rlhf_trainers", FOLDER / "swift" / "rlhf_trainers")
+        engine = _replace("swift.infer_engine", folder / "swift" / "infer_engine", AdapterRequest=dict)
+        _replace("swift.rlhf_trainers", folder / "swift" / "rlhf_trainers")
         addresses = ("format_host_for_url", "is_valid_ipv6_address", "resolve_hostname")
         others = ("broadcast_tensor_for_vllm_weight_sync", "peft_config_to_dict")
         _replace("swift.rlhf_trainers.utils", **dict.fromkeys(addresses + others, lambda host: host))

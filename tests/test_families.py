@@ -87,11 +87,12 @@ def test_experts_travel_as_the_release_holds_them_FAM_1_SYN_4(checkpoint):
         assert torch.equal(tensor, own.transpose(1, 2) if name in experts else own)
 
 
-def test_recurrent_mixers_on_cpu_need_bfloat16_and_no_prefix_cache_FAM_2(checkpoint):
-    """FAM-2: vLLM 0.32's CPU kernels; with a GPU, or a family without such mixers, nothing is asked for."""
+def test_what_cpu_kernels_cannot_do_is_refused_by_name_FAM_2(checkpoint):
+    """FAM-2: vLLM 0.32's recurrent mixers and experts; with a GPU, or a family without them, nothing is asked for."""
 
-    def problems(family: str, device: str = "cpu", dtype: str = "float32", cached: bool = True) -> list[str]:
-        settings = SimpleNamespace(vllm_enable_prefix_caching=cached, allow_remote=False, vllm_max_model_len=64)
+    def problems(family: str, device="cpu", dtype="float32", cached=True, slots=False) -> list[str]:
+        settings = SimpleNamespace(allow_remote=False, vllm_max_model_len=64, vllm_enable_lora=slots)
+        settings.vllm_enable_prefix_caching = cached
         model = SimpleNamespace(path=str(checkpoint(family)), dtype=dtype)
         address = SimpleNamespace(host="127.0.0.1")
         own = SimpleNamespace(settings=settings, model=model, device=device, address=address, world_size=1)
@@ -102,7 +103,11 @@ def test_recurrent_mixers_on_cpu_need_bfloat16_and_no_prefix_cache_FAM_2(checkpo
         "rollout_server.vllm_enable_prefix_caching: Qwen3.5 on CPU needs false",
     ]
     assert problems("qwen3_5", dtype="bfloat16", cached=False) == []
-    assert problems("qwen3_5", device="cuda") == problems("qwen3_vl") == []
+    assert problems("qwen3_5", device="cuda") == problems("qwen3_vl", slots=True) == []
+    assert problems("qwen3_vl_moe", slots=True) == [
+        "rollout_server.vllm_enable_lora: Qwen3-VL-MoE on CPU needs false, as experts with slots want a GPU"
+    ]
+    assert problems("qwen3_vl_moe", "cuda", slots=True) == problems("qwen3_vl_moe") == []
 
 
 def test_pixel_limits_are_refused_where_images_are_tiled_FAM_2(checkpoint):

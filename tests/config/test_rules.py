@@ -485,6 +485,18 @@ def test_LRN_10_supervised_training_needs_no_engine(vllm: dict[str, Any]) -> Non
     assert re.search(r"sync mode: +none", text) and "generates" not in text and "sync buckets" not in text
 
 
+def test_LOG_3_trackers_are_named_alone_or_in_a_list_and_must_be_installed() -> None:
+    """LOG-3, CFG-1: before anything heavy starts, and only where the learner runs."""
+    for value, names in (("tensorboard", ["tensorboard"]), ("none", []), (["wandb", "mlflow"], ["wandb", "mlflow"])):
+        assert build_config(edited(training__report_to=value)).training.report_to == names
+    assert "training.report_to" in only_problem(edited(training__report_to="comet"))
+    cfg = build_config(edited(training__report_to=["wandb", "mlflow"]))
+    with pytest.raises(ConfigError) as error:
+        check_launch(cfg, 1, missing={"mlflow"})
+    (problem,) = error.value.problems
+    assert "training.report_to" in problem and "pip install -c requirements-trackers.txt mlflow" in problem
+
+
 @pytest.mark.parametrize("key", ["eval_steps", "eval_at_start"])
 def test_LRN_10_evaluation_needs_the_engine_that_the_file_names(key: str) -> None:
     """LRN-10, LRN-7: servers, or transformers, which need no vLLM."""

@@ -24,6 +24,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.e2e import processes
 from tests.e2e.processes import Server, run_learner, write_yaml
+from tests.e2e.test_adapter_sync import open_sync as open_adapter_sync
 from tests.e2e.test_grpo import REWARDS
 from tests.e2e.test_partial_sync import open_sync
 from tests.e2e.test_server import assert_serves
@@ -47,7 +48,9 @@ from utils.sync.weight_sync import Probe
 
 ANSWER = [40, 41, 42, 43, 44, 45]
 SIZES = {"odd": [(77, 50)], "two": [(64, 64), (30, 180)], "text": []}  # pixels of each sample's images
+SLOTTED = Tuner(type="lora", rank=4, target_modules=["q_proj", "v_proj", "o_proj"])
 every_family = pytest.mark.parametrize("family", FAMILIES)
+WITH_SLOTS = [family for family in FAMILIES if not family.endswith("_moe")]  # experts with slots want a GPU in vLLM
 
 
 @pytest.fixture(scope="module")
@@ -249,25 +252,32 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def served(request, checkpoint, folder):
-    """A family's checkpoint, the dtype that its engine can have on CPU, and a server that started with it."""
-    path, plain = checkpoint(request.param), processes.config_of
-    dtype = "float32" if FAMILIES[request.param].mixer is None else "bfloat16"
+def server_of(path: Path, folder: Path, has_slots: bool) -> tuple[str, Server]:
+    """A server that starts with a family's checkpoint, and the dtype that its engine can have on CPU."""
+    plain = processes.config_of
+    dtype = "float32" if FAMILIES[model_type_of(path)].mixer is None else "bfloat16"
 
     def config_of(*args):
         config = plain(*args)
         config["model"]["dtype"] = dtype
         config["custom"]["extra"]["rollout_server"]["vllm_enable_prefix_caching"] = dtype == "float32"
+        config["custom"]["extra"]["rollout_matching"]["vllm"]["enable_lora"] = has_slots
         return config
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "config_of", config_of)
-        server = Server(folder, path)
-        try:
-            yield path, dtype, server.wait_ready()
-        finally:
-            server.end()
+        return dtype, Server(folder, path, vllm_enable_lora=has_slots)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request, checkpoint, folder):
+    """A family's checkpoint, the dtype of its engine, and its server."""
+    path = checkpoint(request.param)
+    dtype, server = server_of(path, folder, has_slots=False)
+    try:
+        yield path, dtype, server.wait_ready()
+    finally:
+        server.end()
 
 
 def asked_of(samples: list[Sample], folder: Path) -> list[dict]:
@@ -286,6 +296,15 @@ def tuned(path: Path, dtype: str, is_full: bool) -> nn.Module:
     return apply_tuner(load_model(path, dtype), tuner)
 
 
+def own_logprobs(path: Path, dtype: str, sample: Sample, answer: Sequence[int]) -> np.ndarray:
+    """transformers' own log-probabilities of an answer's tokens, float32 [n]."""
+    plain = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        logits = plain(**own_inputs(sample, load_processor(path), answer), use_cache=False).logits[0].float()
+    picked = logits[-len(answer) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(list(answer))[:, None])
+    return picked[:, 0].numpy()
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize("is_full", [True, False])
@@ -302,14 +321,8 @@ def test_the_engine_follows_the_learner_FAM_3_SYN_6_SYN_7(served, folder, sample
         save_merged(model, str(path), tmp_path / "merged", ranks)
         return tmp_path / "merged"
 
-    sample = replace(samples[0], images=asked[0]["images"])
-
     def logprobs() -> np.ndarray:
-        plain = AutoModelForImageTextToText.from_pretrained(save(), dtype=getattr(torch, dtype))
-        with torch.no_grad():
-            logits = plain(**own_inputs(sample, processor, token_ids), use_cache=False).logits[0].float()
-        picked = logits[-len(token_ids) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])
-        return picked[:, 0].numpy()
+        return own_logprobs(save(), dtype, replace(samples[0], images=asked[0]["images"]), token_ids)
 
     sync = open_sync(server, model, run_id, Probe(asked[0], token_ids, logprobs))
     for step in range(2):
@@ -330,13 +343,13 @@ def test_the_engine_follows_the_learner_FAM_3_SYN_6_SYN_7(served, folder, sample
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["stage2", "grpo"])
 def test_both_programs_take_three_steps_and_resume_FAM_3(served, folder, program):
-    """FAM-3: DoRA in all parts, every sync proven; stopped after the second step and continued."""
-    path, _, server = served
+    """FAM-3: DoRA in all parts on two ranks, stage 2 under ZeRO-3, GRPO under ZeRO-2, every sync proven; stopped after
+    the second step and continued."""
+    path, dtype, server = served
     for max_steps, resume in ((2, ()), (3, ("--resume", "auto"))):
-        config = program_config(folder, path, server, program, max_steps)
-        result = run_learner(f"train_{program}.py", config, num_ranks=1, arguments=resume)
-        if model_type_of(path) == "qwen3_5_moe" and "log-probabilities of the probe are off" in result.stdout:
-            pytest.xfail("in bfloat16 the first probe is off by 0.397, above 0.25; likely other experts are chosen")
+        config = program_config(folder, path, dtype, server, program, max_steps)
+        result = run_learner(f"train_{program}.py", config, num_ranks=2, arguments=resume)
+        Path("/tmp/famrun_" + path.name + program).write_text(result.stdout)
         assert result.returncode == 0, result.stdout[-6000:]
     run_dir = folder / f"{path.name}_{program}"
     events = EventAccumulator(str(run_dir)).Reload()
@@ -349,15 +362,17 @@ def model_type_of(path: Path) -> str:
     return json.loads((path / "config.json").read_text())["model_type"]
 
 
-def program_config(folder: Path, model: Path, server: Server, program: str, max_steps: int) -> Path:
+def program_config(folder: Path, model: Path, dtype: str, server: Server, program: str, max_steps: int) -> Path:
     config = processes.config_of(folder, model, server.url, server.group_port, {})
+    config["model"]["dtype"] = dtype
     config["tuner"] = {"type": "lora", "rank": 4, "use_dora": True, "freeze_vit": False, "freeze_aligner": False}
     training = {"max_steps": max_steps, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
     config["training"] |= training | {"output_dir": str(folder / f"{model.name}_{program}")}
     matching = config["custom"]["extra"]["rollout_matching"]
     if program == "stage2":
-        matching["max_new_tokens"] = 24
+        matching |= {"max_new_tokens": 24, "decode_batch_size": 4}
         matching["vllm"]["sync"] = {"verify": "always"}
+        config["deepspeed"] = "zero3"
     else:
         (folder / "rewards.py").write_text(REWARDS)
         config["custom"]["trainer_variant"], config["global_max_length"] = "grpo", 512
@@ -367,8 +382,42 @@ def program_config(folder: Path, model: Path, server: Server, program: str, max_
             "vllm_server_group_port": server.group_port,
             "sync": {"verify": "always"},
             "max_new_tokens": 12,
+            "decode_batch_size": 4,
             "num_generations": 4,
             "reward_funcs": ["odd"],
             "reward_files": [str(folder / "rewards.py")],
         }
     return write_yaml(folder / f"{model.name}_{program}_{max_steps}.yaml", config)
+
+
+@pytest.mark.parametrize("family", WITH_SLOTS)
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_adapter_in_its_slot_answers_as_the_merged_model_FAM_3_SYN_10(
+    family, checkpoint, folder, samples, tmp_path, ranks
+):
+    """FAM-3, SYN-10: only the adapter's tensors travel, to an engine that keeps the weights it loaded."""
+    path = checkpoint(family)
+    dtype, server = server_of(path, folder, has_slots=True)
+    model = apply_tuner(load_model(path, dtype), SLOTTED)
+    asked, token_ids = asked_of(samples, folder), list(range(40, 52))
+
+    def save() -> Path:
+        save_merged(model, str(path), tmp_path / "merged", ranks)
+        return tmp_path / "merged"
+
+    def logprobs() -> np.ndarray:
+        return own_logprobs(save(), dtype, replace(samples[0], images=asked[0]["images"]), token_ids)
+
+    try:
+        sync = open_adapter_sync(server.wait_ready(), model, "run", False, Probe(asked[0], token_ids, logprobs))
+        for step in range(2):
+            train_a_little(model, 0.05)
+            report = sync.sync(f"run:{step}")
+            assert report.verified
+            assert report.num_bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            if dtype == "float32":
+                assert_serves(server, save(), asked)
+        sync.close()
+    finally:
+        server.end()

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation, write_run_json
 from utils.run.records import LOGGED_PARTS
 from utils.run.session import Session
+from utils.run.trackers import RunFacts
 
 BOUNDS = {"min_parse_rate": 0.5, "max_duplicate_rate": 0.3, "max_truncated_rate": 0.5}
 
@@ -32,7 +33,7 @@ def test_run_json_holds_config_versions_and_command_LOG_2(tmp_path):
 def test_scalars_are_written_by_rank_0_only_LOG_3(tmp_path):
     """LOG-3."""
     for enabled in (True, False):
-        monitor = Monitor(tmp_path / str(enabled), num_steps=2, enabled=enabled)
+        monitor = Monitor(RunFacts(tmp_path / str(enabled)), num_steps=2, enabled=enabled)
         monitor.scalars(1, {"loss/total": 3.0})
         monitor.close()
     events = EventAccumulator(str(tmp_path / "True")).Reload()
@@ -42,7 +43,7 @@ def test_scalars_are_written_by_rank_0_only_LOG_3(tmp_path):
 
 def test_progress_is_plain_lines_without_a_terminal_LOG_5(tmp_path, capsys):
     """LOG-5."""
-    monitor = Monitor(tmp_path, num_steps=10, enabled=True, tensorboard=False)
+    monitor = Monitor(RunFacts(tmp_path), num_steps=10, enabled=True, report_to=())
     monitor.progress(1, loss=2.5, f1=0.25)
     monitor.close()
     line = capsys.readouterr().out
@@ -51,7 +52,7 @@ def test_progress_is_plain_lines_without_a_terminal_LOG_5(tmp_path, capsys):
 
 def test_progress_says_where_the_time_goes_LOG_5(tmp_path, capsys):
     """LOG-5: shares of the step, the largest first, without what is below 5 %."""
-    monitor = Monitor(tmp_path, num_steps=10, enabled=True, tensorboard=False)
+    monitor = Monitor(RunFacts(tmp_path), num_steps=10, enabled=True, report_to=())
     monitor.progress(1, {"train": 3.0, "rollout": 6.0, "sync": 0.4, "prepare": 0.0, "step": 10.0}, loss=2.5)
     monitor.progress(2, {"train": 0.0, "step": 0.0}, loss=2.5)
     monitor.close()
@@ -61,10 +62,11 @@ def test_progress_says_where_the_time_goes_LOG_5(tmp_path, capsys):
 
 def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp_path, caplog):
     """LOG-3, LOG-5: as a session logs it; a sign of collapse that returns after it was over is said again."""
-    shown, score = [], {"f1": 0.5, "num_images": 1.0}
+    shown, tables, score = [], [], {"f1": 0.5, "num_images": 1.0}
     monitor = SimpleNamespace(
         progress=lambda step, seconds, **values: shown.append((seconds, values)),
         scalars=lambda *_: None,
+        table=lambda *own: tables.append(own),
         flush=lambda: None,
     )
     session = SimpleNamespace(
@@ -77,7 +79,9 @@ def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp
     )
     metrics = {f"seconds/{part}": 1.0 for part in LOGGED_PARTS} | {"train/tokens_per_s": 9.0}
     Session.log_evaluation(session, 0, score, [])
-    Session.log_evaluation(session, 5, score | {"f1": 0.75}, [])
+    labels = {"cat": {"num_gt": 3, "f1": 0.75}, "dog": {"num_gt": 1, "f1": 0.5}}
+    Session.log_evaluation(session, 5, score | {"f1": 0.75}, [], {"labels": labels})
+    assert tables == [(5, "eval/labels", ["label", "num_gt", "f1"], [["cat", 3, 0.75], ["dog", 1, 0.5]])]
     for parse_rate in (0.1, 0.1, 0.9, 0.1):
         Session.log_step(session, 6, metrics, {"parse_rate": parse_rate}, loss=1.0)
     assert shown[0] == (
@@ -99,7 +103,7 @@ def test_collapse_is_warned_about_past_each_bound_LOG_3():
 def test_a_resumed_run_does_not_draw_a_step_twice_LOG_3(tmp_path):
     """LOG-3, LRN-5: the curves no longer show what an earlier process recorded from the resumed step on."""
     for first, purge_step in ((1, None), (3, 3)):
-        monitor = Monitor(tmp_path, num_steps=5, enabled=True, purge_step=purge_step)
+        monitor = Monitor(RunFacts(tmp_path, purge_step=purge_step), num_steps=5, enabled=True)
         for step in range(first, 6):
             monitor.scalars(step, {"loss/total": 10.0 * first + step})
         monitor.close()
@@ -114,7 +118,8 @@ def test_finding_9_steps_not_clocks_order_curves_LOG_3(tmp_path, monkeypatch):
     for first, clock in ((1, now), (3, now - 3600), (5, now - 86400)):
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda clock=clock: clock)
-            monitor = Monitor(tmp_path, num_steps=7, enabled=True, purge_step=first if first > 1 else None)
+            facts = RunFacts(tmp_path, purge_step=first if first > 1 else None)
+            monitor = Monitor(facts, num_steps=7, enabled=True)
             for step in range(first, 8):
                 monitor.scalars(step, {"loss/total": 10.0 * first + step})
             monitor.close()
@@ -131,10 +136,11 @@ def test_a_killed_run_keeps_its_curves_LOG_3(tmp_path, way):
     program = f"""
 import os, signal, sys, time
 from pathlib import Path
-from utils.run import monitor as module
+from utils.run import trackers as module
+from utils.run.monitor import Monitor
 assert module.FLUSH_S <= 30
 module.FLUSH_S = 1 if {way!r} == "time" else 1000
-monitor = module.Monitor(Path({str(tmp_path)!r}), num_steps=5, enabled=True)
+monitor = Monitor(module.RunFacts(Path({str(tmp_path)!r})), num_steps=5, enabled=True)
 monitor.scalars(1, {{"loss/total": 3.0}})
 {finish}
 os.kill(os.getpid(), signal.SIGKILL)
@@ -148,7 +154,7 @@ def test_images_are_read_back_as_drawn_LOG_4(tmp_path):
     """LOG-4."""
     pixels = np.zeros((4, 6, 3), dtype=np.uint8)
     pixels[1, 2] = (255, 10, 20)
-    monitor = Monitor(tmp_path, num_steps=1, enabled=True)
+    monitor = Monitor(RunFacts(tmp_path), num_steps=1, enabled=True)
     monitor.image(7, "dump/0", pixels)
     monitor.close()
     (event,) = EventAccumulator(str(tmp_path)).Reload().Images("dump/0")
@@ -158,7 +164,7 @@ def test_images_are_read_back_as_drawn_LOG_4(tmp_path):
 
 def test_progress_lines_come_every_logging_steps_and_at_the_end_LOG_5(tmp_path, capsys):
     """LOG-5: TensorBoard still has every step (LOG-3)."""
-    monitor = Monitor(tmp_path, num_steps=7, enabled=True, logging_steps=3)
+    monitor = Monitor(RunFacts(tmp_path), num_steps=7, enabled=True, logging_steps=3)
     for step in range(1, 8):
         monitor.scalars(step, {"loss/total": step})
         monitor.progress(step, loss=step)
@@ -170,7 +176,7 @@ def test_progress_lines_come_every_logging_steps_and_at_the_end_LOG_5(tmp_path, 
 
 def test_other_ranks_write_and_print_nothing_LOG_5(tmp_path, capsys):
     """LOG-5: every method may be called on every rank."""
-    monitor = Monitor(tmp_path / "run", num_steps=2, enabled=False)
+    monitor = Monitor(RunFacts(tmp_path / "run"), num_steps=2, enabled=False)
     monitor.scalars(1, {"a": 1.0})
     monitor.image(1, "b", np.zeros((2, 2, 3), dtype=np.uint8))
     monitor.progress(1, loss=1.0)

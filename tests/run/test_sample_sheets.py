@@ -18,6 +18,7 @@ from utils.rollout.backend import RolloutResult
 from utils.run import sample_sheets
 from utils.run.monitor import Monitor
 from utils.run.sample_sheets import Example, SampleDump, marked_text, safe_name, token_records
+from utils.run.trackers import RunFacts
 from utils.targets import TargetOptions, build_target, format_objects
 
 RED = Object("red circle", "bbox_2d", (100, 200, 300, 400))
@@ -43,10 +44,12 @@ def example(tmp_path, gt, pred, sample_id="a", size=(96, 64), tail="]}", kind="q
 
 
 def dump(tmp_path, examples, step=40, num_samples=4, every_steps=20):
-    monitor = Monitor(tmp_path, num_steps=100, enabled=True)
+    monitor = Monitor(RunFacts(tmp_path), num_steps=100, enabled=True)
     SampleDump(tmp_path, make_table("qwen"), every_steps, num_samples, enabled=True).write(step, examples, monitor)
     monitor.close()
-    return EventAccumulator(str(tmp_path)).Reload().Tags()["images"]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert len(events.Tags()["images"]) == 0 or events.Tags()["tensors"] == ["dump/answers/text_summary"]
+    return events.Tags()["images"]
 
 
 def test_log_4_a_sheet_and_all_facts_of_a_sample(tmp_path):
@@ -64,6 +67,8 @@ def test_log_4_a_sheet_and_all_facts_of_a_sample(tmp_path):
     table, target = make_table("qwen"), shown.target
     assert record["rollout"]["text"] == format_objects([RED_OFF, WRONG]) and record["rollout"]["closed"]
     assert record["rollout"]["weight_version"] == "run:3"
+    (rows,) = EventAccumulator(str(tmp_path)).Reload().Tensors("dump/answers/text_summary")
+    assert record["rollout"]["text"].replace("|", "\\|") in rows.tensor_proto.string_val[0].decode()
     tokens = record["target"]["tokens"]
     assert [token["id"] for token in tokens] == target.answer_ids.tolist()
     assert "".join(token["token"] for token in tokens) == record["target"]["text"]
@@ -153,7 +158,7 @@ def test_log_4_a_failed_rollout_is_dumped(tmp_path, caplog):
 def test_log_4_only_so_many_samples_at_their_steps_on_rank_0(tmp_path):
     """LOG-4: `every_steps` and `num_samples`; `num_samples` is 0 if nothing has to be collected."""
     shown = [example(tmp_path, [RED], [RED_OFF], sample_id=f"s{i}") for i in range(4)]
-    table, monitor = make_table("qwen"), Monitor(tmp_path, 1, enabled=False)
+    table, monitor = make_table("qwen"), Monitor(RunFacts(tmp_path), 1, enabled=False)
     for every_steps, enabled in ((0, True), (20, False)):
         off = SampleDump(tmp_path, table, every_steps, 2, enabled)
         off.write(40, shown, monitor)
@@ -175,7 +180,7 @@ def test_log_4_the_same_sample_twice_makes_two_sheets(tmp_path):
 def test_log_4_a_dump_that_fails_warns_once_and_stops_nothing(tmp_path, caplog, monkeypatch):
     """LOG-4: it logs one warning with the reason, and the other samples are dumped."""
     (tmp_path / "dumps").write_text("a file where a folder should be")
-    monitor = Monitor(tmp_path, 1, enabled=False)
+    monitor = Monitor(RunFacts(tmp_path), 1, enabled=False)
     sheets = SampleDump(tmp_path, make_table("qwen"), 1, 4, enabled=True)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):

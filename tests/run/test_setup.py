@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,8 @@ from tests.run.test_resume import ranks  # noqa: F401
 from utils.config.load import build_config
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
-from utils.run.setup import claim_run_dir, open_session, reach_servers
+from utils.run.resume import Checkpoint
+from utils.run.setup import claim_run_dir, open_records, open_session, reach_servers
 
 HOST = socket.gethostname()
 
@@ -114,3 +116,17 @@ def test_a_node_that_others_cannot_reach_is_told_before_the_ranks_meet(
         open_session(config(tmp_path), metric="f1")
     message = f"node {HOST} cannot be reached by the other nodes: {reason}; set GLOO_SOCKET_IFNAME to one of net0, net1"
     assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
+
+
+def test_trackers_learn_what_the_run_is_LOG_3_LRN_5(tmp_path):
+    """LOG-3, LRN-5: those of the config, on rank 0 alone; a resumed run's from the step after its checkpoint."""
+    cfg, engine = config(tmp_path), SimpleNamespace(mode="full", fallback=None)
+    inputs = {"accepted_changes": []}
+    for checkpoint, purge_step in ((None, None), (Checkpoint(tmp_path / "checkpoint-3", 3, "abc", 1, {}, {}), 4)):
+        for rank, trackers in ((Ranks(), 1), (SimpleNamespace(is_main=False, world_size=2), 0)):
+            monitor = open_records(cfg, rank, "def", None, checkpoint, inputs, False, 9, engine)
+            monitor.close()
+            assert monitor.facts.run_id == "def" and monitor.facts.run_dir == Path(cfg.training.output_dir)
+            assert monitor.facts.config["training"]["report_to"] == ["tensorboard"]
+            assert len(monitor._trackers) == trackers and monitor.num_steps == 9
+            assert not rank.is_main or monitor.facts.purge_step == purge_step

@@ -30,6 +30,7 @@ from utils.data.samples import Sample
 from utils.geometry import Object
 from utils.parsing import ParsedAnswer, PredObject
 from utils.run.monitor import Monitor, write_evaluation, write_run_json
+from utils.run.trackers import RunFacts
 from utils.scores import (
     count_evaluation,
     count_sample,
@@ -112,7 +113,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 pred["score"] = round(rng.random(), 4)
             records.append(line)
         write_evaluation(run, step, {**evaluation_scores(counts), "labels": label_counts(counts)}, records, True)
-    monitor = Monitor(run, 60, True)
+    monitor = Monitor(RunFacts(run), 60, True)
     for step in range(1, 61):
         values = {"loss/total": 5 / step, "loss/reference_kl": 1.0, "rollout/f1": step / 100, "rollout/duplicates": 8.0}
         monitor.scalars(step, values | {"rollout/num_images": 16.0, "train/policy_lag": 0.0, "seconds/step": 2.0})

@@ -410,6 +410,10 @@ def launch_problems(cfg: Config, world_size: int, missing: set[str] | frozenset[
     if cfg.training.fused_kernels and missing & {"liger_kernel", "cuda"}:
         what = "the package liger-kernel (requirements-gpu.txt)" if "liger_kernel" in missing else "CUDA devices"
         yield "training.fused_kernels", f"needs {what}, which this machine does not have; set it to false"
+    for name in cfg.training.report_to:
+        if name in missing:
+            how = f"pip install -c requirements-trackers.txt {name}"
+            yield "training.report_to", f"{name} is not installed here; {how}, or leave it out"
     if cfg.model.attn_implementation == "flash_attention_2" and missing & {"flash_attn", "cuda"}:
         what = "the package flash-attn (pip install --no-build-isolation flash-attn==2.8.3.post2) and CUDA devices"
         yield "model.attn_implementation", f"needs {what}, which this machine does not have; set it to sdpa"

@@ -86,6 +86,12 @@ def _as_data_files(value: Any) -> Any:
     return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
+def _as_tracker_names(value: Any) -> Any:
+    """One name is a list of it; `none` is an empty one."""
+    return ([] if value == "none" else [value]) if isinstance(value, str) else value
+
+
+TrackerNames = Annotated[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], BeforeValidator(_as_tracker_names)]
 DataFiles = Annotated[list[DataFile], BeforeValidator(_as_data_files)]
 
 
@@ -256,7 +262,7 @@ class Training(Section):
         "f1", "precision", "recall", "f1_no_label", "precision_no_label", "recall_no_label", "mean_iou", "parse_rate"
     ] = key("f1", "stage 2: evaluation metric of the best step (GRPO: mean reward); *_no_label ignores labels")
     logging_steps: PositiveInt = key(1, "optimizer steps between log lines")
-    report_to: Literal["tensorboard", "none"] = key("tensorboard", "where metrics are written")
+    report_to: TrackerNames = key(["tensorboard"], "where curves, pictures and tables go; none: nowhere")
     collapse: Collapse = Field(default_factory=Collapse)
 
     @property

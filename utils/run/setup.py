@@ -56,6 +56,7 @@ from utils.run.rollout_log import RolloutLog
 from utils.run.server_watch import ServerWatch
 from utils.run.session import Data, Session
 from utils.run.start_checks import check_model, make_prompts
+from utils.run.trackers import TRACKERS, RunFacts
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe, WeightSync
@@ -139,7 +140,7 @@ def check_ranks(cfg: Config) -> Ranks:
     """Return this process's rank, nothing opened yet. SystemExit with status 2 if it cannot be part of such a run."""
     ranks = Ranks(cfg.training.rank_timeout_s)
     try:
-        missing = {name for name in ("vllm", "liger_kernel", "flash_attn") if find_spec(name) is None}
+        missing = {name for name in ("vllm", "liger_kernel", "flash_attn", *TRACKERS) if find_spec(name) is None}
         check_launch(cfg, ranks.world_size, missing | ({"cuda"} - {ranks.device.type}))
         ranks.check_port()
         ranks.check_interface()
@@ -195,7 +196,7 @@ def open_records(
 ) -> Monitor:
     """Write run.json and open the curves, without what an earlier process recorded of steps that are still to come."""
     training, run_dir = cfg.training, Path(cfg.training.output_dir)
-    purge_step = None
+    resolved, purge_step = cfg.model_dump(mode="json", by_alias=True), None
     if ranks.is_main:
         if checkpoint is not None or (run_dir / "run.json").exists():
             purge_step = checkpoint.step + 1 if checkpoint else 0
@@ -205,9 +206,9 @@ def open_records(
         facts["accepted_changes"] = inputs["accepted_changes"]
         if checkpoint is not None:
             facts["resumed_from"] = dict(checkpoint=checkpoint.path, step=checkpoint.step, run_id=checkpoint.run_id)
-        write_run_json(run_dir, cfg.model_dump(mode="json", by_alias=True), **facts)
-    has_curves = training.report_to == "tensorboard"
-    return Monitor(run_dir, num_steps, ranks.is_main, has_curves, training.logging_steps, purge_step)
+        write_run_json(run_dir, resolved, **facts)
+    run = RunFacts(run_dir, run_id, resolved, purge_step)
+    return Monitor(run, num_steps, ranks.is_main, training.report_to, training.logging_steps)
 
 
 def load_data(

@@ -112,20 +112,23 @@ def problems_of(launch: Launch, token: str | None) -> list[str]:
             "visible; they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
         )
     problems += model_problems(Path(launch.model.path), settings.vllm_max_model_len)
-    return problems or mixer_problems(launch)
+    return problems or cpu_problems(launch)
 
 
-def mixer_problems(launch: Launch) -> list[str]:
-    """List what vLLM 0.32's CPU kernels for recurrent mixers cannot do."""
-    model_type = json.loads((Path(launch.model.path) / "config.json").read_text()).get("model_type")
-    family = FAMILIES.get(model_type)
-    if launch.device == "cuda" or family is None or family.mixer is None:
+def cpu_problems(launch: Launch) -> list[str]:
+    """List what vLLM 0.32's CPU kernels for recurrent mixers and for experts cannot do."""
+    config = json.loads((Path(launch.model.path) / "config.json").read_text())
+    family, settings = FAMILIES.get(config.get("model_type")), launch.settings
+    if launch.device == "cuda" or family is None:
         return []
     problems = []
-    if launch.model.dtype != "bfloat16":
+    if family.mixer is not None and launch.model.dtype != "bfloat16":
         problems.append(f"model.dtype={launch.model.dtype}: {family.name} on CPU needs bfloat16")
-    if launch.settings.vllm_enable_prefix_caching:
+    if family.mixer is not None and settings.vllm_enable_prefix_caching:
         problems.append(f"rollout_server.vllm_enable_prefix_caching: {family.name} on CPU needs false")
+    if settings.vllm_enable_lora and "num_experts_per_tok" in config["text_config"]:
+        reason = "as experts with slots want a GPU"
+        problems.append(f"rollout_server.vllm_enable_lora: {family.name} on CPU needs false, {reason}")
     return problems
 
 

@@ -1,0 +1,28 @@
+"""Packages that tests use and the environment does not hold, each set in a folder of its own."""
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(sys.prefix) / "opt"
+
+
+@cache
+def folder_with(*requirements: str, dependencies: bool = True) -> Path:
+    """Install pinned requirements into a folder of their own, once; skip the test where they cannot be had.
+
+    Append it to `sys.path` in another process, never put it in front: the environment's own packages come first.
+    """
+    folder = ROOT / "_".join(requirements).replace("==", "-")
+    if not folder.exists():
+        partial = folder.with_name(f"{folder.name}.partial")
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--upgrade"]
+        pip += [] if dependencies else ["--no-deps"]
+        run = subprocess.run([*pip, "--target", partial, *requirements], capture_output=True, text=True)
+        if run.returncode:
+            pytest.skip(f"{' '.join(requirements)} cannot be installed: {run.stderr[-500:]}")
+        partial.rename(folder)
+    return folder
