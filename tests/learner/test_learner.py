@@ -179,10 +179,13 @@ def test_the_start_policy_is_the_model_with_adapters_disabled_or_a_frozen_one_GR
 # a loss that is not finite
 
 
-def matching_learner(folder: Path, model: Path, ranks: Ranks, on_nan_loss: str, deepspeed: str, dtype: str) -> Learner:
+def matching_learner(
+    folder: Path, model: Path, ranks: Ranks, on_nan_loss: str, deepspeed: str, dtype: str, tuner: dict | None = None
+) -> Learner:
     matching = {"rollout_backend": "hf", "max_new_tokens": 32}
     config = {
         "model": {"path": str(model), "dtype": dtype},
+        "tuner": tuner or {},
         "global_max_length": 128,
         "custom": {
             "trainer_variant": "rollout_matching_sft",
@@ -251,3 +254,20 @@ def test_by_default_the_run_stops_at_a_gradient_that_is_not_finite_LRN_2(tmp_pat
     with pytest.raises(NotFinite, match="the gradient of optimizer step 6 is not finite; samples: s0, s1, s2, s3. The"):
         learner.step(matching_rows(learner, is_bad=False), MatchingObjective(Losses()), 5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+
+
+def test_dora_in_all_parts_continues_under_zero_3_LRN_5(tmp_path, start_model, ranks):
+    """LRN-5: with layers recomputed in backward, and parameters that DeepSpeed keeps whole. A resumed run first scores
+    and sends its weights, as here; its next step is that of the run that was not stopped."""
+    tuner = {"type": "lora", "use_dora": True, "rank": 4, "freeze_vit": False, "freeze_aligner": False}
+    objective = MatchingObjective(Losses())
+    one, two = (matching_learner(tmp_path, start_model, ranks, "stop", "zero3", "float32", tuner) for _ in range(2))
+    one.step(matching_rows(one, is_bad=False), objective, 0)
+    one.save_state(tmp_path / "state")
+    two.load_state(tmp_path / "state")
+    two.hidden_states(matching_rows(two, is_bad=False))
+    weights_of(two)
+    for learner in (one, two):
+        learner.step(matching_rows(learner, is_bad=False), objective, 1)
+    resumed = weights_of(two)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights_of(one).items())

@@ -272,6 +272,11 @@ def partition(module: nn.Module, config: dict[str, Any]) -> None:
                 yield parameter
 
     deepspeed.zero.Init(InTurn(), config_dict_or_path=config)
+    # DoRA reads weights of other modules. DeepSpeed notices only the first time, and only what is in parts just then.
+    for layer in module.modules():
+        for name, dora in getattr(layer, "lora_magnitude_vector", {}).items():
+            for other in (layer.base_layer, layer.lora_A[name], layer.lora_B[name]):
+                deepspeed.zero.register_external_parameter(dora, other.weight)
 
 
 def _drop_reference(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
