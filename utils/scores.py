@@ -193,9 +193,10 @@ def prediction_record(
     sides = {"gt": sample.objects, "pred": parsed.pred_objects}
     objects = {side: [object_record(obj, max_bin) for obj in objects] for side, objects in sides.items()}
     for record, score in zip(objects["pred"], confidences(parsed, logprobs) or [], strict=False):
-        record["score"] = round(score, 4)
+        record["score"] = round(score, 6)
     annotated = {} if sample.annotated is None else {"annotated": sorted(sample.annotated)}
-    return {"id": sample.id, "images": sample.images, **objects, **annotated}
+    size = {"width": sample.width, "height": sample.height}
+    return {"id": sample.id, "images": sample.images, **size, **objects, **annotated}
 
 
 def object_record(obj: Object, max_bin: int) -> dict[str, Any]:

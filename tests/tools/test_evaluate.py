@@ -93,7 +93,7 @@ def test_TGT_14_coco_ranks_by_confidence() -> None:
     with_logprobs, without = (RolloutResult(ids, [], "", "stop", None, logprobs=own) for own in (logprobs, None))
     found, (record,) = evaluate.score(images, [with_logprobs], table, 0.5)
     assert (found["coco"]["AP"], found["coco_constant"]["AP"]) == pytest.approx((HALF, HALF / 2))
-    assert [obj["score"] for obj in record["pred"]] == pytest.approx([0.1353, 0.9048])
+    assert [obj["score"] for obj in record["pred"]] == pytest.approx([0.1353, 0.9048], abs=1e-4)
     found, _ = evaluate.score(images, [without], table, 0.5)
     assert "coco" not in found and found["coco_constant"]["AP"] == pytest.approx(HALF / 2)
 
@@ -178,7 +178,7 @@ def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, cap
     result = json.loads(output.read_text())
     records = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
     assert [record["id"] for record in records] == [json.loads(line)["id"] for line in data.open()]
-    assert set(records[0]) == {"id", "images", "gt", "pred"}
+    assert set(records[0]) == {"id", "images", "width", "height", "gt", "pred"}
     num_objects = sum(len(record["pred"]) + len(record["gt"]) for record in records)
     for name, with_label in (("f1", True), ("f1_no_label", False)):
         matched = sum(most_pairs(record["pred"], record["gt"], 0.3, with_label) for record in records)
