@@ -192,13 +192,12 @@ class Stage2:
     def evaluate(self, step: int) -> None:
         """Score greedy responses to the validation samples as production would see them (LRN-7)."""
         table, settings = self.session.data.table, self.session.cfg.rm.eval
-        max_bin = table.format.max_bin
 
         def score(sample: Sample, result: RolloutResult) -> tuple[Counter, dict[str, Any]]:
             parsed = parse_answer(result.response_token_ids, table)
             truncated = result.finish_reason == "length"
-            counts = count_evaluation(parsed, sample, settings.iou_threshold, truncated, max_bin)
-            return counts, prediction_record(sample, parsed, max_bin, result.logprobs)
+            counts = count_evaluation(parsed, sample, settings.iou_threshold, truncated)
+            return counts, prediction_record(sample, parsed, result.logprobs)
 
         scored = self.session.score_validation(step, score)
         counts: Counter = Counter()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.answers import make_table, make_tokenizer, random_box
-from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL
+from utils.answer_format import COORD_TOKENS, FORMATS, QWEN2_5VL, QWEN3VL
 from utils.drafts import Arrangement
 from utils.geometry import Object, iou_matrix, pixels_to_bins, to_norm1000
 from utils.losses import loss_sums
@@ -580,16 +580,39 @@ def test_tgt_7_qwen3vl_gradient_only_where_something_is_learnt() -> None:
 
 def test_dat_2_qwen3vl_grid() -> None:
     """DAT-2: `round(1000 * x / width)`; overlaps are the same on either grid; records have one unit."""
-    assert pixels_to_bins((0, 32, 128, 64), 128, 64, 1000) == (0, 500, 1000, 1000)
+    assert pixels_to_bins((0, 32, 128, 64), 128, 64, (1000, 1000)) == (0, 500, 1000, 1000)
     whole = Object("a", "bbox_2d", (0, 500, 1000, 1000))
-    assert to_norm1000(whole, 1000).coords == (0, 499.5, 999, 999)
-    assert to_norm1000(whole, 999) is whole
+    assert to_norm1000(whole, (1000, 1000)).coords == (0, 499.5, 999, 999)
+    assert to_norm1000(whole, (999, 999)) is whole
     half, quarter = Object("a", "bbox_2d", (0, 0, 500, 1000)), Object("b", "bbox_2d", (0, 0, 500, 500))
     ours = iou_matrix([half], [quarter])
     assert ours[0, 0] == 0.5
-    assert iou_matrix([to_norm1000(half, 1000)], [to_norm1000(quarter, 1000)])[0, 0] == pytest.approx(0.5)
+    assert iou_matrix([to_norm1000(half, (1000, 1000))], [to_norm1000(quarter, (1000, 1000))])[0, 0] == pytest.approx(
+        0.5
+    )
 
 
 def test_formats_by_name() -> None:
-    assert FORMATS == {"coord_tokens": COORD_TOKENS, "qwen3vl": QWEN3VL}
+    assert FORMATS == {"coord_tokens": COORD_TOKENS, "qwen3vl": QWEN3VL, "qwen2_5vl": QWEN2_5VL}
     assert re.search("bbox_2d.*label", QWEN3VL.prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_qwen2_5vl_is_read_as_the_released_model_writes_it_FAM_4(kind: str) -> None:
+    """FAM-4: an answer in the form of Qwen's own cookbook for Qwen2.5-VL: pixels above 1000, in a fence, with tabs. A
+    missed object is written in the same layout and frame."""
+    table = make_table(kind, "qwen2_5vl")
+    opening = "```json\n[\n\t"
+    text = (
+        opening
+        + '{"bbox_2d": [1341, 258, 2397, 1360], "label": "a cake"},\n\t{"bbox_2d": [9, 0, 27, 28], "label": "cup"}'
+    )
+    parsed = parse_answer(table.encode(text + "\n]\n```"), table)
+    cake, cup = Object("a cake", "bbox_2d", (1341, 258, 2397, 1360)), Object("cup", "bbox_2d", (9, 0, 27, 28))
+    assert parsed.pred_objects == [cake, cup] and parsed.closed and not parsed.dropped
+    missed = Object("plate", "bbox_2d", (0, 700, 2408, 1371))
+    target = build_target(parsed, [cake, cup, missed], [(0, 0), (1, 1)], table, TargetOptions())
+    added = ',\n\t{"bbox_2d": [0, 700, 2408, 1371], "label": "plate"}\n]\n```<|im_end|>'
+    assert text_of(target.answer_ids, kind) == text + added
+    assert parse_answer(target.answer_ids.tolist(), table).pred_objects == [cake, cup, missed]
+    assert parse_answer(table.encode('[{"bbox_2d": [1, 2, 3, 10000], "label": "a"}]'), table).dropped

@@ -104,7 +104,7 @@ def test_dis_2_message_has_the_numbers_and_three_ways_out():
     with pytest.raises(ValueError) as error:
         check_capacity(1, 3, 4)
     message = str(error.value)
-    assert "rlhf.decode_batch_size)=1" in message and "3 rollout device" in message and "4 learners" in message
+    assert "decode_batch_size=1" in message and "3 rollout device" in message and "4 learners" in message
     assert "to at least 2" in message and "more devices" in message and "fewer learners" in message
 
 

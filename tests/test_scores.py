@@ -115,7 +115,7 @@ def image(*objects: Object, annotated: frozenset | None = None) -> Sample:
 def evaluated(*pairs: tuple[list[Object], list[Object]], new_labels=(), annotated=None) -> dict[str, float]:
     counts: Counter = Counter()
     for pred, gt in pairs:
-        counts.update(count_evaluation(parsed(*pred), image(*gt, annotated=annotated), 0.5, False, 999))
+        counts.update(count_evaluation(parsed(*pred), image(*gt, annotated=annotated), 0.5, False))
     return evaluation_scores(counts, new_labels) | {"labels": label_counts(counts)}
 
 
@@ -185,6 +185,6 @@ def test_a_confidence_is_the_geometric_mean_over_label_and_coordinates_TGT_14(fo
     assert confidences(answer, logprobs.tolist()) == pytest.approx(expected)
     assert confidences(answer, None) is None
     assert confidences(parse_answer(ids[:2], table), [0.0, 0.0]) == []
-    records = prediction_record(image(RED), answer, table.format.max_bin, logprobs.tolist())
+    records = prediction_record(image(RED), answer, logprobs.tolist())
     assert [obj["score"] for obj in records["pred"]] == pytest.approx(expected, abs=1e-4)
-    assert "score" not in prediction_record(image(RED), answer, table.format.max_bin)["pred"][0]
+    assert "score" not in prediction_record(image(RED), answer)["pred"][0]

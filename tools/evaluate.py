@@ -30,10 +30,10 @@ from tqdm import tqdm
 
 from utils.config.load import exit_with, load_config_or_exit
 from utils.config.schema import Data, Model, RolloutMatching
-from utils.data.encoding import encode_prompt, load_processor, num_prompt_tokens, prompt_chat
-from utils.data.samples import DataError, Sample, load_samples
+from utils.data.encoding import encode_prompt, grid_of, load_processor, num_prompt_tokens, prompt_chat
+from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.dist import Ranks
-from utils.geometry import MAX_BIN, Object, bins_to_pixels, bounding_box, to_norm1000
+from utils.geometry import Object, bins_to_pixels, bounding_box, to_norm1000
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 from utils.scores import (
@@ -54,8 +54,9 @@ def main() -> None:
     model, data, rm = settings(args.config, args.checkpoint)
     try:
         check_checkpoint(Path(args.checkpoint))
-        samples = load_samples([args.data], data.prompt, data.object_order, form=rm.format)[0][: args.limit]
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
+        reader = LineReader(data.prompt, data.object_order, rm.format, grid_of(processor, rm.format))
+        samples = load_samples([args.data], reader=reader)[0][: args.limit]
         table = TokenTable.from_tokenizer(processor.tokenizer, rm.format)
     except (DataError, ValueError, OSError) as error:
         exit_with(str(error))
@@ -201,19 +202,18 @@ def score(
     `coco_constant` with a constant score.
     """
     counts: Counter[str] = Counter()
-    max_bin = table.format.max_bin
     predictions, objects, ranking = [], [], []
     for sample, response in zip(samples, responses, strict=True):
         parsed = parse_answer(response.response_token_ids, table)
         truncated = response.finish_reason == "length"
-        counts.update(count_evaluation(parsed, sample, iou_threshold, truncated, max_bin))
-        predictions.append(prediction_record(sample, parsed, max_bin, response.logprobs))
+        counts.update(count_evaluation(parsed, sample, iou_threshold, truncated))
+        predictions.append(prediction_record(sample, parsed, response.logprobs))
         objects.append(parsed.pred_objects)
         ranking.append(confidences(parsed, response.logprobs))
     found = evaluation_scores(counts, new_labels) | {"labels": label_counts(counts)}
-    found["coco_constant"] = coco_scores(samples, objects, max_bin=max_bin)
+    found["coco_constant"] = coco_scores(samples, objects)
     if all(own is not None for own in ranking):
-        found["coco"] = coco_scores(samples, objects, ranking, max_bin)
+        found["coco"] = coco_scores(samples, objects, ranking)
     return found, predictions
 
 
@@ -221,7 +221,6 @@ def coco_scores(
     samples: Sequence[Sample],
     predictions: Sequence[Sequence[Object]],
     ranking: Sequence[Sequence[float]] | None = None,
-    max_bin: int = MAX_BIN,
 ) -> dict[str, float | None]:
     """Return COCO's box precisions and recalls (`COCO_NAMES`); None if there is no such object to find.
 
@@ -234,7 +233,6 @@ def coco_scores(
 
     Args:
         ranking: the confidence of each prediction; None: all the same.
-        max_bin: the largest bin of the objects' grid.
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
@@ -251,7 +249,7 @@ def coco_scores(
                 "image_id": image_id,
                 "category_id": category_of[label_of(o)],
                 "score": 1.0 if marks is None else marks[image_id - 1][number],
-                **_pixel_box(to_norm1000(o, max_bin), sample),
+                **_pixel_box(to_norm1000(o, sample.grid), sample),
             }
             for image_id, (sample, side) in enumerate(zip(samples, sides, strict=True), start=1)
             for number, o in enumerate(side)

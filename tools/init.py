@@ -22,12 +22,13 @@ from typing import Any
 import jinja2
 
 from tools.convert import convert
-from utils.answer_format import COORD_TOKENS, QWEN3VL, AnswerFormat
+from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.load import ConfigError, exit_with, load_config
 from utils.config.memory import GIB
 from utils.config.plan import Plan, format_plan, make_plan
-from utils.data.encoding import load_processor, num_prompt_tokens
-from utils.data.samples import DataError, Sample, load_samples
+from utils.data.encoding import grid_of, load_processor, num_prompt_tokens
+from utils.data.samples import DataError, LineReader, Sample, load_samples
+from utils.families import Family, family_at
 from utils.geometry import normal_label
 from utils.parsing import TokenTable
 
@@ -88,12 +89,13 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     args.output = args.output or Path(f"{_name_of(args.data)}.yaml")
     if args.output.exists():
         raise ValueError(f"{args.output}: exists; remove it, or name another file with --output")
-    check_model(args.model)
+    family = family_in(args.model)
     train, val = find_data(args.data, args.val, args.images)
-    form, reason = answer_form(args.model)
+    form, reason = answer_form(args.model, family)
     prompt = form.prompt
-    samples = load_samples([train], prompt, form=form)[0]
-    held_out = load_samples([val], prompt, form=form)[0] if val else []
+    reader = LineReader(prompt, form=form, grid_of=grid_of(load_processor(str(args.model)), form))
+    samples = load_samples([train], reader=reader)[0]
+    held_out = load_samples([val], reader=reader)[0] if val else []
     max_pixels = pixel_limit(args.model, [*samples, *held_out])
     processor = load_processor(str(args.model), None, max_pixels)
     data = measure([*samples, *held_out], len(samples), processor, form)
@@ -124,30 +126,37 @@ def _name_of(data: Path) -> str:
 # what there is
 
 
-def check_model(path: Path) -> None:
-    """Raise ValueError where `path` is no model that can be trained here."""
+def family_in(path: Path) -> Family:
+    """The family of a checkpoint. Raises ValueError where `path` is no model that can be trained here."""
     try:
         kind = json.loads((path / "config.json").read_text()).get("model_type")
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {path}: no readable config.json there ({error}); name a checkpoint") from None
-    if kind != "qwen3_vl":
-        raise ValueError(f"--model {path}: a {kind} model; only dense Qwen3-VL (qwen3_vl) can be trained here")
+    try:
+        return family_at(kind)
+    except ValueError as error:
+        raise ValueError(f"--model {path}: {error}") from None
 
 
-def answer_form(model: Path) -> tuple[AnswerFormat, str]:
-    """Coordinate tokens where the tokenizer has them, else the model's own form; and the reason."""
+def answer_form(model: Path, family: Family) -> tuple[AnswerFormat, str]:
+    """Coordinate tokens where the tokenizer has them, else the family's own form; and the reason."""
     tokenizer = load_processor(str(model)).tokenizer
     try:
         TokenTable.from_tokenizer(tokenizer, COORD_TOKENS)
         return COORD_TOKENS, "the tokenizer has the coordinate tokens"
     except ValueError:
-        TokenTable.from_tokenizer(tokenizer, QWEN3VL)
-        return QWEN3VL, "the tokenizer has no coordinate tokens"
+        if family.answer_format is None:
+            raise
+        form = FORMATS[family.answer_format]
+        TokenTable.from_tokenizer(tokenizer, form)
+        return form, "the tokenizer has no coordinate tokens"
 
 
 def pixel_limit(model: Path, samples: Sequence[Sample]) -> int | None:
     """The presets' limit of an image's pixels where model and data go beyond it; None: the model's own holds."""
-    own = load_processor(str(model)).image_processor.size["longest_edge"]
+    own = load_processor(str(model)).image_processor.size.get("longest_edge")
+    if own is None:
+        return None  # tiles of one size
     largest = max((height * width for sample in samples for height, width in sample.image_sizes), default=0)
     return MAX_PIXELS if min(own, largest) > MAX_PIXELS else None
 

@@ -27,9 +27,9 @@ from utils.answer_format import FORMATS
 from utils.config.load import ConfigError, Origin, exit_with, resolve_yaml
 from utils.config.schema import Data, DataFiles, Losses
 from utils.config.section import PositiveFloat, PositiveInt, Ratio, Section
-from utils.data.encoding import dummy_segment, encode_prompt, load_processor
+from utils.data.encoding import dummy_segment, encode_prompt, grid_of, load_processor
 from utils.data.mistakes import BadLine, report_skipped
-from utils.data.samples import DataError, Sample, load_samples
+from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.data.stream import SampleStream
 from utils.learner.model import RowModel, load_model, part_of, position_ids_for
 from utils.learner.objectives import MatchingObjective
@@ -49,7 +49,7 @@ class WarmupConfig(Section):
     output_dir: str = Field(description="directory of the trained checkpoint, in Hugging Face form with its processor")
     data: Data = Field(default_factory=Data)
     losses: Losses = Field(default_factory=Losses)
-    answer_format: Literal["coord_tokens", "qwen3vl"] = Field("coord_tokens", description="as in stage 2")
+    answer_format: Literal["coord_tokens", "qwen3vl", "qwen2_5vl"] = Field("coord_tokens", description="as in stage 2")
     seed: int = Field(0, ge=0)
     steps: PositiveInt = Field(description="optimizer steps")
     samples_per_step: PositiveInt = 16
@@ -99,11 +99,12 @@ def load_parts(cfg: WarmupConfig) -> Parts:
     form = FORMATS[cfg.answer_format]
     prompt = cfg.data.prompt if "prompt" in cfg.data.model_fields_set else form.prompt
     paths = [file.path for file in cfg.train_jsonl]
-    datasets = load_samples(paths, prompt, cfg.data.object_order, skipped, form)
+    processor = load_processor(cfg.model)
+    reader = LineReader(prompt, cfg.data.object_order, form, grid_of(processor, form))
+    datasets = load_samples(paths, skipped=skipped, reader=reader)
     if skipped is not None:
         print(report_skipped(skipped, cfg.output_dir), end="", flush=True)
     stream = SampleStream(datasets, [file.weight for file in cfg.train_jsonl], cfg.seed)
-    processor = load_processor(cfg.model)
     table = TokenTable.from_tokenizer(processor.tokenizer, form)
     return Parts(load_model(cfg.model, "float32"), processor, table, stream)
 

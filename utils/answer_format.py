@@ -1,8 +1,9 @@
-"""The two forms of an answer (`RM.answer_format`), for reading and for writing. Pure.
+"""The forms of an answer (`RM.answer_format`), for reading and for writing. Pure.
 
 `coord_tokens` is the contract's own (TGT-1): one bare token per coordinate, bins 0..999.
 `qwen3vl` is how the released Qwen3-VL grounds: plain numbers 0..1000, `label` instead of `desc`, boxes only, in a list
 that the model often puts into a Markdown fence and spreads over lines.
+`qwen2_5vl` is how the released Qwen2.5-VL grounds: the same, with pixels of the image as its processor resizes it.
 
 Patterns match bytes in which a coordinate token is the single byte 0xFF (`utils.parsing`). Their quantifiers are
 possessive throughout, so nothing is tried twice. `parsing` does the reading, `targets` the supervision.
@@ -10,7 +11,7 @@ possessive throughout, so nothing is tried twice. `parsing` does the reading, `t
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,9 @@ class AnswerFormat:
     coord_end: bytes  # pattern of its last byte
     written: re.Pattern[bytes]  # an object as `write_object` makes it; groups `text` and, for numbers, `coords`
     tail: re.Pattern[bytes]  # bytes a token at an object's end may hold if it is tokenized anew with what follows
-    max_bin: int  # coordinates are 0..max_bin of width or height
+    max_bin: int  # coordinates are 0..max_bin of width or height; in pixels, the largest that is read
     prompt: str  # user text where neither the sample nor the config has one
+    in_pixels: bool = False  # coordinates are pixels of the resized image
 
     def __post_init__(self) -> None:
         """Compile the patterns of an object: alone, after white space (`first`) and after a comma (`next`).
@@ -153,4 +155,6 @@ QWEN3VL = AnswerFormat(
     '{"bbox_2d": [x1, y1, x2, y2], "label": "..."}.',
 )
 
-FORMATS = {form.name: form for form in (COORD_TOKENS, QWEN3VL)}
+QWEN2_5VL = replace(QWEN3VL, name="qwen2_5vl", max_bin=9999, in_pixels=True)
+
+FORMATS = {form.name: form for form in (COORD_TOKENS, QWEN3VL, QWEN2_5VL)}

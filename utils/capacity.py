@@ -39,12 +39,12 @@ def check_capacity(decode_batch_size: int, num_devices: int, num_learners: int) 
     """
     if decode_batch_size * num_devices >= num_learners:
         return
-    key = "custom.extra.rollout_matching.decode_batch_size (GRPO: rlhf.decode_batch_size)"
+    rm = "custom.extra.rollout_matching"
     raise ValueError(
-        f"{key}={decode_batch_size} on {num_devices} rollout device(s) allows "
+        f"{rm}.decode_batch_size={decode_batch_size} on {num_devices} rollout device(s) allows "
         f"{decode_batch_size * num_devices} request(s) at once, too few for {num_learners} learners. Ways out: raise "
-        f"it to at least {-(-num_learners // num_devices) if num_devices else 1}; give the servers "
-        "more devices (or list more servers); launch fewer learners."
+        f"{rm}.decode_batch_size to at least {-(-num_learners // num_devices) if num_devices else 1}; give the servers "
+        f"more devices (or list more servers in {rm}.vllm.server); launch fewer learners."
     )
 
 

@@ -89,12 +89,10 @@ def detection_count(completion: Completion, sample: Sample) -> float:
 def detection_no_giant_boxes(completion: Completion, sample: Sample) -> float:
     """1 less the share of predictions that cover nearly the whole image, unless a true object does (LRN-9). Rex-Omni
     (arXiv:2510.12798) describes such boxes in place of many small ones."""
-    assert completion.table is not None, "`parsed` needs it"
-    max_bin = completion.table.format.max_bin
-    if any(is_giant(obj, max_bin) for obj in sample.objects):
+    if any(is_giant(obj, sample.grid) for obj in sample.objects):
         return 1.0
     predicted = completion.parsed.pred_objects
-    return 1 - sum(is_giant(obj, max_bin) for obj in predicted) / max(len(predicted), 1)
+    return 1 - sum(is_giant(obj, sample.grid) for obj in predicted) / max(len(predicted), 1)
 
 
 def no_overlong(completion: Completion, sample: Sample) -> float:

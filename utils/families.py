@@ -32,7 +32,7 @@ _MERGERS = frozenset({"merger", "deepstack_merger_list"})
 FAMILIES = {
     "qwen3_vl": Family("Qwen3-VL", "visual", _MERGERS, answer_format="qwen3vl", liger="qwen3_vl"),
     "qwen3_vl_moe": Family("Qwen3-VL-MoE", "visual", _MERGERS, transposed=r"\.experts\.", answer_format="qwen3vl"),
-    "qwen2_5_vl": Family("Qwen2.5-VL", "visual", _MERGERS),
+    "qwen2_5_vl": Family("Qwen2.5-VL", "visual", _MERGERS, answer_format="qwen2_5vl"),
     "qwen3_5": Family("Qwen3.5", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
     "qwen3_5_moe": Family("Qwen3.5-MoE", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
     "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"})),

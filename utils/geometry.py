@@ -1,7 +1,8 @@
 """Boxes and polygons on the norm1000 grid: pixels to bins and back, overlap, and where a matched shape should move.
 
-Every coordinate is a bin `0..999` of the image's width (x, even positions) or height (y, odd positions); with
-Qwen3-VL's own numbers (`utils.answer_format`) `0..1000`, for all shapes of a run alike. `matching` pairs shapes;
+Every coordinate is a bin `0..999` of the image's width (x, even positions) or height (y, odd positions). Models' own
+numbers (`utils.answer_format`) have other grids: Qwen3-VL's `0..1000`, Qwen2.5-VL's the pixels of the image as it
+resizes it. The shapes of one image are all on one grid (`Sample.grid`). `matching` pairs shapes;
 `parsing` and `targets` read and write them as tokens.
 """
 
@@ -20,6 +21,7 @@ MAX_BIN = NUM_BINS - 1
 _MAX_COPIES = 256  # transport problems up to this common multiple are assignments, larger ones linear programs
 
 Kind = Literal["bbox_2d", "poly"]
+Grid = tuple[int, int]  # the largest x and the largest y
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +49,18 @@ def pixel_to_bin(value: float, size: float, max_bin: int = MAX_BIN) -> int:
     return min(max(round(max_bin * value / size), 0), max_bin)
 
 
-def pixels_to_bins(coords: Sequence[float], width: float, height: float, max_bin: int = MAX_BIN) -> tuple[int, ...]:
+def pixels_to_bins(
+    coords: Sequence[float], width: float, height: float, grid: Grid = (MAX_BIN, MAX_BIN)
+) -> tuple[int, ...]:
     """`pixel_to_bin` for `x, y, x, y, ...`."""
-    return tuple(pixel_to_bin(value, height if i % 2 else width, max_bin) for i, value in enumerate(coords))
+    return tuple(pixel_to_bin(value, height if i % 2 else width, grid[i % 2]) for i, value in enumerate(coords))
 
 
-def to_norm1000(obj: Object, max_bin: int) -> Object:
-    """The shape converted from a grid `0..max_bin` to fractional bins 0..999, the unit of everything that is logged."""
-    if max_bin == MAX_BIN:
+def to_norm1000(obj: Object, grid: Grid) -> Object:
+    """The shape converted from another grid to fractional bins 0..999, the unit of everything that is logged."""
+    if grid == (MAX_BIN, MAX_BIN):
         return obj
-    return replace(obj, coords=tuple(round(value * MAX_BIN / max_bin, 3) for value in obj.coords))
+    return replace(obj, coords=tuple(round(value * MAX_BIN / grid[i % 2], 3) for i, value in enumerate(obj.coords)))
 
 
 def bins_to_pixels(coords: Sequence[float], width: float, height: float) -> tuple[float, ...]:

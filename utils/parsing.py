@@ -6,7 +6,7 @@ object. Binary search over the tokens' ends turns byte offsets into token indice
 loop runs over tokens or characters.
 
 Accepted: `{"objects": [...]}` as strict JSON, with any JSON white space and the keys of an object in either order; in
-Qwen3-VL's own form a list, with or without a Markdown fence. `utils.answer_format` holds what differs between the two.
+Qwen's own forms a list, with or without a Markdown fence. `utils.answer_format` holds what differs between them.
 
 Where a malformed object ends. Brackets are matched outside strings; a quote opens a string only if the next quote is
 followed by `,`, `:`, `]` or `}`, so that a forgotten quote does not turn the rest inside out. `}` closes the innermost
@@ -40,16 +40,16 @@ DROP_REASONS = {
     "stray_text": "something between objects that is neither an object nor a single comma",
     "bad_json": "brackets, commas, quotes or escapes are wrong",
     "duplicate_key": "a key occurs twice",
-    "extra_key": "a key besides desc, bbox_2d and poly (qwen3vl: label and bbox_2d)",
-    "missing_desc": "no desc (qwen3vl: no label; and so on)",
+    "extra_key": "a key besides desc, bbox_2d and poly (models' own forms: label and bbox_2d)",
+    "missing_desc": "no desc (models' own forms: no label; and so on)",
     "empty_desc": "desc is empty or blank",
     "bad_desc": "desc is not a string of valid Unicode, or holds a coordinate token",
     "missing_geometry": "neither bbox_2d nor poly",
     "two_geometries": "both bbox_2d and poly",
     "escaped_key": "a key is spelled with escapes",
     "coord_not_token": "the geometry is not a flat list of coordinate tokens",
-    "coord_not_number": "the geometry is not a flat list of whole numbers of up to four digits (qwen3vl)",
-    "out_of_range": "a number above 1000 (qwen3vl)",
+    "coord_not_number": "the geometry is not a flat list of whole numbers of up to four digits (models' own forms)",
+    "out_of_range": "a number above the largest of the form (qwen3vl: 1000)",
     "wrong_count": "not 4 coordinates for bbox_2d, or odd or fewer than 6 for poly",
     "reversed_box": "x1 > x2 or y1 > y2",
 }

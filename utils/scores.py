@@ -2,12 +2,11 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utils.geometry import Object, bounding_box, iou_matrix, normal_label, to_norm1000
+from utils.geometry import Grid, Object, bounding_box, iou_matrix, normal_label, to_norm1000
 from utils.matching import match
 from utils.parsing import ParsedAnswer
 from utils.token_table import touched
@@ -64,10 +63,9 @@ def count_evaluation(
     sample: "Sample",
     iou_threshold: float,
     truncated: bool,
-    max_bin: int,
 ) -> Counter[str]:
     """`count_sample`, and what evaluations report besides (LRN-9): matches at each of COCO's thresholds, the counting
-    error, giant boxes, and the counts of each label as `label/NAME/...`. `max_bin` is the objects' grid."""
+    error, giant boxes, and the counts of each label as `label/NAME/...`."""
     counts = count_sample(parsed, sample.objects, iou_threshold, truncated, sample.annotated)
     predicted, truth = parsed.pred_objects, sample.objects
     pred_labels, gt_labels = list(map(label_of, predicted)), list(map(label_of, truth))
@@ -85,8 +83,8 @@ def count_evaluation(
     for label in gt_labels:
         counts[f"label/{label}/num_gt"] += 1
     counts["counting_error"] = abs(counts["num_pred"] - counts["neutral"] - len(truth))
-    if not any(map(partial(is_giant, max_bin=max_bin), truth)):
-        counts["giant"] = sum(is_giant(obj, max_bin) for obj in predicted)
+    if not any(is_giant(obj, sample.grid) for obj in truth):
+        counts["giant"] = sum(is_giant(obj, sample.grid) for obj in predicted)
     return counts
 
 
@@ -138,10 +136,10 @@ def _ratios(num_pred: float, num_gt: float, matched: float) -> tuple[float, floa
     return matched / max(num_pred, 1), matched / max(num_gt, 1), f1
 
 
-def is_giant(obj: Object, max_bin: int) -> bool:
+def is_giant(obj: Object, grid: Grid) -> bool:
     """Whether a box covers nearly the whole image (LRN-9)."""
     x1, y1, x2, y2 = bounding_box(obj)
-    return (x2 - x1) * (y2 - y1) > GIANT_SHARE * max_bin**2
+    return (x2 - x1) * (y2 - y1) > GIANT_SHARE * grid[0] * grid[1]
 
 
 def confidences(parsed: ParsedAnswer, logprobs: Sequence[float] | None) -> list[float] | None:
@@ -185,13 +183,13 @@ def scores(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def prediction_record(
-    sample: "Sample", parsed: ParsedAnswer, max_bin: int, logprobs: Sequence[float] | None = None
+    sample: "Sample", parsed: ParsedAnswer, logprobs: Sequence[float] | None = None
 ) -> dict[str, Any]:
     """A validation answer as a JSON record; coordinates norm1000 (0..999), whatever the answer's own grid is. With the
     answer's `logprobs` predictions have a `score`, their confidence (TGT-14). Where annotation is not complete for all
     labels, `annotated` names those for which it is (TGT-12)."""
     sides = {"gt": sample.objects, "pred": parsed.pred_objects}
-    objects = {side: [object_record(obj, max_bin) for obj in objects] for side, objects in sides.items()}
+    objects = {side: [object_record(obj, sample.grid) for obj in objects] for side, objects in sides.items()}
     for record, score in zip(objects["pred"], confidences(parsed, logprobs) or [], strict=False):
         record["score"] = round(score, 6)
     annotated = {} if sample.annotated is None else {"annotated": sorted(sample.annotated)}
@@ -199,9 +197,9 @@ def prediction_record(
     return {"id": sample.id, "images": sample.images, **size, **objects, **annotated}
 
 
-def object_record(obj: Object, max_bin: int) -> dict[str, Any]:
-    """An object on the grid `0..max_bin` as JSON values, norm1000."""
-    return {"desc": obj.desc, obj.kind: list(to_norm1000(obj, max_bin).coords)}
+def object_record(obj: Object, grid: Grid) -> dict[str, Any]:
+    """An object on its image's grid as JSON values, norm1000."""
+    return {"desc": obj.desc, obj.kind: list(to_norm1000(obj, grid).coords)}
 
 
 def label_of(object_: Object) -> str:

@@ -259,7 +259,7 @@ def test_dat_2_a_format_without_polygons(tmp_path):
     """DAT-2: as when a file is loaded; the index counts them."""
     poly = {"desc": "dog", "poly": [10, 5, 100, 5, 50, 50]}
     path, checks = write(tmp_path, line(objects=[poly] * 2), line()), Checks(LineReader("List.", form=QWEN3VL))
-    assert list(indexed(path, checks)) == load_samples([path], "List.", form=QWEN3VL)[0]
+    assert list(indexed(path, checks)) == load_samples([path], reader=LineReader("List.", form=QWEN3VL))[0]
     found = Index(tmp_path / "index")
     assert (found.num_polygons, found.num_objects) == (2, 3)
 

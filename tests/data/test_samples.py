@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from utils.answer_format import QWEN3VL
+from tests.families import BUILDERS
+from utils.answer_format import QWEN2_5VL, QWEN3VL
+from utils.data.encoding import grid_of
 from utils.data.images import open_image
 from utils.data.mistakes import KINDS, BadLine
-from utils.data.samples import DataError, Sample, load_samples, map_ahead, read_samples
+from utils.data.samples import DataError, LineReader, Sample, load_samples, map_ahead, read_samples
 from utils.geometry import Object
+from utils.scores import object_record
 
 
 def png(path: Path, width: int = 100, height: int = 50) -> Path:
@@ -194,7 +197,7 @@ def test_dat_2_grid_of_the_answer_format(tmp_path, caplog):
         write(tmp_path, line(objects=[poly, {"desc": "cat", "bbox_2d": [0, 0, 50, 25]}]), line(), name="a.jsonl"),
         write(tmp_path, line(objects=[poly]), name="b.jsonl"),
     ]
-    first, second = load_samples(files, "List.", form=QWEN3VL)
+    first, second = load_samples(files, reader=LineReader("List.", form=QWEN3VL))
     dog, cat = Object("dog", "bbox_2d", (100, 100, 1000, 1000)), Object("cat", "bbox_2d", (0, 0, 500, 500))
     assert [sample.objects for sample in first + second] == [[dog, cat], [cat], [dog]]
     (record,) = caplog.records
@@ -395,3 +398,38 @@ def test_only_the_lines_asked_for_are_read(tmp_path):
     items = list(read_samples(mixed(tmp_path), "x", only={1, 5}))
     assert isinstance(items[0], Sample) and items[1].line == 5 and len(items) == 2
     assert list(read_samples(mixed(tmp_path), "x", only=set())) == []
+
+
+@pytest.mark.parametrize("size", [(77, 50), (300, 20), (640, 480), (28, 1200)])
+def test_qwen2_5vl_objects_are_in_pixels_of_the_resized_image_FAM_4(tmp_path, size):
+    """FAM-4, DAT-2: the grid is what the family's own processor makes of an image; so it goes, to half a pixel of the
+    resized image, through reading, and back to bins of 0..999 in records."""
+    processor = BUILDERS["qwen2_5_vl"]()[0]
+    image = Image.new("RGB", size)
+    image.save(tmp_path / "b.png")
+    _, rows, columns = processor.image_processor(images=[image], return_tensors="pt")["image_grid_thw"][0].tolist()
+    patch = processor.image_processor.patch_size
+    width, height = size
+    box = [0.3 * width, 0.1 * height, width, 0.7 * height]
+    objects = [{"desc": "kite", "bbox_2d": box}]
+    path = write(tmp_path, {"images": ["b.png"], "width": width, "height": height, "objects": objects})
+    reader = LineReader("List.", form=QWEN2_5VL, grid_of=grid_of(processor, QWEN2_5VL))
+    (sample,) = load_samples([path], reader=reader)[0]
+    assert sample.grid == (columns * patch, rows * patch)
+    (found,) = sample.objects
+    for value, pixels, side, resized in zip(found.coords, box, size * 2, sample.grid * 2, strict=True):
+        assert abs(value - pixels / side * resized) <= 0.5
+    record = object_record(found, sample.grid)["bbox_2d"]
+    for value, pixels, side, resized in zip(record, box, size * 2, sample.grid * 2, strict=True):
+        assert abs(value / 999 - pixels / side) <= 0.51 / resized
+
+
+def test_a_form_in_pixels_needs_the_processor_FAM_4(tmp_path):
+    """FAM-4: and an image that it refuses to resize is a mistake of the line."""
+    with pytest.raises(ValueError, match="qwen2_5vl needs the processor"):
+        LineReader("List.", form=QWEN2_5VL)
+    Image.new("RGB", (2010, 10)).save(tmp_path / "b.png")
+    path = write(tmp_path, {"images": ["b.png"], "width": 2010, "height": 10, "objects": []})
+    reader = LineReader("List.", form=QWEN2_5VL, grid_of=grid_of(BUILDERS["qwen2_5_vl"]()[0], QWEN2_5VL))
+    with pytest.raises(DataError, match="the image cannot be resized: absolute aspect ratio"):
+        load_samples([path], reader=reader)

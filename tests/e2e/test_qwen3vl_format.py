@@ -1,4 +1,4 @@
-"""Training in Qwen3-VL's own answer format: a model that memorised a few scenes, the hf backend, two real steps."""
+"""Training in models' own answer formats: a model that memorised a few scenes, the hf backend, two real steps."""
 
 import json
 import math
@@ -11,18 +11,23 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.processes import ROOT, run_learner, write_yaml
+from tests.families import build_family
 from tools.make_demo import make_dataset
-from utils.answer_format import QWEN3VL
-from utils.data.samples import load_samples
+from utils.answer_format import FORMATS, QWEN2_5VL, AnswerFormat
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS = 2
 
 
+@pytest.fixture(scope="module", params=["qwen3vl", pytest.param("qwen2_5vl", marks=pytest.mark.slow)])
+def form(request) -> AnswerFormat:
+    return FORMATS[request.param]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Scenes, one of which has polygons as objects."""
-    folder = tmp_path_factory.mktemp("qwen3vl")
+def folder(tmp_path_factory, form) -> Path:
+    """Scenes of 128 px, one of which has polygons as objects; Qwen2.5-VL's processor makes 64 px of them."""
+    folder = tmp_path_factory.mktemp(form.name)
     train, _, _ = make_dataset(folder / "data", num_train=6, num_val=1)
     rows = [json.loads(line) for line in train.read_text().splitlines()]
     for obj in rows[0]["objects"]:
@@ -33,14 +38,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def native_model(folder, start_model) -> Path:
+def native_model(folder, start_model, form) -> Path:
     """The untrained model after a warm-up in its native format: it answers the training scenes."""
     config = {
         "extends": str(ROOT / "configs" / "demo" / "warmup.yaml"),
-        "model": str(start_model),
+        "model": str(build_family("qwen2_5_vl", folder / "start") if form is QWEN2_5VL else start_model),
         "train_jsonl": str(folder / "data" / "train.jsonl"),
         "output_dir": str(folder / "model"),
-        "answer_format": "qwen3vl",
+        "answer_format": form.name,
         "steps": 60,
         "samples_per_step": 6,
         "losses": {"text": 1.0, "desc": 1.0, "w1": 1.0},
@@ -52,7 +57,7 @@ def native_model(folder, start_model) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder, native_model) -> Path:
+def run(folder, native_model, form) -> Path:
     config = {
         "global_max_length": 2048,
         "model": {"path": str(native_model), "dtype": "float32"},
@@ -63,7 +68,7 @@ def run(folder, native_model) -> Path:
             "extra": {
                 "rollout_matching": {
                     "rollout_backend": "hf",
-                    "answer_format": "qwen3vl",
+                    "answer_format": form.name,
                     "decode_batch_size": 6,
                     "max_new_tokens": 220,
                     "monitor_dump": {"every_steps": 1, "num_samples": 2},
@@ -97,15 +102,18 @@ def test_a_run_trains_on_numbers_TGT_7(run):
     assert (run / f"checkpoint-{NUM_STEPS}" / "merged" / "config.json").exists()
 
 
-def test_records_are_norm1000_and_polygons_boxes_DAT_2(run, folder):
+def test_records_are_norm1000_and_polygons_boxes_DAT_2_FAM_4(run, folder, form):
     """DAT-2, LOG-4: records are in bins 0..999; one warning mentions the polygons."""
-    assert "polygons, which answer_format: qwen3vl cannot express" in (run / "output.txt").read_text()
+    assert f"polygons, which answer_format: {form.name} cannot express" in (run / "output.txt").read_text()
     lines = [json.loads(line) for line in (run / "eval" / "step_000000.jsonl").open()]
-    samples = {sample.id: sample for sample in load_samples([folder / "data" / "train.jsonl"], "p", form=QWEN3VL)[0]}
-    assert len(lines) == len(samples) == 6
+    rows = {row["id"]: row for row in map(json.loads, (folder / "data" / "train.jsonl").open())}
+    assert len(lines) == len(rows) == 6
+    half_a_step = 0.501 * 999 / (64 if form.in_pixels else 1000)
     for line in lines:
-        truth = [[coord * 0.999 for coord in obj.coords] for obj in samples[line["id"]].objects]
-        assert [obj["bbox_2d"] for obj in line["gt"]] == [pytest.approx(coords, abs=1e-3) for coords in truth]
+        for found, given in zip(line["gt"], rows[line["id"]]["objects"], strict=True):
+            x1, y1, *_, x2, y2 = given.get("poly") or given["bbox_2d"]
+            expected = [value / 128 * 999 for value in (x1, y1, x2, y2)]
+            assert found["bbox_2d"] == pytest.approx(expected, abs=half_a_step)
     assert any(line["pred"] for line in lines)
 
 

@@ -42,8 +42,8 @@ def answers(tmp_path) -> tuple[Path, list[Sample], list[list[Object]], list[list
         samples.append(Sample(name, [str(path)], [(height, width)], width, height, truth, [], name))
         predictions.append(found)
         scores.append([round(rng.random(), 6) for _ in found])
-        pred = [object_record(obj, 999) | {"score": own} for obj, own in zip(found, scores[-1], strict=True)]
-        gt, size = [object_record(obj, 999) for obj in truth], {"width": width, "height": height}
+        pred = [object_record(obj, (999, 999)) | {"score": own} for obj, own in zip(found, scores[-1], strict=True)]
+        gt, size = [object_record(obj, (999, 999)) for obj in truth], {"width": width, "height": height}
         lines.append({"id": name, "images": [str(path)], **size, "gt": gt, "pred": pred})
     file = tmp_path / "step_000100.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -18,6 +18,7 @@ from utils.config.plan import make_plan
 from utils.data.encoding import load_processor, num_prompt_tokens
 from utils.data.images import ImageStore
 from utils.data.samples import load_samples
+from utils.families import FAMILIES
 from utils.parsing import TokenTable
 
 ROOT = Path(__file__).parents[2]
@@ -95,9 +96,7 @@ def test_a_new_user_with_a_coco_file_and_a_model_CFG_16(tmp_path, start_model, m
     cfg = load_config("mine.yaml")
     plan = make_plan(cfg, 1)
     assert all(command in Path("mine.yaml").read_text() for command in plan.layout.commands)
-    train, val = load_samples(
-        [cfg.custom.train_jsonl[0].path, cfg.custom.val_jsonl[0].path], cfg.data.prompt, form=cfg.rm.format
-    )
+    train, val = load_samples([cfg.custom.train_jsonl[0].path, cfg.custom.val_jsonl[0].path], cfg.data.prompt)
     assert len(train) + len(val) == 40 and train and val
     processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     table = TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
@@ -154,11 +153,15 @@ def test_small_data_are_repeated_and_their_steps_are_small():
 
 
 def test_without_coordinate_tokens_the_models_own_form_is_used(tmp_path, start_model):
-    assert answer_form(start_model)[0].name == "coord_tokens"
+    qwen3_vl, qwen2_5_vl = FAMILIES["qwen3_vl"], FAMILIES["qwen2_5_vl"]
+    assert answer_form(start_model, qwen3_vl)[0].name == "coord_tokens"
     shutil.copytree(start_model, tmp_path / "model")
     tokenizer = tmp_path / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
-    assert answer_form(tmp_path / "model")[0].name == "qwen3vl"
+    assert answer_form(tmp_path / "model", qwen3_vl)[0].name == "qwen3vl"
+    assert answer_form(tmp_path / "model", qwen2_5_vl)[0].name == "qwen2_5vl"
+    with pytest.raises(ValueError, match="lacks 1 of 1000 coordinate tokens"):
+        answer_form(tmp_path / "model", FAMILIES["internvl"])
 
 
 def test_the_presets_limit_of_pixels_is_set_only_where_model_and_data_pass_it(tmp_path, start_model):
@@ -210,7 +213,8 @@ def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("llama", "a llama model; only dense Qwen3-VL"), (None, "no readable config.json")]
+    ("kind", "message"),
+    [("llama", "a llama model, which is not supported"), (None, "no readable config.json")],
 )
 def test_a_model_that_cannot_be_trained_is_one_message(tmp_path, kind, message, monkeypatch, capsys):
     """Before any data are read; status 2, no traceback."""

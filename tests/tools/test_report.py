@@ -54,7 +54,7 @@ def parsed(objects: list[Object]) -> ParsedAnswer:
 
 
 def record(gt: list[Object], pred: list[Object], annotated: list[str] | None = None) -> dict:
-    sides = {"gt": [object_record(o, 999) for o in gt], "pred": [object_record(o, 999) for o in pred]}
+    sides = {"gt": [object_record(o, (999, 999)) for o in gt], "pred": [object_record(o, (999, 999)) for o in pred]}
     return {"id": "a", "images": []} | sides | ({} if annotated is None else {"annotated": annotated})
 
 
@@ -107,8 +107,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         records = []
         for sample in samples:
             said = parsed(answer(rng, sample.objects, skill))
-            counts.update(count_evaluation(said, sample, 0.5, False, 999))
-            line = prediction_record(sample, said, 999)
+            counts.update(count_evaluation(said, sample, 0.5, False))
+            line = prediction_record(sample, said)
             for pred in line["pred"]:
                 pred["score"] = round(rng.random(), 4)
             records.append(line)
@@ -168,8 +168,8 @@ def test_verdicts_agree_with_the_scores_LRN_7():
 def test_evaluations_keep_for_which_labels_annotation_is_complete_TGT_12():
     """TGT-12: without it a report would call a new class's objects wrong."""
     sample = sample_of("a", [], [], annotated=frozenset({"red", "blue"}))
-    assert prediction_record(sample, parsed([]), 999)["annotated"] == ["blue", "red"]
-    assert "annotated" not in prediction_record(sample_of("a", [], []), parsed([]), 999)
+    assert prediction_record(sample, parsed([]))["annotated"] == ["blue", "red"]
+    assert "annotated" not in prediction_record(sample_of("a", [], []), parsed([]))
 
 
 def test_precision_over_recall_is_that_of_coco_LRN_9():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PrivateAttr, model_validator
 
-from utils.answer_format import COORD_TOKENS, FORMATS, QWEN3VL, AnswerFormat
+from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.rlhf import Rlhf
 from utils.config.rollout import Decoding, RolloutServer, Server, ServerAddress, ServerSettings, Vllm
 from utils.config.section import NonNegative, PositiveFloat, PositiveInt, Ratio, Section, key, parse_path, value_at
@@ -57,7 +57,7 @@ class Data(Section):
     """How samples are read."""
 
     prompt: str = key(
-        COORD_TOKENS.prompt, "user text of samples without messages; qwen3vl's default requests JSON boxes"
+        COORD_TOKENS.prompt, "user text of samples without messages; the other formats' default requests JSON boxes"
     )
     object_order: Literal["file", "sorted"] = key("file", "file order, or sorted top to bottom, then left to right")
     on_bad_sample: Literal["stop", "skip"] = key(
@@ -127,10 +127,12 @@ class Losses(Section):
 
     text: NonNegative = key(1.0, "cross-entropy of text tokens")
     desc: NonNegative = key(1.0, "factor on text inside desc values")
-    coord: NonNegative = key(1.0, "soft cross-entropy of coordinate tokens; qwen3vl: factor on the text of coordinates")
-    w1: NonNegative = key(1.0, "1-Wasserstein distance of coordinate tokens; not with qwen3vl")
-    gate: NonNegative = key(1.0, "probability mass outside the coordinate tokens; not with qwen3vl")
-    sigma: PositiveFloat = key(12.0, "width of the Gaussian coordinate target, in bins; not with qwen3vl")
+    coord: NonNegative = key(
+        1.0, "soft cross-entropy of coordinate tokens; without them: factor on the text of coordinates"
+    )
+    w1: NonNegative = key(1.0, "1-Wasserstein distance of coordinate tokens; needs coordinate tokens")
+    gate: NonNegative = key(1.0, "probability mass outside the coordinate tokens; needs coordinate tokens")
+    sigma: PositiveFloat = key(12.0, "width of the Gaussian coordinate target, in bins; needs coordinate tokens")
     reference_kl: NonNegative = key(
         0.0, "KL divergence from the start policy to the current one, where the answer has no label; 0: no reference"
     )
@@ -173,8 +175,8 @@ class RolloutMatching(Section):
     teacher_forced_ratio: Ratio = key(
         0.0, "fraction of samples trained on the plain ground truth; 1: supervised training, no engine but to evaluate"
     )
-    answer_format: Literal["coord_tokens", "qwen3vl"] = key(
-        "coord_tokens", "one token per coordinate, or Qwen3-VL's own format (0..1000, label, boxes; no added tokens)"
+    answer_format: Literal["coord_tokens", "qwen3vl", "qwen2_5vl"] = key(
+        "coord_tokens", "one token per coordinate, or the family's own format: numbers in text, no added tokens"
     )
     matching: Matching = Field(default_factory=Matching)
     targets: Targets = Field(default_factory=Targets)
@@ -307,8 +309,8 @@ class Config(Section):
     def _prompt_of_the_format(cls, values: Any) -> Any:
         """If no prompt is given, make the answer format's own the value, which is then printed with the rest."""
         name, data = value_at(values, parse_path(f"{RM}.answer_format")), value_at(values, ("data",), {})
-        if name == QWEN3VL.name and isinstance(data, dict):
-            return {**values, "data": {"prompt": QWEN3VL.prompt, **data}}
+        if name in FORMATS and isinstance(data, dict):
+            return {**values, "data": {"prompt": FORMATS[name].prompt, **data}}
         return values
 
     @property

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from PIL import Image
 
+from utils.answer_format import AnswerFormat
 from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
 from utils.data.samples import Sample
+from utils.geometry import Grid
 from utils.policy_loss import policy_segment
 from utils.targets import Segment
 
@@ -106,6 +108,31 @@ def encode_images(images: list[Image.Image], processor: Any) -> tuple[list[list[
     texts = [processor.replace_image_token(features, index) for index in range(len(images))]
     tokens = [list(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     return tokens, {name: features[name] for name in processor.image_processor.model_input_names}
+
+
+@dataclass(frozen=True)
+class ResizedSizes:
+    """The size in pixels to which Qwen's image processor resizes an image of a given height and width."""
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+
+    def __call__(self, height: int, width: int) -> Grid:
+        """Width and height, as a grid. Raises ValueError where the sides are too different."""
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        new_height, new_width = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        return new_width, new_height
+
+
+def grid_of(processor: Any, form: AnswerFormat) -> ResizedSizes | None:
+    """What `LineReader` needs to know of the processor where coordinates are pixels of the resized image; else None."""
+    if not form.in_pixels:
+        return None
+    images = processor.image_processor
+    factor = images.patch_size * images.merge_size
+    return ResizedSizes(factor, images.size["shortest_edge"], images.size["longest_edge"])
 
 
 def num_prompt_tokens(sample: Sample, processor: Any) -> int:

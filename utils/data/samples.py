@@ -23,7 +23,7 @@ from utils.answer_format import COORD_TOKENS, AnswerFormat
 from utils.data.images import image_size
 from utils.data.mistakes import BadLine
 from utils.data.prompts import IMAGE_MARKER, to_chat_messages
-from utils.geometry import Object, bounding_box, normal_label, pixels_to_bins
+from utils.geometry import MAX_BIN, Grid, Object, bounding_box, normal_label, pixels_to_bins
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Sample:
     `source` is "file:line". `extra` holds all other keys of the line unchanged, for rewards: `domain`, `summary` and
     any of the user's own. `annotated` are the labels for which annotation is complete, as `normal_label` gives them;
     None: all (TGT-12). `teacher_forced_ratio` is that of the file, if it has its own (DAT-5).
+    `grid` is the largest x and y of `objects`.
     """
 
     id: str
@@ -73,6 +74,7 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)
     annotated: frozenset[str] | None = None
     teacher_forced_ratio: float | None = None
+    grid: Grid = (MAX_BIN, MAX_BIN)
 
 
 def load_samples(
@@ -80,21 +82,20 @@ def load_samples(
     prompt: str | None = None,
     object_order: str = "file",
     skipped: list[BadLine] | None = None,
-    form: AnswerFormat = COORD_TOKENS,
+    reader: LineReader | None = None,
 ) -> list[list[Sample]]:
-    """Read the samples of each file, in file order. `prompt` is for lines with neither `prompt` nor `messages`.
+    """Read the samples of each file, in file order.
 
     Args:
-        object_order: "file" or "sorted": top to bottom, then left to right, by the upper left corner.
+        prompt, object_order: of the `LineReader` where none is given.
         skipped: receives the lines that cannot be used; None makes any such line an error.
-        form: coordinates are mapped to its grid. If it has no polygons, each becomes the tightest box around it, and
-            one warning counts them.
+        reader: if its format has no polygons, each becomes the tightest box around it, and one warning counts them.
 
     Raises:
         DataError: with every problem of every file; with `skipped`, only of files that are unreadable or leave no
             sample.
     """
-    reader = LineReader(prompt, object_order, form)
+    reader = reader or LineReader(prompt, object_order)
     datasets, problems = [], []
     for path in paths:
         samples, bad = [], []
@@ -108,7 +109,7 @@ def load_samples(
     if problems:
         raise DataError(problems)
     objects = [obj for samples in datasets for sample in samples for obj in sample.objects]
-    warn_of_polygons(sum(obj.kind == "poly" for obj in objects), len(objects), form)
+    warn_of_polygons(sum(obj.kind == "poly" for obj in objects), len(objects), reader.form)
     return [list(map(reader.as_expressible, samples)) for samples in datasets]
 
 
@@ -123,15 +124,26 @@ def warn_of_polygons(num_polygons: int, num_objects: int, form: AnswerFormat) ->
 
 @dataclass(frozen=True)
 class LineReader:
-    """How a line becomes a sample; the arguments of `load_samples`."""
+    """How a line becomes a sample; picklable.
+
+    Attributes:
+        prompt: for lines with neither `prompt` nor `messages`.
+        object_order: "file" or "sorted": top to bottom, then left to right, by the upper left corner.
+        form: coordinates are mapped to its grid.
+        grid_of: the grid of an image of a given height and width, where it depends on that; ValueError where it has
+            none. See `utils.data.encoding.grid_of`.
+    """
 
     prompt: str | None = None
     object_order: str = "file"
     form: AnswerFormat = COORD_TOKENS
+    grid_of: Callable[[int, int], Grid] | None = None
 
     def __post_init__(self) -> None:
         if self.object_order not in ("file", "sorted"):
             raise ValueError(f"object_order={self.object_order!r}: must be 'file' or 'sorted'")
+        if self.form.in_pixels and self.grid_of is None:
+            raise ValueError(f"answer_format: {self.form.name} needs the processor, which knows resized sizes")
 
     def read(
         self, path: str | os.PathLike, number: int, line: bytes, sizes: list[tuple[int, int]] | None = None
@@ -256,7 +268,8 @@ def _read_sample(
     if sizes is None and images is not None:
         sizes = read_part(_image_sizes, images)
     size = read_part(_read_size, row, sizes)
-    objects = read_part(_read_objects, row, sizes, size, reader.form.max_bin)
+    grid = read_part(_grid, reader, sizes, default=(MAX_BIN, MAX_BIN))
+    objects = read_part(_read_objects, row, sizes, size, grid)
     sample_id = read_part(_read_id, row, source)
     annotated = read_part(_read_annotated, row)
     if messages is not None and images is not None:
@@ -267,7 +280,17 @@ def _read_sample(
     if problems:
         raise _Mistake(problems=problems)
     extra = {key: value for key, value in row.items() if key not in FORMAT_KEYS}
-    return Sample(sample_id, images, sizes, *size, objects, messages, source, extra, annotated)
+    return Sample(sample_id, images, sizes, *size, objects, messages, source, extra, annotated, grid=grid)
+
+
+def _grid(reader: LineReader, sizes: list[tuple[int, int]] | None) -> Grid:
+    """The grid of a line's objects: by the first image's size where that decides."""
+    if reader.grid_of is None or not sizes:
+        return (reader.form.max_bin, reader.form.max_bin)
+    try:
+        return reader.grid_of(*sizes[0])
+    except ValueError as error:
+        raise _Mistake("size", f"the image cannot be resized: {error}") from None
 
 
 def _read_annotated(row: dict[str, Any]) -> frozenset[str] | None:
@@ -399,7 +422,7 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tupl
     return given
 
 
-def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None, max_bin: int) -> list[Object]:
+def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None, grid: Grid) -> list[Object]:
     """Read all objects. `sizes` and `size` are None where their source is wrong and has been reported."""
     given = row.get("objects", [] if "summary" in row else None)  # a summary needs no objects
     if given is None:
@@ -413,7 +436,7 @@ def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int]
     objects, problems = [], []
     for i, (item, extent) in enumerate(items):
         try:
-            objects.append(_read_object(item, extent, max_bin))
+            objects.append(_read_object(item, extent, grid))
         except _Mistake as mistake:
             problems.extend((kind, f"objects[{i}]{reason}") for kind, reason in mistake.problems)
     if problems:
@@ -453,7 +476,7 @@ def _swift_objects(given: dict[str, Any], sizes: list | None, size: tuple[int, i
     return objects
 
 
-def _read_object(item: Any, size: tuple[int, int] | None, max_bin: int) -> Object:
+def _read_object(item: Any, size: tuple[int, int] | None, grid: Grid) -> Object:
     if not isinstance(item, dict):
         raise _Mistake("objects", f": must be an object, not {_json_type(item)}")
     desc = item.get("desc")
@@ -481,7 +504,7 @@ def _read_object(item: Any, size: tuple[int, int] | None, max_bin: int) -> Objec
     slack = 0.0 if width == 1.0 else EDGE_TOLERANCE_PX
     if not all(-slack <= x <= limit + slack for x, limit in zip(numbers, cycle(size), strict=False)):
         raise _Mistake("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")
-    return Object(desc, kind, pixels_to_bins(numbers, width, height, max_bin))
+    return Object(desc, kind, pixels_to_bins(numbers, width, height, grid))
 
 
 def _json_type(value: Any) -> str:

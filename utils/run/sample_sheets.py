@@ -16,7 +16,7 @@ from PIL import Image
 
 from utils.data.images import open_image
 from utils.data.samples import Sample
-from utils.geometry import Object, iou_matrix, to_norm1000
+from utils.geometry import Grid, Object, iou_matrix, to_norm1000
 from utils.parsing import ParsedAnswer, TokenTable
 from utils.rollout.backend import RolloutResult
 from utils.run.draw import draw_objects, sheet, stack, text_panel
@@ -100,7 +100,6 @@ def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
     Coordinates are norm1000 (0..999), except inside texts and the targets of tokens. Indices count within their list.
     """
     sample, answer, parsed, target = example.sample, example.answer, example.parsed, example.target
-    max_bin = table.format.max_bin
     iou = iou_matrix(parsed.pred_objects, sample.objects)
     return {
         "id": sample.id,
@@ -109,8 +108,8 @@ def example_record(example: Example, table: TokenTable) -> dict[str, Any]:
         "width": sample.width,
         "height": sample.height,
         "messages": sample.messages,
-        "gt": [object_record(obj, max_bin) for obj in sample.objects],
-        "pred": [object_record(obj, max_bin) for obj in parsed.pred_objects],
+        "gt": [object_record(obj, sample.grid) for obj in sample.objects],
+        "pred": [object_record(obj, sample.grid) for obj in parsed.pred_objects],
         "pairs": [{"pred": p, "gt": g, "iou": float(iou[p, g])} for p, g in example.pairs],
         "unmatched_pred": sorted(set(range(len(parsed.pred_objects))) - {p for p, _ in example.pairs}),
         "unmatched_gt": sorted(set(range(len(sample.objects))) - {g for _, g in example.pairs}),
@@ -184,7 +183,7 @@ def example_sheet(example: Example, table: TokenTable) -> Image.Image:
     pred_labels = {p: number for number, (p, _) in enumerate(example.pairs, start=1)}
     sides = [(sample.objects, gt_labels), (parsed.pred_objects, pred_labels)]
     first, *others = [_open_or_blank(source) for source in sample.images or [""]]
-    rows = [[_draw_side(first, objects, numbers, table.format.max_bin) for objects, numbers in sides]]
+    rows = [[_draw_side(first, objects, numbers, sample.grid) for objects, numbers in sides]]
     rows += [[draw_objects(image, [], UNMATCHED, SIDE)] * 2 for image in others]
     pictures = sheet(rows, (f"ground truth ({len(sample.objects)})", f"prediction ({len(parsed.pred_objects)})"))
     shown, end = [_shown(token, table) for token in answer.response_token_ids], parsed.num_exact
@@ -205,12 +204,12 @@ def example_sheet(example: Example, table: TokenTable) -> Image.Image:
     return stack([text_panel([(facts, None)], width), pictures, *(text_panel(text, width) for text in texts)])
 
 
-def _draw_side(image: Image.Image, objects: Sequence[Object], numbers: Mapping[int, int], max_bin: int) -> Image.Image:
+def _draw_side(image: Image.Image, objects: Sequence[Object], numbers: Mapping[int, int], grid: Grid) -> Image.Image:
     """The image with its objects; `numbers` maps the index of each matched one to its pair's number."""
     found = [numbers.get(index) for index in range(len(objects))]
     colours = [PAIR_COLOURS[(n - 1) % len(PAIR_COLOURS)] if n else UNMATCHED for n in found]
     labels = [f"{n or 'x'} {obj.desc}" for n, obj in zip(found, objects, strict=True)]
-    return draw_objects(image, [to_norm1000(obj, max_bin) for obj in objects], colours, SIDE, labels)
+    return draw_objects(image, [to_norm1000(obj, grid) for obj in objects], colours, SIDE, labels)
 
 
 def _open_or_blank(source: str) -> Image.Image:

@@ -27,6 +27,7 @@ from utils.config.rules import length_limit
 from utils.data.encoding import (
     dummy_segment,
     encode_prompt,
+    grid_of,
     load_processor,
     model_digest,
     num_prompt_tokens,
@@ -218,7 +219,8 @@ def load_data(
 
     Exit status 2 with every problem listed; with `on_bad_sample: skip` bad lines are left out instead, and reported.
     """
-    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format)
+    grids = processor and grid_of(processor, cfg.rm.format)
+    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format, grids)
     count_tokens = processor and partial(num_prompt_tokens, processor=processor)
     checks = Checks(reader, count_tokens, rewards)
     model_files = {name: found for name, found in digests["base_model"].items() if not name.endswith(".safetensors")}
