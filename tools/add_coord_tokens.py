@@ -209,7 +209,8 @@ def main() -> None:
         add_coord_tokens(args.model, args.output, args.seed)
     except (ValueError, OSError) as error:
         exit_with(str(error))
-    print(f"{args.output}: added {NUM_BINS} coordinate tokens; train it on the answer format (configs/stage1/)")
+    print(f"{args.output}: added {NUM_BINS} coordinate tokens")
+    print("train it on the answer format: make train GPUS=0,1,2,3 CONFIG=configs/stage1/qwen3vl_8b_4gpu.yaml")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def main() -> None:
     args = parser.parse_args()
     counts, text = check(args.files, args.prompt, max(args.lines, 1))
     print(text)
+    if not counts.num_bad:
+        print(f"write a config: python -m tools.init --data {args.files[0]} --model DIR --gpus N")
     sys.exit(1 if counts.num_bad else 0)
 
 

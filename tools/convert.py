@@ -400,6 +400,9 @@ def main() -> None:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
     print(report.text())
+    written = next(iter(report.images))
+    print(f"look at it: python -m tools.show_jsonl --data {written} --output sheets")
+    print(f"write a config: python -m tools.init --data {written} --model DIR --gpus N")
 
 
 if __name__ == "__main__":

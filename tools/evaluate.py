@@ -71,6 +71,7 @@ def main() -> None:
     write(output, about | {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold} | result, predictions)
     show(result, f"{args.checkpoint} on {len(samples)} images ({backend}, {model.dtype}, greedy)")
     print(f"scores: {output}   responses: {output.with_suffix('.jsonl')}")
+    print(f"for other tools: python -m tools.export {output.with_suffix('.jsonl')} --output DIR")
 
 
 def parse_args() -> argparse.Namespace:

@@ -228,7 +228,7 @@ def main() -> None:
     print(f"supervised warm-up of {cfg.model}: {cfg.steps} steps of {cfg.samples_per_step} samples", flush=True)
     train(cfg, parts)
     save(parts, cfg.output_dir)
-    print(f"saved {cfg.output_dir}")
+    print(f"saved {cfg.output_dir}; score it: python -m tools.evaluate --checkpoint {cfg.output_dir} --data FILE")
 
 
 if __name__ == "__main__":

@@ -192,3 +192,24 @@ def test_an_evaluation_is_written_with_its_answers_by_id_LRN_7(tmp_path):
     answers = evaluation_file(tmp_path, 40).with_suffix(".jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in answers] == ["a", "b"]
     assert len(list((tmp_path / "eval").iterdir())) == 2
+
+
+def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):
+    """How to watch, look at and score what it made."""
+    val = [SimpleNamespace(path="val.jsonl")]
+    session = SimpleNamespace(
+        ranks=SimpleNamespace(is_main=True, world_size=1),
+        timer=SimpleNamespace(seconds={"train": 1.0}),
+        cfg=SimpleNamespace(custom=SimpleNamespace(val_jsonl=val)),
+        policy=SimpleNamespace(engine=SimpleNamespace(ledger=None)),
+        **{"num_steps": 7, "run_dir": tmp_path},
+    )
+    with caplog.at_level("INFO"):
+        Session.finish(session)
+    text = "\n".join(caplog.messages)
+    for command in (
+        f"tensorboard --logdir {tmp_path}",
+        f"python -m tools.report {tmp_path}",
+        f"python -m tools.evaluate --checkpoint {tmp_path}/checkpoint-7/merged --data val.jsonl",
+    ):
+        assert command in text

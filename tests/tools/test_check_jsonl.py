@@ -38,9 +38,10 @@ def test_the_program_ends_with_1_on_mistakes_and_0_without(tmp_path, monkeypatch
         return ended.value.code, capsys.readouterr().out
 
     bad, good = mixed(tmp_path), write(tmp_path, line(), name="good.jsonl")
-    assert run_tool(good) == (0, f"{good}: 1 good samples with 1 objects, 0 bad lines\n")
+    next_command = f"write a config: python -m tools.init --data {good} --model DIR --gpus N\n"
+    assert run_tool(good) == (0, f"{good}: 1 good samples with 1 objects, 0 bad lines\n{next_command}")
     code, text = run_tool(good, bad, tmp_path / "absent.jsonl", "--lines", "1")
-    assert code == 1 and "2 lines: 5, ..." in text
+    assert code == 1 and "2 lines: 5, ..." in text and "tools.init" not in text
     assert f"{tmp_path}/absent.jsonl: cannot be read: No such file or directory" in text
     code, text = run_tool(good, "--prompt", "")
     assert code == 1 and "no prompt" in text

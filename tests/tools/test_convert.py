@@ -426,6 +426,8 @@ def test_the_program(tmp_path, monkeypatch, capsys):
         "objects: 1 boxes, 0 outlines",
         "images without objects: 0",
         "objects left out: crowd: 1 (first: image 1)",
+        f"look at it: python -m tools.show_jsonl --data {out} --output sheets",
+        f"write a config: python -m tools.init --data {out} --model DIR --gpus N",
     ]
     run_tool(monkeypatch, *args, "--crowd", "keep", "--categories", "cat,traffic light", "--splits", "a=1")
     assert f"{tmp_path}/d_a.jsonl: 1 images\nobjects: 2 boxes" in capsys.readouterr().out

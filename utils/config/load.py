@@ -188,7 +188,9 @@ def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
     try:
         return load_config(path)
     except ConfigError as error:
-        exit_with(error)
+        called = Path(sys.argv[0]).name
+        program = called if called in (*SCRIPTS.values(), "rollout_server.py") else "train_stage2.py"
+        exit_with(f"{error}\ncheck it again, starting nothing: python {program} --config {path} --dry-run")
 
 
 def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:

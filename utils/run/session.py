@@ -352,6 +352,9 @@ class Session:
         logger.info("seconds on rank 0: %s", seconds)
         checkpoint = self.run_dir / f"checkpoint-{self.num_steps}"
         logger.info("checkpoint: %s; curves: tensorboard --logdir %s", checkpoint, self.run_dir)
+        logger.info("look at it: python -m tools.report %s", self.run_dir)
+        scored = self.cfg.custom.val_jsonl[0].path if self.cfg.custom.val_jsonl else "FILE"
+        logger.info("score it: python -m tools.evaluate --checkpoint %s/merged --data %s", checkpoint, scored)
 
     def close(self) -> None:
         """Leave servers and process groups; the servers stay up (GRP-4). What fails is raised when all is done."""
