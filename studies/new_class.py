@@ -25,7 +25,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from studies import new_class_data, new_class_report, study
-from studies.new_class_data import MATERIALS, NEW_LABELS, SPLITS, VERSION
+from studies.new_class_data import MATERIALS, NEW_LABELS, SPLITS
 from studies.study import RM, RunFailed, Task, load_records, quiet_parts, resolved, slug, store, write_config
 from studies.study_report import Record, last, quiet_step_seconds, runs_of
 from tools import demo
@@ -166,7 +166,7 @@ def find(records: Sequence[Record], job: Job) -> Record | None:
     """Return the record of a run if its settings are still the same."""
     for record in records:
         if (record["task"], record["variant"], record["seed"]) == (job.task, job.variant, job.seed):
-            is_same = (record["overrides"], record["material"]) == (job.overrides, VERSION)
+            is_same = (record["overrides"], record["material"]) == (job.overrides, MATERIALS[job.task].version)
             return record if is_same else None
     return None
 
@@ -279,7 +279,7 @@ def run_learner(job: Job, steps: int) -> Record:
         "variant": job.variant,
         "seed": job.seed,
         "overrides": job.overrides,
-        "material": VERSION,
+        "material": MATERIALS[job.task].version,
         "steps": finished["steps"],
         "seconds": finished["seconds"],
         "step_seconds": quiet_parts(EventAccumulator(str(folder)).Reload()),

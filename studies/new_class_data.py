@@ -24,7 +24,6 @@ from utils.scores import label_of
 
 SIDE = 128  # pixels
 NEW_LABELS = ("yellow ring", "blue triangle")
-VERSION = 1  # raise it when the code below draws, warms up or labels differently: records of older material are stale
 WARMUP_CONFIG = "configs/demo/warmup.yaml"
 SPLITS = {
     "warmup": 6000,
@@ -52,12 +51,18 @@ class Shift:
 
 @dataclass(frozen=True)
 class Material:
-    """What a study starts from. `seed` is that of its images and of its start model."""
+    """What a study starts from.
+
+    Attributes:
+        seed: of its images and of its start model.
+        version: raise it when it is drawn, warmed up or labelled differently; records of older material are stale.
+    """
 
     name: str
     seed: int
     warmup_steps: int
     shift: Shift = Shift()
+    version: int = 1
 
     @property
     def root(self) -> Path:
@@ -66,14 +71,15 @@ class Material:
 
 MATERIALS = {
     "new_class": Material("new_class", seed=101, warmup_steps=1500),
-    "shifted": Material("shifted", 102, warmup_steps=300, shift=Shift(contrast=0.5, noise=20.0, sizes=(0.15, 0.32))),
+    "shifted": Material("shifted", 102, 700, Shift(contrast=0.5, noise=20.0, sizes=(0.15, 0.32)), version=2),
 }
 
 
 def prepare(material: Material) -> None:
     """Make `data`, `start`, `model` and the pseudo-labels `data/pseudo.jsonl` below `material.root`, if missing."""
     torch.set_num_threads(1)
-    settings = [VERSION, asdict(material), SPLITS, NEW_LABELS]
+    facts = asdict(material)
+    settings = [facts.pop("version"), facts, SPLITS, NEW_LABELS]
     root = material.root
     cached(root / "data", settings, "synthetic scenes", lambda folder: make_data(folder, material))
     cached(root / "start", [material.seed], "untrained", lambda to: build_start_model(to, SIDE, seed=material.seed))

@@ -13,7 +13,7 @@ from torch import nn
 
 import train_stage2
 from studies import new_class, new_class_data, new_class_report, refreshed_labels
-from studies.new_class import ARMS, LEARNING_RATES, OFFLINE, PSEUDO, REFRESHED, SEEDS, SFT, STAGE2, VERSION, Job
+from studies.new_class import ARMS, LEARNING_RATES, OFFLINE, PSEUDO, REFRESHED, SEEDS, SFT, STAGE2, Job
 from studies.new_class_data import MATERIALS, NEW_LABELS
 from utils.config.load import load_config
 from utils.data.samples import Sample
@@ -30,7 +30,7 @@ def record(job: Job, f1: float, steps: int = 60) -> dict:
         "variant": job.variant,
         "seed": job.seed,
         "overrides": json.loads(json.dumps(job.overrides)),
-        "material": VERSION,
+        "material": MATERIALS[job.task].version,
         "steps": steps,
         "seconds": {"train": 99.0},
         "step_seconds": {"rollout": 1.5, "sync": 0.0, "prepare": 0.25, "train": 1.0},
@@ -145,7 +145,7 @@ def test_records_of_other_settings_or_older_images_do_not_count():
     job = new_class.grid(TASK, SFT)[0]
     own = record(job, 0.5)
     assert new_class.find([own], job) is own
-    assert new_class.find([own | {"material": VERSION - 1}], job) is None
+    assert new_class.find([own | {"material": 0}], job) is None
     assert new_class.find([own | {"overrides": {}}], job) is None
     assert new_class.find([own], replace(job, seed=1)) is None
 
