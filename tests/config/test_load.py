@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tools.make_config_docs import TARGET, render
@@ -363,6 +363,7 @@ def test_CFG_3_wrong_types_and_ranges(changes: dict[str, Any], message: str) -> 
         max_leaves=20,
     )
 )
+@example({"answer_format": []})
 def test_CFG_3_whatever_a_file_holds_is_reported_and_never_crashes(value: Any) -> None:
     """CFG-3."""
     data = {"model": value, "custom": value, "training": {"output_dir": value}, "tuner": value}

@@ -1,6 +1,7 @@
 """Set-up on several nodes: what one of them lacks is told once, by name, before anything heavy starts."""
 
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,15 +119,29 @@ def test_a_node_that_others_cannot_reach_is_told_before_the_ranks_meet(
     assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
 
 
-def test_trackers_learn_what_the_run_is_LOG_3_LRN_5(tmp_path):
+@pytest.mark.parametrize("report_to", ["none", ["tensorboard"]])
+def test_trackers_learn_what_the_run_is_LOG_3_LRN_5(tmp_path, report_to):
     """LOG-3, LRN-5: those of the config, on rank 0 alone; a resumed run's from the step after its checkpoint."""
-    cfg, engine = config(tmp_path), SimpleNamespace(mode="full", fallback=None)
+    data = config_of(tmp_path, tmp_path / "model", "http://10.0.0.3:8000", 8001, {})
+    data["training"]["report_to"] = report_to
+    cfg, engine = build_config(data), SimpleNamespace(mode="full", fallback=None)
     inputs = {"accepted_changes": []}
     for checkpoint, purge_step in ((None, None), (Checkpoint(tmp_path / "checkpoint-3", 3, "abc", 1, {}, {}), 4)):
-        for rank, trackers in ((Ranks(), 1), (SimpleNamespace(is_main=False, world_size=2), 0)):
+        for rank in (Ranks(), SimpleNamespace(is_main=False, world_size=2)):
             monitor = open_records(cfg, rank, "def", None, checkpoint, inputs, False, 9, engine)
             monitor.close()
             assert monitor.facts.run_id == "def" and monitor.facts.run_dir == Path(cfg.training.output_dir)
-            assert monitor.facts.config["training"]["report_to"] == ["tensorboard"]
-            assert len(monitor._trackers) == trackers and monitor.num_steps == 9
-            assert not rank.is_main or monitor.facts.purge_step == purge_step
+            assert monitor.facts.config["training"]["report_to"] == cfg.training.report_to
+            assert [own.name for own in monitor._trackers] == (cfg.training.report_to if rank.is_main else [])
+            assert monitor.num_steps == 9 and (not rank.is_main or monitor.facts.purge_step == purge_step)
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_told_before_anything_starts_LOG_3(tmp_path, capsys):
+    """LOG-3: exit status 2 with the command that installs it; the model's folder does not even exist."""
+    data = config_of(tmp_path, tmp_path / "model", "http://127.0.0.1:8000", 8001, {})
+    data["training"]["report_to"] = ["tensorboard", "wandb"]
+    with pytest.raises(SystemExit) as end:
+        open_session(build_config(data), metric="f1")
+    assert end.value.code == 2
+    assert "training.report_to" in (told := capsys.readouterr().err) and "requirements-trackers.txt wandb" in told

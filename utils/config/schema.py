@@ -309,7 +309,7 @@ class Config(Section):
     def _prompt_of_the_format(cls, values: Any) -> Any:
         """If no prompt is given, make the answer format's own the value, which is then printed with the rest."""
         name, data = value_at(values, parse_path(f"{RM}.answer_format")), value_at(values, ("data",), {})
-        if name in FORMATS and isinstance(data, dict):
+        if isinstance(name, str) and name in FORMATS and isinstance(data, dict):
             return {**values, "data": {"prompt": FORMATS[name].prompt, **data}}
         return values
 
