@@ -1,7 +1,7 @@
 """Rows: which finished segments share one, and the tensors that a row becomes (section PCK of the contract). Pure.
 
 Shapes: B sequences (1 in a packed row), T tokens, Nc supervised coordinates, Nt supervised text tokens, Nu answer
-tokens without a label, R rows of position ids, D hidden width.
+tokens without a label, R rows of position ids, D hidden width, K most likely tokens.
 `targets` makes segments; `losses` scores rows.
 """
 
@@ -215,6 +215,15 @@ class StartStates(Movable):
     """What the start policy makes of a batch's answer tokens without a label (TGT-16)."""
 
     states: Tensor  # [Nu, D], final hidden states that predict them
+    num_chunks: int  # of logits; the same on all ranks
+
+
+@dataclass
+class TeacherTop(Movable):
+    """A teacher's most likely tokens where the answers' tokens without a label are (TGT-16)."""
+
+    token_ids: Tensor  # int64[Nu, K], each once in a row
+    logprobs: Tensor  # float32[Nu, K]
     num_chunks: int  # of logits; the same on all ranks
 
 
