@@ -155,7 +155,7 @@ class Learner:
 
 
 def own_answers(model_dir: Path, asked: list[dict], max_tokens: int) -> list[tuple[list[int], list[int], torch.Tensor]]:
-    """Return transformers' greedy answers: (prompt ids, answer ids up to the end token, log-probs [n - 1, V] after each."""
+    """Return transformers' greedy answers: (prompt ids, answer ids up to the end token, log-probs [n - 1, V])."""
     from transformers import AutoModelForImageTextToText
 
     from utils.data.encoding import load_processor
