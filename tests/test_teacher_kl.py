@@ -108,4 +108,7 @@ def test_the_head_runs_equally_often_on_every_rank_and_by_chunks_TGT_16_PCK_8_LR
 
 
 def test_no_rank_with_such_a_token_runs_nothing_TGT_16():
-    assert teacher_kl_sum(torch.zeros(3, 2), nn.Identity(), torch.zeros(0, dtype=torch.long), None) == 0
+    head, calls = nn.Identity(), []
+    head.register_forward_hook(lambda *_: calls.append(1))
+    teacher = TeacherTop(torch.zeros(0, 5, dtype=torch.long), torch.zeros(0, 5))
+    assert teacher_kl_sum(torch.zeros(3, 2), head, torch.zeros(0, dtype=torch.long), teacher) == 0 and not calls

@@ -139,7 +139,7 @@ def reference_kl_sum(
 
 
 def teacher_kl_sum(
-    hidden: Tensor, lm_head: Callable[[Tensor], Tensor], positions: Tensor, teacher: TeacherTop | None
+    hidden: Tensor, lm_head: Callable[[Tensor], Tensor], positions: Tensor, teacher: TeacherTop
 ) -> Tensor:
     """Sum over `positions` of `truncated_kl` from the teacher to the policy, a float32 scalar.
 
@@ -148,13 +148,12 @@ def teacher_kl_sum(
     Args:
         hidden: [N, D] final hidden states.
         positions: int64[Nu], the batch's `unlabelled_pos`.
-        teacher: None where no rank has such a token.
     """
 
     def score(states: Tensor, token_ids: Tensor, logprobs: Tensor, weight: Tensor) -> Tensor:
         return (truncated_kl(lm_head(states), token_ids, logprobs) * weight).sum()
 
-    if teacher is None:
+    if not teacher.num_chunks:
         return torch.zeros((), device=hidden.device)
     return _weighted_sum(score, hidden, positions, (teacher.token_ids, teacher.logprobs), teacher.num_chunks)
 

@@ -224,7 +224,7 @@ class TeacherTop(Movable):
 
     token_ids: Tensor  # int64[Nu, K], each once in a row
     logprobs: Tensor  # float32[Nu, K]
-    num_chunks: int  # of logits; the same on all ranks
+    num_chunks: int = 0  # of logits; the same on all ranks, 0 where none has such a token
 
 
 @dataclass
@@ -251,6 +251,7 @@ class Batch(Movable):
     sample_ids: list[str]  # the dummy is not named
     num_tokens: int  # without dummy and padding
     unlabelled_pos: Tensor  # int64[Nu], of the answers' tokens that carry no label
+    teacher: TeacherTop  # of no token without a teacher
     start: StartStates | None = None  # None without `reference_kl`
 
     @property
@@ -321,6 +322,7 @@ def collate(
         sample_ids=[segment.sample_id for segment in segments],
         num_tokens=sum(map(len, segments)),
         unlabelled_pos=predictors("unlabelled_index"),
+        teacher=TeacherTop(joined("teacher_ids"), joined("teacher_logprobs")),
     )
     check_row(batch, segments, starts, digit_ids)
     return batch

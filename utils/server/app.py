@@ -155,6 +155,7 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
             "world_size": engine.world_size,
             "model": engine.model_path,
             "model_digest": engine.model_digest,
+            "tokenizer_digest": engine.tokenizer_digest,
             "owner": updates.owner,
             "running": sum(engine.num_running),
             "waiting": weights.num_waiting,

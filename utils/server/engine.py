@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from utils.data.encoding import model_digest
+from utils.data.encoding import model_digest, tokenizer_digest
 from utils.data.images import ImageRefused, ImageStore, PixelBudget
 from utils.data.prompts import TooLarge, render_prompt, to_chat_messages
 from utils.server.protocol import (
@@ -121,6 +121,7 @@ class RolloutEngine:
         self.images = images
         self.model_path = model_path
         self.model_digest = model_digest(model_path)
+        self.tokenizer_digest = tokenizer_digest(model_path)
         self.world_size = world_size
         self.stuck_s = stuck_s
         self.update_s = stuck_s
