@@ -124,7 +124,8 @@ class Stage2:
         self.buffer = CarryBuffer(cfg.global_max_length, cfg.training.packing_buffer)  # finished, waiting for a row
         dump_options = cfg.rm.monitor_dump.model_dump()
         self.dump = SampleDump(session.run_dir, session.data.table, **dump_options, enabled=session.ranks.is_main)
-        self.objective = MatchingObjective(cfg.rm.losses, session.learner.start_head)
+        weight = cfg.rm.teacher.weight if cfg.rm.teacher else 0.0
+        self.objective = MatchingObjective(cfg.rm.losses, session.learner.start_head, weight)
         session.prefetch(self)
 
     # A micro-step
@@ -165,6 +166,9 @@ class Stage2:
                 self.session.place(make_segment(sample, prompt, responses.results.get(index), table, rm, rollouts))
                 for index, (sample, prompt) in enumerate(zip(responses.samples, responses.prompts, strict=True))
             ]
+        if self.session.teacher is not None:
+            with self.session.timed("teacher"):
+                self.session.teacher.score(responses.samples, segments, step)
         return MicroStep(segments, rollouts)
 
     def lag(self, micro_step: MicroStep, step: int) -> int:
@@ -185,6 +189,8 @@ class Stage2:
         batches, learner = [self.session.collate(row) for row in rows], self.session.learner
         if self.session.cfg.rm.losses.reference_kl:
             learner.add_start_states(batches)
+        if self.objective.teacher_weight:
+            learner.share_teacher_chunks(batches)
         return learner.step(batches, self.objective, step)
 
     # Evaluation and checkpoints

@@ -1,14 +1,15 @@
-"""The loss of a row's supervised positions (TGT-7), and the divergence from the start policy at the other tokens of
-its answers (TGT-16), without ever holding the logits of a whole row (LRN-4). Pure.
+"""The loss of a row's supervised positions (TGT-7), and the divergence from the start policy or a teacher at the other
+tokens of its answers (TGT-16), without ever holding the logits of a whole row (LRN-4). Pure.
 
-Shapes: N positions, V vocabulary, D hidden width, Nc coordinates, Nt text tokens, Nu answer tokens without a label.
+Shapes: N positions, V vocabulary, D hidden width, Nc coordinates, Nt text tokens, Nu answer tokens without a label,
+K most likely tokens.
 Every part is computed in float32 and is a weighted SUM; `total_loss` divides by totals over all ranks and micro-steps
 of an optimizer step (PCK-5), so the gradient does not depend on how samples are laid out in rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from utils.geometry import NUM_BINS
 
 if TYPE_CHECKING:
     from utils.config.schema import Losses
-    from utils.packing import Batch, StartStates
+    from utils.packing import Batch, StartStates, TeacherTop
 
 PARTS = ("text", "coord", "w1", "gate")
 
@@ -132,17 +133,49 @@ def reference_kl_sum(
         per_token = kl_div(logprobs, start_logprobs, reduction="none", log_target=True).sum(dim=1)
         return (per_token * weight).sum()
 
-    total = torch.zeros((), device=hidden.device)
     if start is None:
-        return total
-    chunks = [chunks_of(column, start.num_chunks) for column in (positions, start.states)]
-    fills = [int(not len(chunk)) for chunk in chunks[0]]  # a chunk without tokens scores one with weight zero
-    filled = [pad(chunk, (0, fill)) for chunk, fill in zip(chunks[0], fills, strict=True)]
-    states = torch.split(hidden[torch.cat(filled)], [len(chunk) for chunk in filled])
-    for own, start_states, fill in zip(states, chunks[1], fills, strict=True):
-        arguments = own, pad(start_states, (0, 0, 0, fill)), own.new_full((len(own),), 1 - fill, dtype=torch.float32)
-        total = total + checkpoint(score, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return total
+        return torch.zeros((), device=hidden.device)
+    return _weighted_sum(score, hidden, positions, (start.states,), start.num_chunks)
+
+
+def teacher_kl_sum(
+    hidden: Tensor, lm_head: Callable[[Tensor], Tensor], positions: Tensor, teacher: TeacherTop
+) -> Tensor:
+    """Sum over `positions` of `truncated_kl` from the teacher to the policy, a float32 scalar.
+
+    The head runs `teacher.num_chunks` times, forward and again in backward, as in `loss_sums`.
+
+    Args:
+        hidden: [N, D] final hidden states.
+        positions: int64[Nu], the batch's `unlabelled_pos`.
+    """
+
+    def score(states: Tensor, token_ids: Tensor, logprobs: Tensor, weight: Tensor) -> Tensor:
+        return (truncated_kl(lm_head(states), token_ids, logprobs) * weight).sum()
+
+    if not teacher.num_chunks:
+        return torch.zeros((), device=hidden.device)
+    return _weighted_sum(score, hidden, positions, (teacher.token_ids, teacher.logprobs), teacher.num_chunks)
+
+
+def truncated_kl(logits: Tensor, token_ids: Tensor, logprobs: Tensor) -> Tensor:
+    """KL(teacher || policy) per position, float32[Nu], where every token that the teacher did not report counts as one.
+
+    It is a lower bound of the KL over the vocabulary, and equal to it where all tokens were reported.
+
+    Args:
+        logits: [Nu, V], of the policy.
+        token_ids: int64[Nu, K], the teacher's most likely tokens, each once.
+        logprobs: float32[Nu, K], the teacher's of these; at most one part in a million above probability one together.
+    """
+    log_q = logits.float().log_softmax(dim=1)
+    kl = (logprobs.exp() * (logprobs - log_q.gather(1, token_ids))).sum(dim=1)
+    if token_ids.shape[1] == logits.shape[1]:
+        return kl
+    rest = -torch.expm1(logprobs.double().logsumexp(dim=1).clamp(max=0)).float()
+    # One minus the sum would round to nothing where the policy is sure, and have no gradient there.
+    log_q_rest = log_q.scatter(1, token_ids, -torch.inf).logsumexp(dim=1)
+    return kl + torch.xlogy(rest, rest) - rest * log_q_rest
 
 
 def total_loss(sums: Mapping[str, Tensor], denominators: Mapping[str, float], weights: Losses) -> Tensor:
@@ -167,6 +200,30 @@ def chunks_of(values: Tensor, num_chunks: int) -> list[Tensor]:
     """`num_chunks` parts whose lengths differ by at most one."""
     borders = [len(values) * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return [values[start:end] for start, end in pairwise(borders)]
+
+
+def _weighted_sum(
+    score: Callable[..., Tensor], hidden: Tensor, positions: Tensor, columns: Sequence[Tensor], num_chunks: int
+) -> Tensor:
+    """Sum of `score(states, *columns, weight)` over exactly `num_chunks` chunks of the tokens at `positions`.
+
+    Args:
+        columns: each [Nu, ...].
+    """
+    chunks = [chunks_of(column, num_chunks) for column in (positions, *columns)]
+    fills = [int(not len(chunk)) for chunk in chunks[0]]  # a chunk without tokens scores one with weight zero
+    filled = [[_grown(part, fill) for part, fill in zip(column, fills, strict=True)] for column in chunks]
+    states = torch.split(hidden[torch.cat(filled[0])], [len(chunk) for chunk in filled[0]])
+    total = torch.zeros((), device=hidden.device)
+    for own, fill, *rest in zip(states, fills, *filled[1:], strict=True):
+        weight = own.new_full((len(own),), 1 - fill, dtype=torch.float32)
+        total = total + checkpoint(score, own, *rest, weight, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+def _grown(values: Tensor, num: int) -> Tensor:
+    """The values with `num` more rows of zeros."""
+    return torch.cat([values, values.new_zeros(num, *values.shape[1:])])
 
 
 def _filled(coord: Tensor, text: Tensor, target: Tensor, label: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Rows: which finished segments share one, and the tensors that a row becomes (section PCK of the contract). Pure.
 
 Shapes: B sequences (1 in a packed row), T tokens, Nc supervised coordinates, Nt supervised text tokens, Nu answer
-tokens without a label, R rows of position ids, D hidden width.
+tokens without a label, R rows of position ids, D hidden width, K most likely tokens.
 `targets` makes segments; `losses` scores rows.
 """
 
@@ -219,6 +219,15 @@ class StartStates(Movable):
 
 
 @dataclass
+class TeacherTop(Movable):
+    """A teacher's most likely tokens where the answers' tokens without a label are (TGT-16)."""
+
+    token_ids: Tensor  # int64[Nu, K], each once in a row
+    logprobs: Tensor  # float32[Nu, K]
+    num_chunks: int = 0  # of logits; the same on all ranks, 0 where none has such a token
+
+
+@dataclass
 class Batch(Movable):
     """One micro-step of one rank, as tensors.
 
@@ -242,6 +251,7 @@ class Batch(Movable):
     sample_ids: list[str]  # the dummy is not named
     num_tokens: int  # without dummy and padding
     unlabelled_pos: Tensor  # int64[Nu], of the answers' tokens that carry no label
+    teacher: TeacherTop  # of no token without a teacher
     start: StartStates | None = None  # None without `reference_kl`
 
     @property
@@ -312,6 +322,7 @@ def collate(
         sample_ids=[segment.sample_id for segment in segments],
         num_tokens=sum(map(len, segments)),
         unlabelled_pos=predictors("unlabelled_index"),
+        teacher=TeacherTop(joined("teacher_ids"), joined("teacher_logprobs")),
     )
     check_row(batch, segments, starts, digit_ids)
     return batch

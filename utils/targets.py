@@ -33,6 +33,7 @@ from utils.token_table import TokenTable, touched
 if TYPE_CHECKING:
     import torch
 
+TEACHER_TOP_K = 20  # tokens that a teacher reports at each position; vLLM's own limit
 COUNTS = ("num_matched", "num_appended", "num_trimmed", "respelled")
 _NUMBER = re.compile(rb"[0-9]++")
 _RIGHT_CONTEXT = re.compile(rb"[\t\n\r\x20-\x7e]{0,64}")
@@ -89,6 +90,9 @@ class Segment(Supervision):
     position_ids: "torch.Tensor | None" = None  # int64 [rows, length], None until `packing.place`
     policy_version: str | None = None  # of the weights that generated the prefix; None for a plain ground truth
     stats: dict[str, Any] = field(default_factory=dict)  # metrics
+    # What a teacher reports where the tokens of `unlabelled_index` are; no rows without a teacher (TGT-16)
+    teacher_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, TEACHER_TOP_K), dtype=np.int64))
+    teacher_logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, TEACHER_TOP_K), dtype=np.float32))
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -528,3 +528,24 @@ def test_TGT_13_true_labels_need_to_be_learnt() -> None:
     assert build_config(edited(RM__targets={"label_context": "truth"}))
     found = only_problem(edited(RM__targets={"label_context": "truth"}, RM__matching={"label": "ignore"}))
     assert "label_context" in found and "matching.label: correct" in found
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("teacher:1", "'teacher:1' must be http(s)://HOST[:PORT][/PREFIX]; correct it"),
+        ("http://localhost:8001/", "is a rollout server of this run, which generates with the weights in training"),
+    ],
+)
+def test_TGT_16_the_teacher_is_a_server_of_its_own(url: str, message: str) -> None:
+    mode = {"mode": "server", "server": {"base_url": "http://127.0.0.1:8001", "group_port": 9001}}
+    found = only_problem(edited(RM__vllm=mode, RM__teacher={"base_url": url}))
+    assert f'{RM}.teacher.base_url="{url}"' in found and message in found
+    cfg = build_config(edited(RM__vllm=mode, RM__teacher={"base_url": "http://localhost:8100"}))
+    assert cfg.rm.teacher is not None and cfg.rm.teacher.weight == 1.0 and build_config(minimal()).rm.teacher is None
+
+
+def test_TGT_16_GRPO_has_no_teacher() -> None:
+    teacher = {"base_url": "http://localhost:8100"}
+    data = edited(custom__trainer_variant="grpo", rlhf={}, RM__teacher=teacher)
+    assert any("teacher" in found and "GRPO has no teacher; delete it" in found for found in problems(data))

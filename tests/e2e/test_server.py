@@ -155,7 +155,7 @@ class Learner:
 
 
 def own_answers(model_dir: Path, asked: list[dict], max_tokens: int) -> list[tuple[list[int], list[int], torch.Tensor]]:
-    """Return transformers' greedy answers: (prompt ids, answer ids up to the end token, log-probs of all of them)."""
+    """Return transformers' greedy answers: (prompt ids, answer ids up to the end token, log-probs [n - 1, V])."""
     from transformers import AutoModelForImageTextToText
 
     from utils.data.encoding import load_processor
@@ -179,7 +179,7 @@ def own_answers(model_dir: Path, asked: list[dict], max_tokens: int) -> list[tup
                 padding = ids.numel() - inputs["input_ids"].shape[1]
                 types = {"mm_token_type_ids": torch.nn.functional.pad(types["mm_token_type_ids"], (0, padding))}
             logits = model(input_ids=ids[None], **rest, **types).logits[0, :-1]
-        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logprobs = logits.log_softmax(-1)
         prompt = inputs["input_ids"][0].tolist()
         answer = ids[len(prompt) :].tolist()
         if answer and answer[-1] == processor.tokenizer.eos_token_id:
@@ -197,9 +197,23 @@ def assert_serves(server: Server, model_dir: Path, asked: list[dict]) -> None:
     prompt_ids, answer_ids, logprobs = own[0]
     probe = server.post("/probe/", {"infer_request": asked[0], "token_ids": answer_ids}).json()
     assert probe["prompt_token_ids"] == prompt_ids + answer_ids
+    scored = torch.tensor(probe["prompt_token_ids"])[1:]
+    logprobs = logprobs[: len(scored)]
     for replica in probe["logprobs"]:
         assert replica[0] is None
-        assert torch.tensor(replica[1:]).sub(logprobs[: len(replica) - 1]).abs().max() < 1e-3
+        assert torch.tensor(replica[1:]).sub(logprobs.gather(1, scored[:, None])[:, 0]).abs().max() < 1e-3
+
+
+def test_a_teacher_reports_what_transformers_finds_most_likely(server, start_model, asked):
+    """TGT-16: the 20 most likely tokens at each token of an answer of someone else, with an image in the prompt."""
+    for request, (prompt_ids, answer_ids, logprobs) in zip(asked, own_answers(start_model, asked, 16), strict=True):
+        answer = server.post("/teacher/", {"infer_request": request, "token_ids": answer_ids}).json()
+        assert answer["prompt_token_ids"] == prompt_ids + answer_ids
+        own = logprobs[len(prompt_ids) - 1 :][: len(answer_ids)]
+        token_ids, found = torch.tensor(answer["top_token_ids"]), torch.tensor(answer["top_logprobs"])
+        assert token_ids.shape == (len(answer_ids), 20) and all(len(set(row)) == 20 for row in token_ids.tolist())
+        assert (own.gather(1, token_ids) - found).abs().max() < 1e-3
+        assert (own.topk(20).values - found).abs().max() < 1e-3
 
 
 def test_health_and_sizes(server):

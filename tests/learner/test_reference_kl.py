@@ -35,10 +35,17 @@ LAYOUT = [[3, 0], [1], [], [2, 4]]  # rows of segments; one is empty, and segmen
 
 
 def learner_of(
-    folder: Path, model: Path, ranks: Ranks, tuner: dict, losses: dict, deepspeed: str = "zero0", **training: Any
+    folder: Path,
+    model: Path,
+    ranks: Ranks,
+    tuner: dict,
+    losses: dict,
+    deepspeed: str = "zero0",
+    teacher: Any = None,
+    **training: Any,
 ) -> Learner:
     """A learner whose adapters have moved away from the start."""
-    matching = {"rollout_backend": "hf", "max_new_tokens": 32, "losses": losses}
+    matching = {"rollout_backend": "hf", "max_new_tokens": 32, "losses": losses, "teacher": teacher}
     config = {
         "model": {"path": str(model), "dtype": "float32", **reference_of(model, tuner)},
         "global_max_length": 128,

@@ -527,8 +527,8 @@ def test_LRN_8_the_main_thread_computes_no_positions_and_casts_no_pixels(
     for collate, row, batch in laid_out:
         assert batch.vision["pixel_values"].dtype == torch.bfloat16
         row = [replace(part, position_ids=None, vision=rounded[part.sample_id]) for part in row]
-        expected, own = (vars(made) | made.vision for made in (collate(row), batch))
-        for name in expected.keys() - {"vision"}:
+        expected, own = (vars(made) | made.vision | vars(made.teacher) for made in (collate(row), batch))
+        for name in expected.keys() - {"vision", "teacher"}:
             value, made = expected[name], own[name]
             assert torch.equal(value, made) if isinstance(value, torch.Tensor) else value == made, name
 

@@ -197,6 +197,57 @@ def test_the_stop_token_is_the_one_that_the_engine_generated_ROL_1_GRP_6():
     assert infos("stop", "text") == infos("length", None) == ([[7, 9]], [[-7.0, -9.0]], {"weight_version": None})
 
 
+class FakeTeacherLLM(FakeLLM):
+    """Each prompt token gets the tokens 1 to k as the most likely ones and, as from vLLM, itself where it is none."""
+
+    logprob = -0.5
+
+    async def generate(self, prompt, params, *args, **kwargs):
+        self.params = params
+        async for output in super().generate(prompt, params, *args, **kwargs):
+            output.prompt_logprobs = [None]
+            for token in prompt["prompt_token_ids"][1:]:
+                own = {token: SimpleNamespace(logprob=-9.0, rank=40)}
+                ranks = range(1, params.prompt_logprobs + 1)
+                top = {rank: SimpleNamespace(logprob=self.logprob * rank, rank=rank) for rank in ranks}
+                output.prompt_logprobs.append(own | top)
+            yield output
+
+
+def test_one_replica_reports_the_most_likely_tokens_TGT_16():
+    """TGT-16: at the tokens of the answer only, and without the answer's own where it is not among them."""
+    llm, engine, updates = make()
+    llm.__class__ = FakeTeacherLLM
+    client = TestClient(make_app(engine, updates, None))
+    body = {"infer_request": ask("prompt")[0].model_dump(), "token_ids": [2, 300]}
+    answer = client.post("/teacher/", json=body | {"top_k": 3}).json()
+    assert answer["prompt_token_ids"] == [6, 2, 300] and answer["weight_version"] is None
+    assert answer["top_token_ids"] == [[1, 2, 3]] * 2 and answer["top_logprobs"] == [[-0.5, -1.0, -1.5]] * 2
+    assert sum(llm.most) == 1 and llm.params.max_tokens == 1
+    assert len(client.post("/teacher/", json=body).json()["top_token_ids"][0]) == 20
+    llm.logprob = float("-inf")
+    answer = client.post("/teacher/", json=body)
+    assert answer.status_code == 422 and "not finite" in answer.text
+
+
+def test_a_teacher_that_cannot_answer_says_so_TGT_16_SRV_10():
+    llm, engine, updates = make()
+    llm.__class__ = FakeTeacherLLM
+    client = TestClient(make_app(engine, updates, None))
+    body = {"infer_request": ask("prompt")[0].model_dump(), "token_ids": [2]}
+    changes = {"token_ids": [[], [-1], [2**31], [0] * ((1 << 18) + 1)], "top_k": [0, 21, True]}
+    for name, values in changes.items():
+        for value in values:
+            answer = client.post("/teacher/", json=body | {name: value})
+            assert answer.status_code == 422 and answer.json()["detail"][0]["loc"][1] == name
+    answer = client.post("/teacher/", json=body | {"infer_request": ask("bad")[0].model_dump()})
+    assert answer.status_code == 422 and "bad prompt" in answer.text
+    engine.weights.state, engine.weights.reason = "dirty", "half sent"
+    assert client.post("/teacher/", json=body).status_code == 503
+    engine.weights.state, llm.errored = "idle", True
+    assert client.post("/teacher/", json=body).status_code == 503
+
+
 def test_an_update_in_order_then_answers_carry_the_version():
     """SYN-8, SYN-9: pause, all workers, version, caches, resume."""
 
@@ -554,7 +605,7 @@ def test_what_is_not_quite_json_gets_a_short_4xx(body):
     """SRV-5: not-a-number and half characters cannot even be repeated in an error."""
     _, engine, updates = make()
     client = TestClient(make_app(engine, updates, None), raise_server_exceptions=False)
-    for path in ("/infer/", "/probe/", "/init_communicator/"):
+    for path in ("/infer/", "/probe/", "/teacher/", "/init_communicator/"):
         answer = client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 422 and len(answer.content) < 2000, answer.text
 

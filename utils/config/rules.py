@@ -131,6 +131,21 @@ def _address_problems(addresses: list[ServerAddress], path: str, paired: bool) -
             yield f"{entries[index]}.group_port", rule
 
 
+@_rule("custom.trainer_variant", f"{RM}.teacher", f"{RM}.vllm.server")
+def _teacher_is_another_server(cfg: Config) -> Found:
+    teacher, path = cfg.custom.extra.rollout_matching.teacher, f"{RM}.teacher"
+    if teacher is None:
+        return
+    if cfg.is_grpo:
+        yield path, "GRPO has no teacher; delete it"
+        return
+    if (place := _host_and_port(teacher.base_url)) is None:
+        yield f"{path}.base_url", f"{teacher.base_url!r} must be http(s)://HOST[:PORT][/PREFIX]; correct it"
+    elif not any(True for _ in _server_form(cfg)) and place in [_host_and_port(s.base_url) for s in cfg.servers()]:
+        rule = "is a rollout server of this run, which generates with the weights in training"
+        yield f"{path}.base_url", f"{rule}; start the teacher's server at another port"
+
+
 def _host_and_port(url: str) -> tuple[str, int] | None:
     """Return the host and port of a url, with one name for this machine; None if the url is not usable."""
     try:

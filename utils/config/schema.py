@@ -138,6 +138,15 @@ class Losses(Section):
     )
 
 
+class Teacher(Section):
+    """On-policy distillation from another rollout server's model, whose weights nobody changes."""
+
+    base_url: str = key(..., "http(s) url of the teacher's server", examples=["http://127.0.0.1:8100"])
+    weight: PositiveFloat = key(
+        1.0, "of the KL divergence from the teacher to the policy, where the answer has no label"
+    )
+
+
 class Async(Section):
     """Prefetch: rollouts are prepared while the current rows train."""
 
@@ -181,6 +190,7 @@ class RolloutMatching(Section):
     matching: Matching = Field(default_factory=Matching)
     targets: Targets = Field(default_factory=Targets)
     losses: Losses = Field(default_factory=Losses)
+    teacher: Teacher | None = key(None, "a second server to distil from, beside the targets; null: none")
     async_: Async = Field(default_factory=Async, alias="async")
     monitor_dump: MonitorDump = Field(default_factory=MonitorDump)
     eval: Evaluation = Field(default_factory=Evaluation)

@@ -49,6 +49,16 @@ def model_digest(path: str | Path) -> str | None:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def tokenizer_digest(path: str | Path) -> str | None:
+    """Digest of what models must share to read each other's tokens; None where the tokenizer cannot be read."""
+    try:
+        tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
+        parts = [tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
+    except (OSError, ValueError, KeyError):
+        return None
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 def _without_volatile_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Drop the keys that may change when a model is saved again."""
     volatile = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")

@@ -239,13 +239,22 @@ class Learner:
     def add_start_states(self, batches: Sequence[Batch]) -> None:
         """Give each batch its `start`, unless no token of any rank lacks a label. All ranks must call it with equally
         many batches."""
-        counts = self._ranks.gather(max(len(batch.unlabelled_pos) for batch in batches))
-        if not any(counts):
+        if not (num_chunks := self._unlabelled_chunks(batches)):
             return
-        num_chunks = num_chunks_for(max(counts), chunk_labels(self.engine.zero_optimization_stage()))
         scores = self._score(batches, unlabelled_states, of_start_policy=True)
         for batch, states in zip(batches, scores, strict=True):
             batch.start = StartStates(states.cpu(), num_chunks)
+
+    def share_teacher_chunks(self, batches: Sequence[Batch]) -> None:
+        """Let every batch's `teacher` run the head equally often. All ranks must call it with equally many batches."""
+        num_chunks = self._unlabelled_chunks(batches)
+        for batch in batches:
+            batch.teacher.num_chunks = num_chunks
+
+    def _unlabelled_chunks(self, batches: Sequence[Batch]) -> int:
+        """Agree on one number of logits chunks of answer tokens without a label (one collective); 0 without any."""
+        most = max(self._ranks.gather(max(len(batch.unlabelled_pos) for batch in batches)))
+        return num_chunks_for(most, chunk_labels(self.engine.zero_optimization_stage())) if most else 0
 
     def _score(self, batches: Sequence[Batch], score: Callable[..., Any], of_start_policy: bool = False) -> list[Any]:
         """`score` of each batch, without gradients or dropout."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from utils.config.rlhf import Rlhf
 from utils.config.schema import Losses
-from utils.losses import loss_sums, reference_kl_sum, total_loss
+from utils.losses import loss_sums, reference_kl_sum, teacher_kl_sum, total_loss
 from utils.packing import Batch, denominators
 from utils.policy_loss import PolicyRow, policy_loss, policy_metrics, policy_sums, token_logprobs
 
@@ -27,10 +27,12 @@ Numbers = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class MatchingObjective:
-    """Stage 2: coordinates and text of targets (TGT-7), and what has no label held to the start policy (TGT-16)."""
+    """Stage 2: coordinates and text of targets (TGT-7), and what has no label held to the start policy or a teacher
+    (TGT-16)."""
 
     weights: Losses
     start_head: Head | None = None  # of the start policy; needed with `reference_kl`
+    teacher_weight: float = 0.0
 
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
         return denominators(batches)
@@ -42,12 +44,18 @@ class MatchingObjective:
         if self.weights.reference_kl:
             kl = reference_kl_sum(hidden, head, batch.unlabelled_pos, batch.start, self.start_head)
             sums["reference_kl"] = kl
-        return total_loss(sums, totals, self.weights), {part: value.detach() for part, value in sums.items()}
+        total = total_loss(sums, totals, self.weights)
+        if self.teacher_weight:
+            sums["teacher"] = teacher_kl_sum(hidden, head, batch.unlabelled_pos, batch.teacher)
+            total = total + self.teacher_weight * sums["teacher"] / (totals["reference_kl"] or 1.0)
+        return total, {part: value.detach() for part, value in sums.items()}
 
     def metrics(self, numbers: Sequence[Mapping[str, float]], totals: Mapping[str, float]) -> dict[str, float]:
         summed = {part: sum(own[part] for own in numbers) for part in numbers[0]}
+        totals = {**totals, "teacher": totals["reference_kl"]}  # the same tokens
+        weights = {**self.weights.model_dump(), "teacher": self.teacher_weight}
         means = {part: value / (totals.get(part) or totals["coord"] or 1.0) for part, value in summed.items()}
-        return means | {"total": sum(getattr(self.weights, part) * value for part, value in means.items())}
+        return means | {"total": sum(weights[part] * value for part, value in means.items())}
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def step_metrics(result: StepResult, ranks: Mapping[str, Sequence[Any]]) -> dict
         ranks: one entry per rank: `num_tokens` trained, `seconds` (`Timer.pop()`), `lengths` (new tokens of each
             response), `lags` (age in optimizer steps of the weights that made each trained response).
     """
-    slowest = {part: max(own.get(part, 0.0) for own in ranks["seconds"]) for part in LOGGED_PARTS}
+    parts = (*LOGGED_PARTS, *(("teacher",) if any("teacher" in own for own in ranks["seconds"]) else ()))
+    slowest = {part: max(own.get(part, 0.0) for own in ranks["seconds"]) for part in parts}
     lengths = np.array([length for own in ranks["lengths"] for length in own] or [0])
     lags = [lag for own in ranks["lags"] for lag in own] or [0]
     return {

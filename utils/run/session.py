@@ -25,6 +25,7 @@ from utils.learner.learner import Learner, StepResult
 from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.rollout.backend import RolloutResult, RolloutSampling
+from utils.rollout.teacher import Teacher
 from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, first_evaluation, write_evaluation
 from utils.run.policy import Policy
 from utils.run.prefetch import Prefetcher, Stages
@@ -93,6 +94,7 @@ class Session:
     inputs: dict[str, Any] | None = None  # digests of data and base checkpoint, for the manifest
     lock: RunLock | None = None  # on the run directory, rank 0's
     resumed: dict[str, Any] | None = None
+    teacher: Teacher | None = None
     program: Program | None = None  # from `begin` on
     steps_done: int = 0
     steps_saved: int = 0  # those that the newest checkpoint holds

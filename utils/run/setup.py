@@ -24,6 +24,7 @@ from utils import targets
 from utils.answer_format import COORD_TOKENS
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.rules import length_limit
+from utils.config.schema import RM, ServerAddress
 from utils.data.encoding import (
     dummy_segment,
     encode_prompt,
@@ -32,6 +33,7 @@ from utils.data.encoding import (
     model_digest,
     num_prompt_tokens,
     prompt_chat,
+    tokenizer_digest,
 )
 from utils.data.images import as_sent
 from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
@@ -48,6 +50,7 @@ from utils.policy_loss import policy_segment
 from utils.rollout.backend import Engine, NoEngine, ServerEngine
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import is_loopback
+from utils.rollout.teacher import Teacher
 from utils.run.inputs import INDEX_FOLDER, Digests, check_inputs, data_paths
 from utils.run.monitor import Monitor, evaluation_file, write_run_json
 from utils.run.policy import Policy
@@ -101,6 +104,7 @@ def open_session(
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
     resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
+    teacher = reach_teacher(cfg, ranks, processor) if cfg.rm.teacher else None
 
     learner = Learner(cfg, ranks, num_steps)
     if checkpoint is not None:
@@ -132,6 +136,7 @@ def open_session(
         inputs=inputs,
         lock=lock,
         resumed=resumed,
+        teacher=teacher,
         steps_done=steps_done,
         owes_evaluation=owes_evaluation,
     )
@@ -328,6 +333,17 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
 
     ranks.raise_on_all_ranks(capture_error(reach), "reaching the rollout servers")
     return client
+
+
+def reach_teacher(cfg: Config, ranks: Ranks, processor: Any) -> Teacher:
+    """Wait for the teacher's server, and check that its tokens are this run's (TGT-16; collective)."""
+    address = ServerAddress(cfg.rm.teacher.base_url.rstrip("/"), group_port=0)  # it gets no weights
+    client = RolloutClient([address], ranks.rank, ranks.world_size, decode_batch_size=ranks.world_size)
+    teacher = Teacher(client, processor.tokenizer.decode)
+    prompts = make_prompts(processor, length_limit(cfg)[1])
+    error = capture_error(teacher.connect, tokenizer_digest(cfg.model.path), prompts)
+    ranks.raise_on_all_ranks(error, f"reaching the teacher ({RM}.teacher)")
+    return teacher
 
 
 def make_layout(

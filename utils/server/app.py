@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from utils.server.engine import BadCall, Conflict, NotOwner, RolloutEngine, Unavailable, UpdateFailed
-from utils.server.protocol import InferCall, InitCommunicator
+from utils.server.protocol import InferCall, InitCommunicator, TeacherCall
 from utils.server.weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
             "world_size": engine.world_size,
             "model": engine.model_path,
             "model_digest": engine.model_digest,
+            "tokenizer_digest": engine.tokenizer_digest,
             "owner": updates.owner,
             "running": sum(engine.num_running),
             "waiting": weights.num_waiting,
@@ -183,6 +184,10 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
         return JSONResponse([output.model_dump() for output in outputs])
 
     router.post("/probe/")(engine.probe)
+
+    @router.post("/teacher/")
+    async def teacher(call: TeacherCall, request: Request) -> dict[str, Any]:
+        return await _unless_hung_up(request, engine.teach(call))
 
     @router.get("/metrics/")
     async def metrics() -> Response:

@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from utils.data.encoding import model_digest
+from utils.data.encoding import model_digest, tokenizer_digest
 from utils.data.images import ImageRefused, ImageStore, PixelBudget
 from utils.data.prompts import TooLarge, render_prompt, to_chat_messages
 from utils.server.protocol import (
@@ -34,6 +34,7 @@ from utils.server.protocol import (
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
+    TeacherCall,
     Usage,
     collect_images,
 )
@@ -120,6 +121,7 @@ class RolloutEngine:
         self.images = images
         self.model_path = model_path
         self.model_digest = model_digest(model_path)
+        self.tokenizer_digest = tokenizer_digest(model_path)
         self.world_size = world_size
         self.stuck_s = stuck_s
         self.update_s = stuck_s
@@ -161,22 +163,34 @@ class RolloutEngine:
         Raises `BadCall` if the prompt cannot be rendered or does not fit.
         """
         self.check_alive()
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=0,
-            detokenize=False,
-            skip_reading_prefix_cache=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         try:
             prompt = await asyncio.to_thread(self._prepare, call.infer_request, call.token_ids)
-            outputs = await self._on_every_replica(prompt, params)
+            outputs = await self._on_every_replica(prompt, scoring_params(0))
         except (ValueError, VLLMClientError) as error:
             raise BadCall(str(error)) from error
         return {
             "logprobs": [prompt_logprobs(output) for output in outputs],
             "prompt_token_ids": outputs[0].prompt_token_ids,
+            "weight_version": self.weights.version,
+        }
+
+    async def teach(self, call: TeacherCall) -> dict[str, Any]:
+        """Return the most likely tokens, with log-probabilities, where each of `token_ids` is, from the replica with
+        the fewest running (TGT-16).
+
+        Raises `BadCall` if the prompt cannot be rendered or does not fit.
+        """
+        self.check_alive()
+        try:
+            prompt = await asyncio.to_thread(self._prepare, call.infer_request, call.token_ids)
+            output = await self._generate(prompt, scoring_params(call.top_k))
+            found = [top_logprobs(step, call.top_k) for step in output.prompt_logprobs[-len(call.token_ids) :]]
+        except (ValueError, VLLMClientError) as error:
+            raise BadCall(str(error)) from error
+        return {
+            "top_token_ids": [list(step) for step in found],
+            "top_logprobs": [list(step.values()) for step in found],
+            "prompt_token_ids": list(output.prompt_token_ids),
             "weight_version": self.weights.version,
         }
 
@@ -357,6 +371,29 @@ def sampling_params(config: RequestConfig, seed: int | None, defaults: dict[str,
         spaces_between_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def scoring_params(num_logprobs: int) -> SamplingParams:
+    """Return the parameters of a prompt that is scored, with `num_logprobs` most likely tokens at each of its own."""
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=num_logprobs,
+        detokenize=False,
+        skip_reading_prefix_cache=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def top_logprobs(step: dict[int, Any], top_k: int) -> dict[int, float]:
+    """Return the log-probabilities of the `top_k` most likely tokens of a position, best first.
+
+    vLLM adds the prompt's own token where it is none of these. Raises ValueError for one that JSON cannot say.
+    """
+    top = sorted((entry.rank, token, entry.logprob) for token, entry in step.items() if entry.rank <= top_k)
+    if not all(math.isfinite(logprob) for *_, logprob in top):
+        raise ValueError("the log-probability of a token is not finite")
+    return {token: logprob for _, token, logprob in top}
 
 
 def prompt_logprobs(output: RequestOutput) -> list[float | None]:

@@ -231,6 +231,16 @@ class ProbeCall(WireModel):
     token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(max_length=1 << 18), FailFast()] = []
 
 
+class TeacherCall(WireModel):
+    """The `top_k` most likely tokens at each of `token_ids`, which follow the rendered messages (TGT-16)."""
+
+    infer_request: RolloutInferRequest
+    token_ids: Annotated[
+        list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, max_length=1 << 18), FailFast()
+    ]
+    top_k: Annotated[int, Field(ge=1, le=20)] = 20  # vLLM's own limit, unless max_logprobs is given
+
+
 def collect_images(messages: list[Message], images: list[str]) -> list[str]:
     """Return image sources in the order of their placeholders.
 

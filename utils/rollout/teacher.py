@@ -1,0 +1,105 @@
+"""The teacher (TGT-16): a rollout server whose weights nobody changes, asked what it would have written in the policy's
+own answers. Failures are local to the rank that sees them (CON-4)."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from utils.data.encoding import prompt_chat
+from utils.data.images import as_sent
+from utils.data.samples import Sample
+from utils.rollout.backend import check_prompt
+from utils.rollout.client import RolloutClient
+from utils.rollout.link import CallFailed, RolloutError
+from utils.rollout.round import NUM_RETRIES
+from utils.targets import TEACHER_TOP_K, Segment
+
+logger = logging.getLogger(__name__)
+
+NUM_CALLS = 8  # of a rank, at once
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher's server.
+
+    Attributes:
+        client: of this server alone.
+        decode: token ids to text, for messages.
+    """
+
+    client: RolloutClient
+    decode: Callable[[list[int]], str]
+
+    def connect(self, tokenizer_digest: str | None, prompts: Sequence[tuple[dict[str, Any], list[int]]]) -> None:
+        """Wait for the server, and check that it reads and writes the tokens of the model that is trained.
+
+        Args:
+            prompts: requests, and the learner's own prompt token ids of each.
+
+        Raises:
+            RolloutError: it does not respond in time, or has another tokenizer, chat template or image size.
+        """
+        self.client.wait_ready()
+        url = self.client.url(0)
+        theirs = self.client.health(0).get("tokenizer_digest")
+        if tokenizer_digest is not None and theirs != tokenizer_digest:
+            raise RolloutError(
+                f"{url}: the teacher's tokenizer is not that of model.path; serve a model with the same tokenizer.json"
+            )
+        for request, prompt_ids in prompts:
+            self._ask(request, prompt_ids, prompt_ids[-1:], "start check")
+
+    def score(self, samples: Sequence[Sample], segments: Sequence[Segment], step: int) -> None:
+        """Give each segment what the teacher reports where its answer has no label; one without such tokens costs no
+        call.
+
+        Raises:
+            RolloutError: names rank, step, sample and url.
+            PromptMismatch: the teacher saw other prompt tokens.
+        """
+
+        def score_one(sample: Sample, segment: Segment) -> None:
+            request = {"messages": prompt_chat(sample), "images": list(map(as_sent, sample.images))}
+            ids, start = segment.input_ids.tolist(), segment.answer_start
+            where = f"rank {self.client.rank}, step {step + 1}, sample {sample.id}"
+            token_ids, logprobs = self._ask(request, ids[:start], ids[start:], where)
+            rows = segment.unlabelled_index - start
+            segment.teacher_ids, segment.teacher_logprobs = token_ids[rows], logprobs[rows]
+
+        asked = [pair for pair in zip(samples, segments, strict=True) if len(pair[1].unlabelled_index)]
+        with ThreadPoolExecutor(NUM_CALLS) as pool:
+            list(pool.map(lambda pair: score_one(*pair), asked))
+
+    def _ask(
+        self, request: dict[str, Any], prompt_ids: list[int], answer_ids: list[int], where: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids int64 and log-probabilities float32, both `[len(answer_ids), TEACHER_TOP_K]`."""
+        body = {"infer_request": request, "token_ids": answer_ids, "top_k": TEACHER_TOP_K}
+        answer = self._post(body, where)
+        try:
+            check_prompt(where, prompt_ids + answer_ids, answer["prompt_token_ids"], self.decode)
+            token_ids = np.array(answer["top_token_ids"], dtype=np.int64)
+            logprobs = np.array(answer["top_logprobs"], dtype=np.float32)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RolloutError(f"{where}: {self.client.url(0)}/teacher/: not a teacher's answer: {error!r}") from error
+        if not token_ids.shape == logprobs.shape == (len(answer_ids), TEACHER_TOP_K):
+            raise RolloutError(f"{where}: {self.client.url(0)}/teacher/: not {TEACHER_TOP_K} tokens for each of ours")
+        return token_ids, logprobs
+
+    def _post(self, body: dict[str, Any], where: str) -> Any:
+        """Call `/teacher/`, again after a fault that may pass."""
+        for attempt in range(NUM_RETRIES + 1):
+            try:
+                return self.client.post(0, "/teacher/", body, self.client.timeout_s)
+            except CallFailed as failure:
+                is_final = failure.status is not None and failure.status < 500 and failure.status not in (408, 429)
+                if is_final or attempt == NUM_RETRIES or self.client.stop.is_set():
+                    raise RolloutError(f"{where}: the teacher at {failure}") from failure
+                logger.warning("%s, try %d: the teacher at %s", where, attempt + 1, failure)
+                self.client.stop.wait(self.client.backoff_s * 2**attempt)
+        raise AssertionError("unreachable: the last try returns or raises")
