@@ -22,9 +22,13 @@ from tests.learner.test_reference_kl import (
     two_models,
 )
 from train_stage2 import Responses, Stage2
+from utils.data.encoding import tokenizer_digest
+from utils.dist import DistributedError
 from utils.rollout.backend import PromptMismatch
 from utils.rollout.link import CallFailed, RolloutError
 from utils.rollout.teacher import Teacher
+from utils.run import setup
+from utils.run.session import Session
 from utils.targets import Segment
 
 NOTHING = ONLY_KL | {"reference_kl": 0.0}
@@ -141,6 +145,41 @@ def test_a_whole_step_distils_what_the_server_reports_TGT_16_PCK_4_PCK_5(
     assert expected > 0.01 and result.losses["teacher"] == pytest.approx(expected.item(), abs=1e-5)
     assert result.losses["total"] == pytest.approx(total.item(), abs=3e-5)
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_a_stop_request_ends_waits_for_the_teacher_TGT_16_LRN_12():
+    stop = SimpleNamespace(is_training=False, requested=threading.Event(), install=lambda: None)
+    ended: list[threading.Event] = []
+    session = SimpleNamespace(steps_done=0, stop=stop, policy=SimpleNamespace(client=None), owes_evaluation=False)
+    session.cfg, session.resumed = SimpleNamespace(training=SimpleNamespace(eval_at_start=False)), None
+    session.teacher = SimpleNamespace(client=SimpleNamespace(end_waits_at=ended.append))
+    Session.begin(session, None)
+    assert ended == [stop.requested]
+
+
+def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, ranks, monkeypatch):
+    """TGT-16, CON-4: with the tokenizer of the model in training and the learner's own prompts; on every rank."""
+    seen: dict = {}
+
+    class Client(FixedClient):
+        def __init__(self, servers, rank, world_size, decode_batch_size):
+            super().__init__(None, [])
+            seen.update(url=servers[0].base_url, client=self)
+            self.digest = tokenizer_digest(start_model)
+
+    prompts = [({"messages": []}, [1, 2, 3, 4])]
+    monkeypatch.setattr(setup, "RolloutClient", Client)
+    monkeypatch.setattr(setup, "make_prompts", lambda processor, limit: prompts)
+    cfg = SimpleNamespace(
+        model=SimpleNamespace(path=str(start_model)),
+        rm=SimpleNamespace(teacher=SimpleNamespace(base_url=URL + "/")),
+        connection=None,
+        global_max_length=64,
+    )
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
+    with pytest.raises(DistributedError, match=r"reaching the teacher \(custom.extra.rollout_matching.teacher\)"):
+        setup.reach_teacher(cfg, ranks, processor)
+    assert seen["url"] == URL and seen["client"].calls[1]["token_ids"] == [4]
 
 
 def test_a_run_without_a_teacher_asks_nobody_TGT_16(tmp_path, start_model, ranks):

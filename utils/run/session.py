@@ -153,8 +153,9 @@ class Session:
         """Have signals ask for a checkpoint from now on, and run an evaluation that is due before the first step."""
         self.program, self.steps_saved, self.stop.is_training = program, self.steps_done, True
         self.stop.install()  # again: a library may have taken the signals
-        if self.policy.client is not None:
-            self.policy.client.end_waits_at(self.stop.requested)
+        for client in (self.policy.client, self.teacher and self.teacher.client):
+            if client is not None:
+                client.end_waits_at(self.stop.requested)
         if self.owes_evaluation or (self.cfg.training.eval_at_start and self.resumed is None):
             program.evaluate(self.steps_done)
 
