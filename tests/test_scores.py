@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,6 +129,17 @@ def test_scores_at_each_of_cocos_thresholds_LRN_9():
     assert found["f1_95"] == pytest.approx(2 * 1 / 5)
     assert found["f1_mean"] == pytest.approx((7 * 0.8 + 3 * 0.4) / 10)
     assert found["f1_50"] == found["f1"]
+
+
+def test_giant_boxes_and_records_are_on_the_grid_of_the_image_LRN_9_FAM_4():
+    """LRN-9, FAM-4: in pixels of a resized image of 64 x 32 the same box is giant that is small on a grid of 0..999."""
+    sample = replace(image(RED), objects=[box("red", 0, 0, 4, 4)], grid=(64, 32))
+    whole = parsed(box("red", 0, 0, 64, 32))
+    assert count_evaluation(whole, sample, 0.5, False)["giant"] == 1
+    assert count_evaluation(whole, image(box("red", 0, 0, 4, 4)), 0.5, False)["giant"] == 0
+    record = prediction_record(sample, whole)
+    assert record["pred"] == [{"desc": "red", "bbox_2d": [0, 0, 999, 999]}]
+    assert record["gt"][0]["bbox_2d"] == pytest.approx([0, 0, 4 / 64 * 999, 4 / 32 * 999], abs=1e-3)
 
 
 def test_counting_error_duplicates_and_giant_boxes_LRN_9():
