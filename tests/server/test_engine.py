@@ -214,14 +214,19 @@ class FakeTeacherLLM(FakeLLM):
             yield output
 
 
+class TwoTokens(FakeTokenizer):
+    def __call__(self, text, **_):
+        return {"input_ids": [9, len(text)]}
+
+
 def test_one_replica_reports_the_most_likely_tokens_TGT_16():
     """TGT-16: at the tokens of the answer only, and without the answer's own where it is not among them."""
     llm, engine, updates = make()
-    llm.__class__ = FakeTeacherLLM
+    llm.__class__, engine.processor = FakeTeacherLLM, TwoTokens()
     client = TestClient(make_app(engine, updates, None))
     body = {"infer_request": ask("prompt")[0].model_dump(), "token_ids": [2, 300]}
     answer = client.post("/teacher/", json=body | {"top_k": 3}).json()
-    assert answer["prompt_token_ids"] == [6, 2, 300] and answer["weight_version"] is None
+    assert answer["prompt_token_ids"] == [9, 6, 2, 300] and answer["weight_version"] is None
     assert answer["top_token_ids"] == [[1, 2, 3]] * 2 and answer["top_logprobs"] == [[-0.5, -1.0, -1.5]] * 2
     assert sum(llm.most) == 1 and llm.params.max_tokens == 1
     assert len(client.post("/teacher/", json=body).json()["top_token_ids"][0]) == 20
