@@ -37,6 +37,7 @@ PATHS = [
     "/health/",
     "/infer/",
     "/probe/",
+    "/teacher/",
     "/weight_version/",
     "/get_world_size/",
     "/",
@@ -241,7 +242,7 @@ def _prompts(random: Random, traps: Traps, good: str) -> BadRequest:
 def _probe(random: Random, traps: Traps, good: str) -> BadRequest:
     ids = [random.choice([0, 1, 5, 300, 1000, 5000, 10**6, 2**31 - 1]) for _ in range(random.randint(0, 5))]
     body = {"infer_request": _ask("<image>x", good), "token_ids": ids * random.choice([1, 1, 300])}
-    return _post("/probe/", _mutated(random, body, random.randint(0, 2)))
+    return _post(random.choice(["/probe/", "/teacher/"]), _mutated(random, body, random.randint(0, 2)))
 
 
 def _weights(random: Random, traps: Traps, good: str) -> BadRequest:

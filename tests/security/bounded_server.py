@@ -28,7 +28,7 @@ class QuickLLM(FakeLLM):
             outputs=[output],
             prompt_logprobs=[
                 None,
-                *({token: SimpleNamespace(logprob=-1.0)} for token in prompt["prompt_token_ids"][1:]),
+                *({token: SimpleNamespace(logprob=-1.0, rank=1)} for token in prompt["prompt_token_ids"][1:]),
             ],
         )
 

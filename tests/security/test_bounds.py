@@ -241,7 +241,7 @@ def test_one_large_body_is_parsed_at_a_time_SRV_10(monkeypatch):
 
 # ---- 2,000 bodies that somebody could send -------------------------------------------------------------------------
 
-PATHS = ["/infer/"] * 8 + ["/probe/"] * 2
+PATHS = ["/infer/"] * 8 + ["/probe/", "/teacher/"]
 PATHS += [
     f"/{name}/" for name in ("init_communicator", "start_weight_update", "update_weights", "finish_weight_update")
 ]
@@ -286,7 +286,7 @@ def hostile(draw: random.Random) -> tuple[str, bytes]:
     asked = [text(str(draw.choice(ODD))) for _ in range(draw.randrange(1, 4))]
     config = {draw.choice(KEYS[12:]): draw.choice(ODD) for _ in range(draw.randrange(3))}
     body = {"infer_requests": asked, "request_config": config}
-    if path == "/probe/":
+    if path in ("/probe/", "/teacher/"):
         body = {"infer_request": asked[0], "token_ids": [draw.randrange(-1, 2000) for _ in range(3)]}
     elif path != "/infer/":
         body = {"run_id": "r", "version": "v", "names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
