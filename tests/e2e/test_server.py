@@ -284,7 +284,7 @@ def test_both_replicas_take_part(server, asked):
     before = num_finished(server)
     server.infer(asked * 2, **GREEDY)
     counts = {engine: count - before[engine] for engine, count in num_finished(server).items()}
-    assert set(counts) == {"0", "1"} and abs(counts["0"] - counts["1"]) <= 2 and min(counts.values()) > 0, counts
+    assert set(counts) == {"0", "1"} and abs(counts["0"] - counts["1"]) <= 4 and min(counts.values()) > 0, counts
     lines = server.get("/metrics/").text.splitlines()
     assert any(line.startswith("rollout_server_device_memory_bytes") for line in lines)
 
