@@ -58,7 +58,8 @@ def main() -> None:
     except OSError as error:
         problems.append(str(error))
     if problems:
-        exit_with("\n".join(f"{args.config}: {problem}" for problem in problems))
+        told = [f"{args.config}: {problem}" for problem in problems]
+        exit_with("\n".join([*told, f"once mended, start again: python rollout_server.py --config {args.config}"]))
 
     set_environment(launch.device, launch.settings.cpu_kv_cache_gib, launch.world_size)
     with contextlib.suppress(KeyboardInterrupt):

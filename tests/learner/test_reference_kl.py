@@ -166,7 +166,7 @@ def test_value_and_gradient_are_those_of_two_plain_models_TGT_16_PCK_4_PCK_5(
     assert largest > 1e-2
 
 
-def stage2_of(learner: Learner, folder: Path, ranks: Ranks) -> Stage2:
+def stage2_of(learner: Learner, folder: Path, ranks: Ranks, **parts: Any) -> Stage2:
     session = SimpleNamespace(
         cfg=learner._cfg,
         learner=learner,
@@ -175,6 +175,7 @@ def stage2_of(learner: Learner, folder: Path, ranks: Ranks) -> Stage2:
         data=SimpleNamespace(table=None),
         collate=partial(collate, learner.model),
         prefetch=lambda run: None,
+        **parts,
     )
     return Stage2(session)
 

@@ -1,7 +1,6 @@
 """Distillation from a teacher's server, with replies that transformers computes (TGT-16)."""
 
 import threading
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 import train_stage2
-from tests.learner.test_model import collate
 from tests.learner.test_reference_kl import (
     LAYOUT,
     LORA,
@@ -19,6 +17,7 @@ from tests.learner.test_reference_kl import (
     plain_kl,
     plain_logprobs,
     segments_of,
+    stage2_of,
     two_models,
 )
 from train_stage2 import Responses, Stage2
@@ -97,20 +96,9 @@ def bucketed_kl(teacher: nn.Module, current: nn.Module, segments: list[Segment])
     return torch.stack(terms).mean()
 
 
-def stage2_of(learner, folder, ranks, teacher: Teacher | None) -> Stage2:
-    session = SimpleNamespace(
-        cfg=learner._cfg,
-        learner=learner,
-        ranks=ranks,
-        run_dir=folder,
-        data=SimpleNamespace(table=None),
-        collate=partial(collate, learner.model),
-        place=lambda segment: segment,
-        timed=lambda part: threading.Lock(),
-        teacher=teacher,
-        prefetch=lambda run: None,
-    )
-    return Stage2(session)
+def teachable(learner, folder, ranks, teacher: Teacher | None) -> Stage2:
+    parts = {"place": lambda segment: segment, "timed": lambda part: threading.Lock(), "teacher": teacher}
+    return stage2_of(learner, folder, ranks, **parts)
 
 
 @pytest.mark.parametrize("with_start", [False, True])
@@ -129,7 +117,7 @@ def test_a_whole_step_distils_what_the_server_reports_TGT_16_PCK_4_PCK_5(
             parameter.mul_(1.05)
     segments = segments_of(start)
     client = FakeClient(teacher, segments)
-    run = stage2_of(learner, tmp_path, ranks, teacher_of(client))
+    run = teachable(learner, tmp_path, ranks, teacher_of(client))
     waiting = iter(segments)
     monkeypatch.setattr(train_stage2, "make_segment", lambda *_: next(waiting))
     samples = samples_of(segments)
@@ -184,7 +172,7 @@ def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, rank
 
 def test_a_run_without_a_teacher_asks_nobody_TGT_16(tmp_path, start_model, ranks):
     learner = learner_of(tmp_path, start_model, ranks, LORA, ONLY_KL)
-    run = stage2_of(learner, tmp_path, ranks, None)
+    run = teachable(learner, tmp_path, ranks, None)
     segments = segments_of(learner.model)
     assert "teacher" not in run.learn([[segments[i] for i in row] for row in LAYOUT], 0).losses
 

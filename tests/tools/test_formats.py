@@ -1,6 +1,8 @@
 """tools.convert with the formats of the field other than COCO (DAT-1), and images that EXIF turns."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from tests.packages import folder_with
 from tools.coco import Options
 from tools.convert import convert, main
 from utils.data.images import EXIF_ORIENTATION
@@ -72,6 +75,35 @@ def test_yolo_needs_class_names(folder):
     (folder / "labels").mkdir()
     with pytest.raises(ValueError, match="pass --names FILE"):
         rows_of(folder, "yolo", folder / "labels")
+
+
+SUPERVISION = """
+import json, sys
+sys.path.append(sys.argv[1])
+import supervision as sv
+voc = sv.DetectionDataset.from_pascal_voc("images", "voc")
+yolo = sv.DetectionDataset.from_yolo("images", "labels", "data.yaml")
+print(json.dumps([{path.rpartition("/")[2]: [{"desc": data.classes[c], "bbox_2d": list(map(float, box))}
+                  for c, box in zip(own.class_id, own.xyxy)] for path, _, own in data} for data in (voc, yolo)]))
+"""
+
+
+def test_voc_and_yolo_are_read_as_supervision_reads_them_DAT_1(folder):
+    """DAT-1: sound files only. Difficult objects, which it does not tell from others, are kept."""
+    (folder / "voc").mkdir()
+    sound, _, _ = VOC.partition("<object><name>owl")
+    (folder / "voc" / "a.xml").write_text(sound + "</annotation>")
+    (folder / "labels").mkdir()
+    (folder / "labels" / "a.txt").write_text("0 0.25 0.5 0.3 0.5\n1 0.25 0.25 0.5 0.5\n")
+    (folder / "data.yaml").write_text("names: [cat, dog]")
+    command = [sys.executable, "-c", SUPERVISION, str(folder_with("supervision==0.31.2"))]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    voc, yolo = json.loads(run.stdout.strip().rpartition("\n")[2])
+    assert voc["a.png"] == rows_of(folder, "voc", folder / "voc", options=Options(keep_crowd=True))["a.png"]
+    ours = rows_of(folder, "yolo", folder / "labels")["a.png"]
+    for read, own in zip(yolo["a.png"], ours, strict=True):
+        assert read["desc"] == own["desc"] and read["bbox_2d"] == pytest.approx(own["bbox_2d"], abs=0.01)
 
 
 def write_lines(folder: Path, *rows: dict, as_list: bool = False) -> Path:

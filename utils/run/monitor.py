@@ -36,7 +36,7 @@ class Monitor:
     enabled: bool
     report_to: Sequence[str] = ("tensorboard",)
     logging_steps: int = 1
-    _trackers: list[Background] = field(default_factory=list)
+    _trackers: list[Background] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         if self.enabled:

@@ -12,7 +12,7 @@ from utils.config.plan import print_dry_run
 from utils.dist import capture_error
 from utils.run.inputs import KINDS
 from utils.run.session import Program
-from utils.run.shutdown import StopRequest, end_with
+from utils.run.shutdown import StopRequest, end_with, launch_command
 
 AnyProgram = TypeVar("AnyProgram", bound=Program)
 
@@ -49,6 +49,11 @@ def run_program(
         run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint, args.accept_changes)
         run.session.stop = stop
         train(run)
+    except SystemExit:  # a user's mistake, which is told already
+        if os.environ.get("RANK", "0") == "0":
+            resumed = f" --resume {args.resume}" if args.resume else ""
+            print(f"once mended, start again: {launch_command(args.config)}{resumed}", file=sys.stderr)
+        raise
     except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
         status = end(error)
     finally:

@@ -93,8 +93,12 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def resume_command(config: str) -> str:
-    """This process's launch command with `--resume auto`, as far as it is visible from inside."""
-    program = f"{Path(sys.argv[0]).name} --config {config} --resume auto"
+    return f"{launch_command(config)} --resume auto"
+
+
+def launch_command(config: str) -> str:
+    """This process's launch command, as far as it is visible from inside."""
+    program = f"{Path(sys.argv[0]).name} --config {config}"
     if "LOCAL_WORLD_SIZE" not in os.environ and "WORLD_SIZE" not in os.environ:
         return f"python {program}"
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -110,7 +110,6 @@ class Service:
         self._path = facts.run_dir / f"{self.package}.json"
         resumed = bool(facts.purge_step) and self._path.exists()
         self._state: dict[str, Any] = json.loads(self._path.read_text()) if resumed else {"id": None, "steps": {}}
-        self.is_resumed = self._state["id"] is not None
         self._state["id"] = self.begin(self._state["id"])
         self._save()
 
@@ -158,7 +157,24 @@ class Service:
         partial.replace(self._path)
 
 
-class WandB(Service):
+class RunLogger(Service):
+    """The form that Weights & Biases and Trackio share: one log of values, pictures and tables by step."""
+
+    library: Any  # the module, with `Image` and `Table`
+    run: Any
+
+    def send_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def send_image(self, step: int, name: str, pixels: Any) -> None:
+        self.run.log({name: self.library.Image(pixels)}, step=step)
+
+    def send_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
+        table = self.library.Table(columns=list(columns), data=[list(row) for row in rows])
+        self.run.log({name: table}, step=step)
+
+
+class WandB(RunLogger):
     """Weights & Biases: `WANDB_API_KEY`, `WANDB_PROJECT`, `WANDB_MODE` and its other variables count."""
 
     package = "wandb"
@@ -166,9 +182,9 @@ class WandB(Service):
     def begin(self, known_as: str | None) -> str:
         import wandb
 
-        self._wandb, facts = wandb, self.facts
+        self.library, facts = wandb, self.facts
         run_id = known_as or facts.run_id
-        self._run = wandb.init(
+        self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", facts.name),
             id=run_id,
@@ -179,20 +195,11 @@ class WandB(Service):
         )
         return run_id
 
-    def send_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def send_image(self, step: int, name: str, pixels: Any) -> None:
-        self._run.log({name: self._wandb.Image(pixels)}, step=step)
-
-    def send_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
-        self._run.log({name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
-
     def close(self) -> None:
-        self._run.finish(exit_code=0 if self.facts.has_finished else 1)
+        self.run.finish(exit_code=0 if self.facts.has_finished else 1)
 
 
-class Trackio(Service):
+class Trackio(RunLogger):
     """Trackio: `TRACKIO_PROJECT`, `TRACKIO_DIR`, `TRACKIO_SPACE_ID` and its other variables count."""
 
     package = "trackio"
@@ -200,9 +207,9 @@ class Trackio(Service):
     def begin(self, known_as: str | None) -> str:
         import trackio
 
-        self._trackio, facts = trackio, self.facts
+        self.library, facts = trackio, self.facts
         name = known_as or f"{facts.name}-{facts.run_id}"
-        self._run = trackio.init(
+        self.run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=name,
             config=dict(facts.config),
@@ -211,17 +218,8 @@ class Trackio(Service):
         )
         return name
 
-    def send_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def send_image(self, step: int, name: str, pixels: Any) -> None:
-        self._run.log({name: self._trackio.Image(pixels)}, step=step)
-
-    def send_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
-        self._run.log({name: self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
-
     def close(self) -> None:
-        self._run.finish()
+        self.run.finish()
 
 
 class MLflow(Service):
