@@ -65,7 +65,7 @@ bench: $(READY) ## ours against honest baselines, side by side: a table, and ben
 	$(BIN)/python -m benchmarks $(ARGS)
 
 study: $(READY) ## the runs behind docs/results.md that are still missing; hours on two cores, stop and resume at will
-	$(BIN)/python -m studies.new_class $(ARGS)
+	$(BIN)/python -m studies.results $(ARGS)
 
 ##@ Test (on CPU)
 test: $(READY) ## the tests, real server and learner included

@@ -382,22 +382,34 @@ def make_hard() -> None:
     )
     start = (Path(cfg.model) / "made_with.sha256").read_text()
     settings = [data, start, cfg.model_dump()]
-    make_demo.cached(HARD / "model", settings, "supervised warm-up in rounds", lambda folder: warm_up(folder, cfg))
+    make_demo.cached(
+        HARD / "model",
+        settings,
+        "supervised warm-up in rounds",
+        lambda folder: warm_up(folder, cfg, HARD / "data" / "val.jsonl"),
+    )
 
 
-def warm_up(folder: Path, cfg: WarmupConfig, min_gain: float = 0.01, max_rounds: int = 16) -> None:
-    """Train in rounds, each from the model of the last, until a round raises F1 on validation data by < `min_gain`.
+def warm_up(
+    folder: Path,
+    cfg: WarmupConfig,
+    held_out: Path,
+    min_gain: float = 0.01,
+    max_rounds: int = 16,
+    max_new_tokens: int = 352,
+) -> None:
+    """Train in rounds, each from the model of the last, until a round raises F1 on the held-out images by < `min_gain`.
 
     Writes the model of the best round, and the scores after each round to `curve.json`.
     """
-    validation = load_samples([HARD / "data" / "val.jsonl"], cfg.data.prompt, cfg.data.object_order)[0]
+    validation = load_samples([held_out], cfg.data.prompt, cfg.data.object_order)[0]
     curve: list[dict[str, float]] = []
     for number in range(max_rounds):
         cfg = cfg.model_copy(update={"seed": number, "model": str(folder / "last") if number else cfg.model})
         parts = load_parts(cfg)
         train(cfg, parts)
         save(parts, folder / "last")
-        result = greedy_scores(parts, validation)
+        result = greedy_scores(parts, validation, max_new_tokens)
         gain = result["f1"] - max((earlier["f1"] for earlier in curve), default=0.0)
         steps = (number + 1) * cfg.steps
         curve.append({"steps": steps, "samples": steps * cfg.samples_per_step} | result)
@@ -409,7 +421,7 @@ def warm_up(folder: Path, cfg: WarmupConfig, min_gain: float = 0.01, max_rounds:
             return
 
 
-def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int = 352) -> dict[str, float]:
+def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int) -> dict[str, float]:
     """Score the model's greedy responses, generated in one call of transformers' `generate`."""
     model, tokenizer = parts.model.eval(), parts.processor.tokenizer
     prompts = [encode_prompt(sample, parts.processor) for sample in samples]

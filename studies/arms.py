@@ -1,0 +1,230 @@
+"""A study as arms that are tuned alike: which runs it takes, in which order, and how many steps each has.
+
+All but `Study.prepare` is a pure function of the records of finished runs, which docs/results.json holds.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from studies.study import RM
+from studies.study_report import Record, last, quiet_step_seconds, runs_of
+from utils.config.load import resolve_yaml
+
+SEEDS = (1, 2, 3, 4, 5)
+TUNING_SEED = 0
+EMBED_SHARE = 0.1  # embed_lr, of the learning rate
+EQUAL_SECONDS = ", equal seconds"
+KL = RM + "losses.reference_kl"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way of training.
+
+    Attributes:
+        name: its variant in the records.
+        data: training lines, below the study's folder.
+        overrides: its changes to the study's config, by dotted key.
+        config: the file that it changes; None: the study's.
+        program: the learner; a module if it has no `.py`.
+        has_kl: its KL weight is tuned.
+        is_on_policy: its rollouts come from the policy in training.
+        is_rival: an on-policy arm has to beat it, at equal steps and at equal seconds.
+        labels: answers that it is trained on besides the annotation. Those of the start model are made once for all
+            training images, which costs as much time as rollouts; those of a later policy at each step.
+        only_annotated: the data annotate some classes only.
+        scores_start: its first test run scores the start model on the test images, too.
+    """
+
+    name: str
+    data: str = "data/train.jsonl"
+    overrides: dict[str, Any] = field(default_factory=dict, hash=False)
+    config: str | None = None
+    program: str = "train_stage2.py"
+    has_kl: bool = False
+    is_on_policy: bool = False
+    is_rival: bool = False
+    labels: Literal["annotation", "start model", "policy"] = "annotation"
+    only_annotated: bool = True
+    scores_start: bool = False
+
+
+@dataclass(frozen=True)
+class Study:
+    """Arms on one task.
+
+    Attributes:
+        name: its task in the records.
+        claim: the study whose verdict it counts for; two versions of a study have one.
+        config: what its runs share.
+        material: version of its images and its start model; records of another one are stale.
+        prepare: makes images and start model below `root`, if missing.
+        arms: by how much they tell.
+        clock: the arm whose seconds are those of "equal seconds"; the slowest of those that may win.
+        num_train: images of the training split.
+        columns: scores in its table, by name.
+        method: text of the report.
+        annotated: labels that the training data of `only_annotated` arms annotate.
+    """
+
+    name: str
+    title: str
+    claim: str
+    config: str
+    root: Path
+    material: int
+    prepare: Callable[[], None] = field(hash=False)
+    arms: tuple[Arm, ...]
+    clock: Arm
+    num_train: int
+    learning_rates: tuple[float, ...]
+    kl_weights: tuple[float, ...]
+    columns: dict[str, str] = field(hash=False)
+    method: str
+    annotated: tuple[str, ...] = ()
+
+    @cached_property
+    def training(self) -> dict[str, Any]:
+        return resolve_yaml(self.config)[0]["training"]
+
+    @property
+    def rivals(self) -> list[str]:
+        """What an on-policy arm has to beat, by the names of the records."""
+        return [arm.name + suffix for suffix in ("", EQUAL_SECONDS) for arm in self.arms if arm.is_rival]
+
+    @property
+    def on_policy(self) -> list[str]:
+        return [arm.name for arm in self.arms if arm.is_on_policy]
+
+    @property
+    def variants(self) -> list[str]:
+        """All names of test runs, in the order of the report."""
+        others = [arm.name for arm in self.arms if not arm.is_rival and not arm.is_on_policy]
+        return [*self.rivals, *reversed(self.on_policy), *others]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. `kl` is None for an arm without a tuned weight; `equal_seconds`: as long as the runs of `Study.clock`."""
+
+    study: Study
+    arm: Arm
+    seed: int
+    lr: float
+    kl: float | None = None
+    equal_seconds: bool = False
+
+    @property
+    def is_tuning(self) -> bool:
+        return self.seed == TUNING_SEED
+
+    @property
+    def variant(self) -> str:
+        """Its name in the records, where (task, variant, seed) is the key."""
+        if not self.is_tuning:
+            return self.arm.name + (EQUAL_SECONDS if self.equal_seconds else "")
+        return f"{self.arm.name}, lr {self.lr:g}" + (f", KL {self.kl:g}" if self.kl is not None else "")
+
+    @property
+    def name(self) -> str:
+        return f"{self.study.name}: {self.variant}, seed {self.seed}"
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """All that is this run's own but the seed, the number of steps and the output directory."""
+        root = self.study.root
+        data: dict[str, Any] = {"path": str(root / self.arm.data)}
+        if self.arm.only_annotated and self.study.annotated:
+            data["annotated"] = list(self.study.annotated)
+        own = {"training.learning_rate": self.lr, "training.embed_lr": self.lr * EMBED_SHARE}
+        scored_on = str(root / "data" / ("tune.jsonl" if self.is_tuning else "test.jsonl"))
+        files = {"custom.train_jsonl": [data], "custom.val_jsonl": scored_on}
+        return self.arm.overrides | own | files | ({} if self.kl is None else {KL: self.kl})
+
+
+def grid(study: Study, arm: Arm) -> list[Job]:
+    """Return the tuning runs of an arm: the same learning rates for each, times the KL weights where it has one."""
+    weights = study.kl_weights if arm.has_kl else (None,)
+    return [Job(study, arm, TUNING_SEED, lr, kl) for lr, kl in itertools.product(study.learning_rates, weights)]
+
+
+def tuned(records: Sequence[Record], study: Study, arm: Arm) -> Job | None:
+    """Return the tuning run with the highest F1 on the tuning images; None until all of the grid have finished."""
+    finished = [(find(records, job), job) for job in grid(study, arm)]
+    scored = [(last([record], "f1")[0], job) for record, job in finished if record]
+    return max(scored, key=lambda pair: pair[0])[1] if len(scored) == len(finished) else None
+
+
+def tests(records: Sequence[Record], study: Study, arm: Arm, equal_seconds: bool) -> list[Job]:
+    """Return an arm's test runs with the settings it was tuned to; none before it is tuned."""
+    best = tuned(records, study, arm)
+    return [Job(study, arm, seed, best.lr, best.kl, equal_seconds) for seed in SEEDS] if best else []
+
+
+def find(records: Sequence[Record], job: Job) -> Record | None:
+    """Return the record of a run if its settings are still the same."""
+    for record in records:
+        if (record["task"], record["variant"], record["seed"]) == (job.study.name, job.variant, job.seed):
+            is_same = (record["overrides"], record["material"]) == (job.overrides, job.study.material)
+            return record if is_same else None
+    return None
+
+
+def missing(records: Sequence[Record], study: Study) -> Iterator[Job]:
+    """Yield runs without a record that can be made now, most important first: arm by arm, its tuning, then its tests.
+
+    What an arm's tuning decides comes with the records of it, and equal seconds with those of the clock.
+    """
+    for arm in study.arms:
+        yield from (job for job in planned(records, study, arm) if find(records, job) is None)
+
+
+def is_current(records: Sequence[Record], study: Study, record: Record) -> bool:
+    """Whether a record is of a run that is planned now, with today's settings."""
+    return any(find([record], job) for arm in study.arms for job in planned(records, study, arm))
+
+
+def planned(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
+    """Return all runs of an arm that are known by now, in order."""
+    jobs = [*grid(study, arm), *tests(records, study, arm, equal_seconds=False)]
+    if arm.is_rival and has_seconds(records, study, arm):
+        jobs += tests(records, study, arm, equal_seconds=True)
+    return jobs
+
+
+def num_left(records: Sequence[Record], study: Study) -> int:
+    """Number of runs without a record, those included whose settings are not known yet."""
+    total = sum(len(grid(study, arm)) + len(SEEDS) * (1 + arm.is_rival) for arm in study.arms)
+    jobs = [job for arm in study.arms for job in planned(records, study, arm)]
+    return total - sum(find(records, job) is not None for job in jobs)
+
+
+def has_seconds(records: Sequence[Record], study: Study, arm: Arm) -> bool:
+    """Whether the steps of equal seconds can be fixed: all seeds of the arm and of the clock have finished."""
+    done = [[find(records, job) for job in tests(records, study, one, False)] for one in (arm, study.clock)]
+    return all(runs and all(runs) for runs in done)
+
+
+def num_steps(job: Job, records: Sequence[Record]) -> int:
+    """Number of optimizer steps: the study's, or as many as fit into the quiet seconds of its clock.
+
+    The start model's answers to all training images cost seconds too, once: as much as so many rollouts of the clock.
+    Labels that are refreshed cost a rollout at every step. Still no arm gets fewer steps than the clock.
+    """
+    study, arm = job.study, job.arm
+    common = int(study.training["max_steps"])
+    if not job.equal_seconds:
+        return common
+    if decided := [record["steps"] for record in runs_of(records, study.name, job.variant)]:
+        return decided[0]
+    own, clock = (runs_of(records, study.name, name) for name in (arm.name, study.clock.name))
+    parts = ("prepare", "train", *(["rollout"] if arm.labels == "policy" else []))
+    seconds = {part: min(run["step_seconds"][part] for run in own) for part in parts}
+    rollout = min(run["step_seconds"]["rollout"] for run in clock)
+    answers = rollout * study.num_train / study.training["per_device_train_batch_size"]
+    given = common * quiet_step_seconds(clock) + answers * (study.clock.labels == "start model")
+    return max(common, round((given - answers * (arm.labels == "start model")) / sum(seconds.values())))

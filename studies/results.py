@@ -1,0 +1,124 @@
+"""Does on-policy training beat supervised training where users need it? Makes the runs of docs/results.md.
+
+    python -m studies.results                     # all runs that docs/results.json lacks, most important first
+    python -m studies.results --limit 1           # the next run only, for a machine that is shared
+    python -m studies.results --study new_class   # only the runs of one study
+    python -m studies.results --plan              # list what can be run next; train nothing
+    python -m studies.results --limit 0           # only rewrite docs/results.md
+
+Each run is one learner process, which makes its own rollouts; no server. Settings of each arm (learning rate and, where
+it has one, weight of the KL) are chosen by the same grid with one seed on the tuning images. Only then the arm runs
+with five others, scored on the test images. A finished run becomes a record in docs/results.json. Runs that have a
+record with the same settings are skipped, so the studies can be stopped and resumed at any time.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from studies import dense, new_class, results_report, study
+from studies.arms import SEEDS, Job, Study, is_current, missing, num_left, num_steps
+from studies.study import RunFailed, Task, load_records, quiet_parts, slug, store, write_config
+from studies.study_report import Record
+from tools import demo
+
+REPORT = Path("docs/results.md")
+STUDIES = {study.name: study for study in (new_class.NEW_CLASS, new_class.SHIFTED, dense.DENSE)}
+SCORES = ("f1", "f1_mean", "f1_old", "f1_new", "precision", "recall", "counting_error", "duplicates_per_image")
+SCORES += ("parse_rate", "truncated_rate")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", choices=list(STUDIES), help="only the runs of this study")
+    parser.add_argument("--limit", type=int, metavar="N", help="make at most N runs")
+    parser.add_argument("--plan", action="store_true", help="list what is missing, without training")
+    args = parser.parse_args()
+    chosen = [STUDIES[args.study]] if args.study else list(STUDIES.values())
+    if args.plan:
+        print("\n".join(job.name for one in chosen for job in missing(load_records(), one)))
+        return
+    demo.exit_on_sigterm()
+    failed = run_all(chosen, args.limit)
+    write_report()
+    if failed:
+        sys.exit("failed: " + "; ".join(failed))
+
+
+def write_report() -> None:
+    """Rewrite docs/results.md and its plots from docs/results.json."""
+    records = load_records()
+    studies = list(STUDIES.values())
+    left = {one.name: num_left(records, one) for one in studies}
+    current = [
+        record for record in records if (one := STUDIES.get(record["task"])) and is_current(records, one, record)
+    ]
+    REPORT.write_text(results_report.text_of(studies, current, left))
+    for name, svg in results_report.plots(studies, current).items():
+        (REPORT.parent / name).write_text(svg)
+
+
+def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
+    """Make the missing runs, at most `limit`; return the names of those that failed, each tried once."""
+    failed: list[str] = []
+    for _ in itertools.count() if limit is None else range(limit):
+        records = load_records()
+        todo = (job for one in studies for job in missing(records, one) if job.name not in failed)
+        job = next(todo, None)
+        if job is None:
+            break
+        job.study.prepare()
+        demo.say(job.name)
+        try:
+            record = run_learner(job, num_steps(job, records))
+        except RunFailed as error:
+            print(f"FAILED {job.name}: {error}", flush=True)
+            failed.append(job.name)
+            continue
+        store(record | {"revision": study.revision()})
+        print(record["scores"], record["seconds"], flush=True)
+    return failed
+
+
+def run_learner(job: Job, steps: int) -> Record:
+    """Train once and return the record; raise RunFailed with the end of the log."""
+    folder = job.study.root / f"{slug(job.variant)}-s{job.seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": steps}
+    run["training.eval_at_start"] = job.arm.scores_start and job.seed == SEEDS[0] and not job.equal_seconds
+    task = Task(job.study.name, job.arm.config or job.study.config)
+    config, log = write_config(task, folder, job.overrides | run), folder / "learner.log"
+    program = [job.arm.program] if job.arm.program.endswith(".py") else ["--module", job.arm.program]
+    launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1"]
+    command = [*launcher, "--master_port", str(demo.free_ports(1)[0]), *program, "--config", str(config)]
+    if status := study.run_to_end(command, log):
+        raise RunFailed(f"status {status}; the end of {log}:\n" + log.read_text()[-2000:])
+    finished = json.loads((folder / "finished.json").read_text())
+    return {
+        "task": job.study.name,
+        "variant": job.variant,
+        "seed": job.seed,
+        "overrides": job.overrides,
+        "material": job.study.material,
+        "steps": finished["steps"],
+        "seconds": finished["seconds"],
+        "step_seconds": quiet_parts(EventAccumulator(str(folder)).Reload()),
+        "scores": {
+            str(int(path.stem.split("_")[1])): read_scores(path) for path in sorted((folder / "eval").glob("*.json"))
+        },
+    }
+
+
+def read_scores(path: Path) -> dict[str, float]:
+    found = json.loads(path.read_text())
+    return {key: round(found[key], 5) for key in SCORES if key in found}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The text of docs/results.md and its plots. Pure functions of the records."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from studies.arms import TUNING_SEED, Study
+from studies.study_report import Record, interval, last, runs_of, spread, table
+
+START = "start model"
+NEEDED, MIN_SEEDS = 2, 5
+NOT_BUILT = ("Partial annotation", "Forgetting")
+
+ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run counts, with the
+scores of its last step. [Earlier results](results_earlier.md) on fully annotated images found nothing that beats
+supervised training.
+
+Not built yet: 10 % replay; GRPO arms of the new classes; and the studies that say so below.
+
+**Method.** Tuning, training and test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images (the
+same learning rates; where the arm has a KL, times the same weights), then runs with seeds 1 to 5, scored once, after
+its last step, on the test images. *Equal seconds*: as many steps as fit into the undisturbed seconds of the arm that a
+study names, less those of the start model's answers to all training images where the labels come from them, and at
+least as many steps as it. Each run makes its rollouts with transformers' `generate`; a rollout server would be quicker,
+which would give the rivals fewer steps at equal seconds. Intervals are of 95 % (Welch's t); nothing corrects for
+comparing several arms.
+"""
+
+
+def text_of(studies: Sequence[Study], records: Sequence[Record], missing: Mapping[str, int]) -> str:
+    """Return docs/results.md. `missing`: how many planned runs of each study have no record."""
+    return "\n".join(["# Results\n", verdict(studies, records), ABOUT, sections(studies, records, missing)])
+
+
+def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
+    """Return the first lines of docs/results.md: what is shown of the claim, in how many studies."""
+    claims = dict.fromkeys(study.claim for study in studies)
+    won = {study.claim for study in studies if any(beats_all(records, study, arm) for arm in study.on_policy)}
+    open_ = {study.claim for study in studies if not is_complete(records, study)} - won
+    lost = [claim for claim in claims if claim not in won | open_]
+    lines = [
+        f"**The claim is {'shown' if len(won) >= NEEDED else 'not shown'}.** Sought: at equal steps and at equal "
+        "seconds some on-policy arm beats every SFT arm, pseudo-labels included, with a 95 % interval above 0, in at "
+        f"least {NEEDED} of {len(claims) + len(NOT_BUILT)} studies. So far it does in {len(won)}"
+        + (f" ({'; '.join(claim for claim in claims if claim in won)})" if won else "")
+        + f", and does not in {len(lost)}"
+        + (f" ({'; '.join(lost)})." if lost else "."),
+    ]
+    if unfinished := [claim for claim in claims if claim in open_]:
+        lines.append(f"Not finished, so without a verdict: {'; '.join(unfinished)}.")
+    lines.append(f"Not built yet: {'; '.join(NOT_BUILT)}.")
+    return "\n".join(lines) + "\n"
+
+
+def beats_all(records: Sequence[Record], study: Study, arm: str) -> bool:
+    """Whether `arm` beats each rival at equal steps and at equal seconds, all with `MIN_SEEDS` seeds."""
+    return is_complete(records, study, arm) and all(
+        bounds[0] > 0 for name in study.rivals if (bounds := interval(*both(records, study, arm, name)))
+    )
+
+
+def is_complete(records: Sequence[Record], study: Study, *arms: str) -> bool:
+    """Whether all rivals and `arms` (default: all on-policy arms) have `MIN_SEEDS` test runs."""
+    names = (*study.rivals, *(arms or study.on_policy))
+    return all(len(tests_of(records, study, name)) >= MIN_SEEDS for name in names)
+
+
+def both(records: Sequence[Record], study: Study, *names: str) -> list[list[float]]:
+    return [last(tests_of(records, study, name), "f1") for name in names]
+
+
+def tests_of(records: Sequence[Record], study: Study, name: str) -> list[Record]:
+    return [record for record in runs_of(records, study.name, name) if record["seed"] != TUNING_SEED]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a study's section
+
+
+def sections(studies: Sequence[Study], records: Sequence[Record], missing: Mapping[str, int]) -> str:
+    """Return the sections of all studies. `missing`: how many planned runs of each have no record."""
+    parts: list[str] = []
+    for study in studies:
+        parts += [f"## {study.title}\n", study.method]
+        names = [name for name in study.variants if tests_of(records, study, name)]
+        if names:
+            parts += [f"![F1 by arm](results_{study.name}.svg)\n", score_table(records, study, names)]
+            parts.append(difference_table(records, study, names))
+        if left := missing.get(study.name, 0):
+            parts.append(f"{'Still to come' if names else 'No test run has finished; still to come'}: {left} runs.\n")
+    return "\n".join(part for part in parts if part)
+
+
+def score_table(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:
+    rows = []
+    if start := start_scores(records, study):
+        rows.append([START, "", "0", *(f"{start[key]:.3f}" for key in study.columns)])
+    for name in names:
+        runs = tests_of(records, study, name)
+        rows.append([name, str(len(runs)), str(runs[0]["steps"]), *(spread(last(runs, key)) for key in study.columns)])
+    return table(["after the last step", "seeds", "steps", *study.columns.values()], rows)
+
+
+def start_scores(records: Sequence[Record], study: Study) -> dict[str, float] | None:
+    """Scores on the test images before the first step, which one run has."""
+    runs = [run for name in study.variants for run in tests_of(records, study, name)]
+    return next((run["scores"]["0"] for run in runs if "0" in run["scores"]), None)
+
+
+def difference_table(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:
+    """Table of F1 of each on-policy arm minus that of each rival, with intervals."""
+    ours = [name for name in study.on_policy if name in names]
+    rows = [[name, *(difference(records, study, arm, name) for arm in ours)] for name in study.rivals if name in names]
+    return table(["F1, difference to", *ours], rows) if ours and rows else ""
+
+
+def difference(records: Sequence[Record], study: Study, arm: str, rival: str) -> str:
+    ours, theirs = both(records, study, arm, rival)
+    shown = f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}"
+    bounds = interval(ours, theirs)
+    return f"{shown} [{bounds[0]:+.3f}, {bounds[1]:+.3f}]" if bounds else f"{shown} (too few seeds)"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# plots
+
+
+def plots(studies: Sequence[Study], records: Sequence[Record]) -> dict[str, str]:
+    """Return the SVG of each study that has test runs, by file name below docs/."""
+    drawn = [study for study in studies if any(tests_of(records, study, name) for name in study.variants)]
+    return {f"results_{study.name}.svg": plot(records, study) for study in drawn}
+
+
+def plot(records: Sequence[Record], study: Study) -> str:
+    """Draw a line per arm: a dot for each seed's F1 and a bar for their mean; the start model as a dashed line."""
+    left, width, step, top = 230, 480, 26, 40
+    names = [name for name in study.variants if tests_of(records, study, name)]
+    bottom = top + step * len(names)
+    shapes = [f'<text x="{left}" y="20" font-weight="bold">{escape(study.title)}: F1 on the test images</text>']
+    for tenth in range(0, 11, 2):
+        x = left + width * tenth / 10
+        shapes.append(f'<line x1="{x:g}" y1="{top - 8}" x2="{x:g}" y2="{bottom}" stroke="#ddd"/>')
+        shapes.append(f'<text x="{x:g}" y="{bottom + 16}" text-anchor="middle">{tenth / 10:g}</text>')
+    if start := start_scores(records, study):
+        x = left + width * start["f1"]
+        shapes.append(
+            f'<line x1="{x:.1f}" y1="{top - 8}" x2="{x:.1f}" y2="{bottom}" stroke="#888" stroke-dasharray="4"/>'
+        )
+    for row, name in enumerate(names):
+        y, values = top + step * row + 8, last(tests_of(records, study, name), "f1")
+        colour = "#c0392b" if name in study.on_policy else "#2962d6"
+        mean = left + width * statistics.fmean(values)
+        shapes.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(name)}</text>')
+        shapes.append(f'<line x1="{mean:.1f}" y1="{y - 8}" x2="{mean:.1f}" y2="{y + 8}" stroke="{colour}"/>')
+        shapes += [f'<circle cx="{left + width * value:.1f}" cy="{y}" r="3" fill="{colour}"/>' for value in values]
+    size = f'width="{left + width + 20}" height="{bottom + 26}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *shapes, "</svg>"]) + "\n"

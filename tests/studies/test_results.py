@@ -1,0 +1,372 @@
+"""The studies: their images and labels, what runs when, and that the report claims no more than it has."""
+
+import itertools
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.stats import ttest_ind
+from torch import nn
+
+import train_stage2
+from studies import arms, dense_data, new_class_data, refreshed_labels, results, results_report
+from studies.arms import SEEDS, TUNING_SEED, Job
+from studies.dense import DENSE
+from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, SFT, SHIFTED, STAGE2
+from studies.new_class_data import MATERIALS, NEW_LABELS
+from studies.study import RM
+from tools.make_demo import build_start_model
+from utils.config.load import load_config
+from utils.data.samples import Sample
+from utils.geometry import Object
+
+ROOT = Path(__file__).parents[2]
+STUDIES = [NEW_CLASS, SHIFTED, DENSE]
+
+
+def record(job: Job, f1: float, steps: int = 60) -> dict:
+    scores = dict.fromkeys(results.SCORES, 0.5) | {"f1": f1}
+    return {
+        "task": job.study.name,
+        "variant": job.variant,
+        "seed": job.seed,
+        "overrides": json.loads(json.dumps(job.overrides)),
+        "material": job.study.material,
+        "steps": steps,
+        "seconds": {"train": 99.0},
+        "step_seconds": {"rollout": 1.5, "sync": 0.0, "prepare": 0.25, "train": 1.0},
+        "scores": {str(steps): scores},
+    }
+
+
+def tuning(arm, study=NEW_CLASS) -> list[dict]:
+    """Records of an arm's tuning; the middle learning rate is the best."""
+    best = study.learning_rates[1]
+    return [record(job, 0.9 if job.lr == best else 0.3) for job in arms.grid(study, arm)]
+
+
+def finished(arm, f1: float, equal_seconds: bool = False, study=NEW_CLASS) -> list[dict]:
+    """Records of all test seeds of a tuned arm, 0.01 apart."""
+    jobs = arms.tests(tuning(arm, study), study, arm, equal_seconds)
+    return [record(job, f1 + 0.01 * (job.seed - 3)) for job in jobs]
+
+
+# ---- images and labels ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(new_class_data, "SPLITS", {"warmup": 12, "train": 10, "tune": 8, "test": 8})
+        new_class_data.make_data(folder, MATERIALS["shifted"])
+    return {path.stem: [json.loads(line) for line in path.open()] for path in folder.glob("*.jsonl")}
+
+
+def test_new_classes_are_unseen_in_warm_up_and_alone_annotated_in_training(data):
+    labels = {name: [{item["desc"] for item in row["objects"]} for row in rows] for name, rows in data.items()}
+    assert not any(own & set(NEW_LABELS) for own in labels["warmup"])
+    assert all(own and own <= set(NEW_LABELS) for own in labels["train"])
+    assert [row["id"] for row in data["train"]] == [row["id"] for row in data["train_all"]]
+    assert any(own - set(NEW_LABELS) for own in labels["train_all"])
+    for row, whole in zip(data["train"], data["train_all"], strict=True):
+        assert row["objects"] == [item for item in whole["objects"] if item["desc"] in NEW_LABELS]
+
+
+def test_no_scene_is_in_two_splits(data):
+    numbers = [row["id"].split("-")[1] for name in ("warmup", "train", "tune", "test") for row in data[name]]
+    assert len(set(numbers)) == len(numbers) == 38
+
+
+def test_pseudo_labels_keep_the_annotation_and_add_only_other_classes_that_stand_elsewhere():
+    row = {"width": 999, "height": 999, "objects": [{"desc": "yellow ring", "bbox_2d": [100, 500, 200, 600]}]}
+    sample = SimpleNamespace(objects=[Object("yellow ring", "bbox_2d", (100, 500, 200, 600))])
+    answers = [
+        Object("red ring", "bbox_2d", (100, 500, 200, 610)),  # the annotated object by another name
+        Object("green square", "bbox_2d", (0, 0, 50, 50)),
+        Object("blue square", "bbox_2d", (0, 0, 50, 55)),  # repeats the one before
+        Object("Yellow Ring", "bbox_2d", (700, 700, 800, 800)),  # annotation of this class is complete
+        Object("red square", "bbox_2d", (700, 5, 700, 80)),  # no area
+    ]
+    merged = new_class_data.merged_objects(row, sample, answers)
+    assert [(item["desc"], item["bbox_2d"]) for item in merged] == [
+        ("green square", [0, 0, 50, 50]),
+        ("yellow ring", [100, 500, 200, 600]),
+    ]
+
+
+def photos(folder: Path) -> dict[str, np.ndarray]:
+    """Write stand-ins of the photographs, with a tree of its own colour every 50 pixels; return their pixels."""
+    folder.mkdir()
+    pixels = {}
+    for name, (width, height) in PHOTOS.items():
+        rng = np.random.default_rng(len(name))
+        pixels[name] = np.zeros((height, width, 3), dtype=np.uint8)
+        objects = []
+        for y, x in itertools.product(range(5, height - 30, 50), range(5, width - 30, 50)):
+            pixels[name][y : y + 25, x : x + 30] = rng.integers(60, 255, 3)
+            corners = "".join(
+                f"<{key}>{value}</{key}>"
+                for key, value in zip(("xmin", "ymin", "xmax", "ymax"), (x + 1, y + 1, x + 30, y + 25), strict=True)
+            )
+            objects.append(f"<object><name>Tree</name><bndbox>{corners}</bndbox></object>")
+        Image.fromarray(pixels[name]).save(folder / f"{name}.png")
+        (folder / f"{name}.xml").write_text(f"<annotation>{''.join(objects)}</annotation>")
+    return pixels
+
+
+PHOTOS = {dense_data.TRAIN_SITE: (600, 1200), dense_data.TEST_SITE: (800, 500), "OSBS_029": (400, 400)}
+PHOTOS |= {"SOAP_061": (400, 400)}
+
+
+def test_crops_hold_whole_trees_of_their_own_ground_however_they_are_turned(tmp_path, monkeypatch):
+    """Inside each box all pixels have one colour, and no pixel of a tree's colour lies outside its box. The colours in
+    the crops of one split are in no other's."""
+    monkeypatch.setattr(dense_data, "ROOT", tmp_path)
+    monkeypatch.setattr(dense_data, "SPLITS", {name: (12, own[1]) for name, own in dense_data.SPLITS.items()})
+    monkeypatch.setattr(dense_data, "SUFFIX", ".png")
+    photos(tmp_path / "photos")
+    (tmp_path / "data").mkdir()
+    dense_data.make_data(tmp_path / "data")
+    colours = {}
+    for split in dense_data.SPLITS:
+        colours[split] = set()
+        for row in map(json.loads, (tmp_path / "data" / f"{split}.jsonl").open()):
+            pixels = np.asarray(Image.open(tmp_path / "data" / row["images"][0]))
+            assert pixels.shape == (dense_data.SIDE, dense_data.SIDE, 3)
+            assert len(row["objects"]) in dense_data.NUM_BOXES
+            for item in row["objects"]:
+                x0, y0, x1, y1 = map(int, item["bbox_2d"])
+                colour = pixels[y0, x0]
+                assert (pixels[y0:y1, x0:x1] == colour).all() and colour.any()
+                assert (pixels == colour).all(axis=2).sum() == (x1 - x0) * (y1 - y0)
+                colours[split].add(tuple(colour))
+    for one, other in itertools.combinations(colours, 2):
+        assert not colours[one] & colours[other]
+
+
+def test_refreshed_labels_come_from_the_last_multiple_of_ten_steps_and_are_learnt_as_ground_truth(monkeypatch):
+    """The weights in training are back after each answer; the answers complete the annotation, in the data's order."""
+    model = nn.Linear(1, 1, bias=False)
+    answers, judged, answered_with = [Object("blue square", "bbox_2d", (0, 0, 50, 50))], [], []
+    monkeypatch.setattr(refreshed_labels, "parse_answer", lambda ids, table: SimpleNamespace(pred_objects=answers))
+    monkeypatch.setattr(train_stage2.Stage2, "generate", lambda *_: answered_with.append(model.weight.item()))
+    monkeypatch.setattr(train_stage2.Stage2, "judge", lambda self, responses, step: judged.append(responses))
+    run = object.__new__(refreshed_labels.RefreshedLabels)
+    run.session = SimpleNamespace(learner=SimpleNamespace(model=model), data=SimpleNamespace(table=None))
+    for step in range(12):
+        nn.init.constant_(model.weight, step)
+        for micro_step in range(2):
+            run.generate(([], []), step, micro_step)
+            assert model.weight.item() == step
+    assert answered_with == [0] * 20 + [10] * 4
+    sample = Sample("a", [], [], 999, 999, [Object("yellow ring", "bbox_2d", (100, 500, 200, 600))], [], "")
+    run.judge(train_stage2.Responses([sample], [], {0: SimpleNamespace(response_token_ids=[])}), 0)
+    assert [obj.desc for obj in judged[0].samples[0].objects] == ["blue square", "yellow ring"]
+    assert judged[0].results == {}  # so that the ground truth is the target
+
+
+# ---- which runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_every_run_is_a_valid_config_and_only_tests_see_test_images(tmp_path, study):
+    for arm, seed in itertools.product(study.arms, (TUNING_SEED, SEEDS[0])):
+        job = Job(study, arm, seed, 1e-3, 10.0 if arm.has_kl else None)
+        task = results.Task(study.name, arm.config or study.config)
+        cfg = load_config(results.write_config(task, tmp_path / f"{arm.name}{seed}", job.overrides))
+        assert Path(cfg.custom.val_jsonl[0].path).stem == ("test" if seed else "tune")
+        (train,) = cfg.custom.train_jsonl
+        assert train.annotated == (list(NEW_LABELS) if arm.only_annotated and study is not DENSE else None)
+        assert cfg.training.max_steps == study.training["max_steps"]
+        if arm.program == "train_grpo.py":
+            assert cfg.rlhf.advantage == arm.name.rpartition(" ")[2]
+            continue
+        assert cfg.rm.teacher_forced_ratio == (0.0 if arm.is_on_policy or arm in (OFFLINE, REFRESHED) else 1.0)
+        assert cfg.rm.losses.reference_kl == (10.0 if arm.has_kl else 0.0)
+        assert cfg.rm.eval.new_labels == list(study.annotated)
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_arms_of_a_study_start_from_one_model_and_train_the_same_parameters(tmp_path, study):
+    jobs = [Job(study, arm, 1, 1e-3, 10.0 if arm.has_kl else None) for arm in study.arms]
+    tasks = [results.Task(study.name, job.arm.config or study.config) for job in jobs]
+    cfgs = [
+        load_config(results.write_config(task, tmp_path / results.slug(job.arm.name), job.overrides))
+        for task, job in zip(tasks, jobs, strict=True)
+    ]
+    for cfg in cfgs:
+        assert (cfg.model, cfg.tuner, cfg.data) == (cfgs[0].model, cfgs[0].tuner, cfgs[0].data)
+
+
+def test_all_arms_have_the_same_learning_rates_and_tests_wait_for_the_whole_grid():
+    for arm in NEW_CLASS.arms:
+        assert {job.lr for job in arms.grid(NEW_CLASS, arm)} == set(NEW_CLASS.learning_rates)
+        done = tuning(arm)
+        assert arms.tuned(done[:-1], NEW_CLASS, arm) is None and not arms.tests(done[:-1], NEW_CLASS, arm, False)
+        assert [job.seed for job in arms.tests(done, NEW_CLASS, arm, False)] == list(SEEDS)
+        assert {job.lr for job in arms.tests(done, NEW_CLASS, arm, False)} == {2e-3}
+    assert TUNING_SEED not in SEEDS and len(SEEDS) >= 5
+
+
+def test_records_of_other_settings_or_older_images_do_not_count():
+    job = arms.grid(NEW_CLASS, SFT)[0]
+    own = record(job, 0.5)
+    assert arms.find([own], job) is own
+    assert arms.find([own | {"material": 0}], job) is None
+    assert arms.find([own | {"overrides": {}}], job) is None
+    assert arms.find([own], replace(job, seed=1)) is None
+
+
+def test_what_is_missing_comes_arm_by_arm_and_shrinks_to_nothing():
+    done: list[dict] = []
+    while (job := next(arms.missing(done, NEW_CLASS), None)) is not None:
+        if not done:
+            assert job.arm is STAGE2 and job.is_tuning
+        left = arms.num_left(done, NEW_CLASS)
+        done.append(record(job, 0.5))
+        assert arms.num_left(done, NEW_CLASS) == left - 1
+    assert arms.num_left(done, NEW_CLASS) == 0
+    assert len({(r["variant"], r["seed"]) for r in done}) == len(done)
+    assert {r["variant"] for r in done if r["seed"]} == set(NEW_CLASS.variants)
+
+
+def test_equal_seconds_charges_the_start_models_answers_once_and_never_gives_fewer_steps():
+    """A step of stage 2 takes 2.75 s, a supervised one 1.25 s."""
+    done = [run for arm in (STAGE2, SFT, PSEUDO, REFRESHED) for run in finished(arm, 0.5)]
+    assert arms.num_steps(Job(NEW_CLASS, SFT, 1, 2e-3), done) == 60
+    assert arms.num_steps(Job(NEW_CLASS, SFT, 1, 2e-3, equal_seconds=True), done) == round(60 * 2.75 / 1.25)
+    assert arms.num_steps(Job(NEW_CLASS, REFRESHED, 1, 2e-3, equal_seconds=True), done) == 60  # has rollouts, too
+    answers = 1.5 * 1200 / 32
+    expected = round((60 * 2.75 - answers) / 1.25)
+    assert arms.num_steps(Job(NEW_CLASS, PSEUDO, 1, 2e-3, equal_seconds=True), done) == expected
+    both = replace(NEW_CLASS, clock=replace(STAGE2, labels="start model"))  # the clock has paid for answers, too
+    assert arms.num_steps(Job(both, PSEUDO, 1, 2e-3, equal_seconds=True), done) == round(60 * 2.75 / 1.25)
+    large = replace(NEW_CLASS, num_train=10**6)
+    assert arms.num_steps(Job(large, PSEUDO, 1, 2e-3, equal_seconds=True), done) == 60
+
+
+def test_a_failed_run_is_tried_once_and_a_limit_ends_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(results.study, "RECORDS", tmp_path / "results.json")
+    calls = []
+
+    def run_learner(job, steps):
+        calls.append(job.variant)
+        if len(calls) == 1:
+            raise results.RunFailed("boom")
+        return record(job, 0.5)
+
+    monkeypatch.setattr(results, "run_learner", run_learner)
+    assert results.run_all([replace(NEW_CLASS, prepare=lambda: None)], 3) == [f"new_class: {calls[0]}, seed 0"]
+    assert len(calls) == len(set(calls)) == 3
+    assert [r["variant"] for r in results.load_records()] == calls[1:]
+
+
+# ---- what the report says -------------------------------------------------------------------------------------------
+
+
+def all_finished(study, ours: float, rival: float) -> list[dict]:
+    """All test runs; the first on-policy arm ends at `ours`, the others at 0.1."""
+    best = next(arm for arm in study.arms if arm.is_on_policy)
+    found = []
+    for arm in study.arms:
+        f1 = rival if arm.is_rival else ours if arm is best else 0.1
+        found += [run for equal in (False, True)[: 1 + arm.is_rival] for run in finished(arm, f1, equal, study)]
+    return found
+
+
+def test_an_on_policy_arm_wins_only_above_every_rival_with_all_seeds():
+    beats = results_report.beats_all
+    done = all_finished(NEW_CLASS, 0.8, 0.6)
+    assert beats(done, NEW_CLASS, STAGE2.name) and not beats(done, NEW_CLASS, NO_KL.name)
+    assert not beats(all_finished(NEW_CLASS, 0.61, 0.6), NEW_CLASS, STAGE2.name)
+    for run in done:  # without any one run of a rival or of its own nothing is shown
+        others = [other for other in done if other is not run]
+        if run["variant"] in (*NEW_CLASS.rivals, STAGE2.name):
+            assert not beats(others, NEW_CLASS, STAGE2.name)
+    strong = [r | {"scores": {"60": r["scores"]["60"] | {"f1": 0.9}}} for r in done if r["variant"] == PSEUDO.name]
+    others = [r for r in done if r["variant"] != PSEUDO.name]
+    assert not beats([*others, *strong], NEW_CLASS, STAGE2.name)
+
+
+def test_the_first_lines_say_what_is_shown_and_what_is_missing():
+    empty = results_report.verdict(STUDIES, [])
+    assert empty.startswith("**The claim is not shown.**") and "So far it does in 0" in empty
+    assert "Not finished, so without a verdict: New class; Dense" in empty and "of 4 studies" in empty
+    won = all_finished(NEW_CLASS, 0.8, 0.6)
+    lost, lost_shifted = (all_finished(study, 0.5, 0.6) for study in (NEW_CLASS, SHIFTED))
+    assert "So far it does in 1 (New class)" in results_report.verdict(STUDIES, won)
+    assert "does not in 0." in results_report.verdict(STUDIES, lost)  # its other version may still win
+    assert "does not in 1 (New class)" in results_report.verdict(STUDIES, [*lost, *lost_shifted])
+    shown = results_report.verdict(STUDIES, [*won, *all_finished(DENSE, 0.8, 0.6)])
+    assert shown.startswith("**The claim is shown.**") and "does in 2 (New class; Dense, real images)" in shown
+    versions = results_report.verdict(STUDIES, [*won, *all_finished(SHIFTED, 0.8, 0.6)])
+    assert versions.startswith("**The claim is not shown.**")  # two versions of one study count once
+
+
+def test_differences_have_welchs_interval():
+    done = all_finished(NEW_CLASS, 0.8, 0.6)
+    ours, theirs = ([value + 0.01 * k for k in range(-2, 3)] for value in (0.8, 0.6))
+    low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+    shown = f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f} [{low:+.3f}, {high:+.3f}]"
+    assert f"| {SFT.name} | {shown} |" in results_report.text_of(STUDIES, done, {})
+
+
+def test_the_plot_has_a_dot_for_each_test_run_at_its_f1():
+    done = [*finished(SFT, 0.6), *tuning(SFT)]
+    (svg,) = results_report.plots(STUDIES, done).values()
+    dots = ElementTree.fromstring(svg).findall("{http://www.w3.org/2000/svg}circle")  # noqa: S314  (our own text)
+    assert [float(dot.get("cx")) for dot in dots] == pytest.approx([230 + 480 * (0.58 + 0.01 * k) for k in range(5)])
+
+
+def test_the_shipped_report_is_what_the_shipped_records_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(results, "REPORT", tmp_path / "results.md")
+    results.write_report()
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (ROOT / "docs" / path.name).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", [OFFLINE, REFRESHED], ids=lambda arm: arm.program)
+def test_a_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypatch, arm):
+    """The arms with programs of their own: images, pseudo-labels, the real learner and its scores, two steps."""
+    monkeypatch.chdir(ROOT)
+    material = replace(MATERIALS["new_class"], name=str(tmp_path / "tiny"), warmup_steps=1)
+    monkeypatch.setattr(new_class_data, "SPLITS", {"warmup": 32, "train": 64, "tune": 8, "test": 8})
+    new_class_data.prepare(material)
+    assert (material.root / "pseudo/train.jsonl").exists()
+    result = short_run(monkeypatch, replace(NEW_CLASS, root=material.root), arm, {RM + "max_new_tokens": 16})
+    assert result["step_seconds"]["rollout"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", DENSE.arms, ids=lambda arm: arm.name)
+def test_a_dense_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypatch, arm):
+    monkeypatch.chdir(ROOT)
+    photos(tmp_path / "photos")
+    monkeypatch.setattr(dense_data, "ROOT", tmp_path)
+    monkeypatch.setattr(dense_data, "SPLITS", {name: (32, own[1]) for name, own in dense_data.SPLITS.items()})
+    (tmp_path / "data").mkdir()
+    dense_data.make_data(tmp_path / "data")
+    build_start_model(tmp_path / "model", dense_data.SIDE)
+    limit = "rlhf.max_new_tokens" if arm.config else RM + "max_new_tokens"
+    result = short_run(monkeypatch, replace(DENSE, root=tmp_path), arm, {limit: 16})
+    assert (result["step_seconds"]["rollout"] > 0) == arm.is_on_policy
+    assert {"f1", "f1_mean", "counting_error", "duplicates_per_image"} <= set(result["scores"]["2"])
+
+
+def short_run(monkeypatch, study, arm, overrides) -> dict:
+    """Two steps of a test run."""
+    job = Job(study, arm, 1, 1e-3, 10.0 if arm.has_kl else None)
+    own = {"model.path": str(study.root / "model")} | overrides
+    monkeypatch.setattr(Job, "overrides", property(lambda self, original=Job.overrides.fget: original(self) | own))
+    result = results.run_learner(job, steps=2)
+    assert result["steps"] == 2 and set(result["scores"]) == {"2"} | ({"0"} if arm.scores_start else set())
+    return result
