@@ -109,7 +109,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Job:
-    """One run. `kl` is None for an arm without a tuned weight; `equal_seconds`: as long as the runs of `Study.clock`."""
+    """One run. `kl` is None for an arm without a tuned weight; `equal_seconds`: as long as a run of `Study.clock`."""
 
     study: Study
     arm: Arm

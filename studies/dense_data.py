@@ -65,7 +65,7 @@ class Ground:
 
 
 TRAIN_SITE, TEST_SITE = "2019_YELL_2_528000_4978000_image_crop2", "2019_YELL_2_541000_4977000_image_crop"
-# Split -> number of crops, and the grounds they are cut from, each by its share of the area. No ground is in two splits.
+# Split -> number of crops, and the grounds they are cut from, each by its share of the area. None is in two splits.
 SPLITS: dict[str, tuple[int, tuple[Ground, ...]]] = {
     "warmup": (4000, (Ground(TRAIN_SITE, (0, 0, 1, 0.5)), Ground("OSBS_029"), Ground("SOAP_061"))),
     "train": (2000, (Ground(TRAIN_SITE, (0, 0.5, 1, 1)),)),

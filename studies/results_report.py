@@ -11,11 +11,11 @@ START = "start model"
 NEEDED, MIN_SEEDS = 2, 5
 NOT_BUILT = ("Partial annotation", "Forgetting")
 
-ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run counts, with the
-scores of its last step. [Earlier results](results_earlier.md) on fully annotated images found nothing that beats
+ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run counts, with
+the scores of its last step. [Earlier results](results_earlier.md) on fully annotated images found nothing that beats
 supervised training.
 
-Not built yet: 10 % replay; GRPO arms of the new classes; and the studies that say so below.
+Not built yet in the studies below: 10 % replay, and GRPO arms of the new classes.
 
 **Method.** Tuning, training and test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images (the
 same learning rates; where the arm has a KL, times the same weights), then runs with seeds 1 to 5, scored once, after
