@@ -125,7 +125,8 @@ def internvl() -> tuple[Any, dict[str, Any]]:
     """Tiles of 32 px with four tokens each."""
     names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
     tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"extra_special_tokens": list(names.values())}, replace_extra_special_tokens=False)
+    special = [*names.values(), "<ref>", "</ref>", "<box>", "</box>"]
+    tokenizer.add_special_tokens({"extra_special_tokens": special}, replace_extra_special_tokens=False)
     tokenizer._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
     tile = {"height": 32, "width": 32}
     processor = InternVLProcessor(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.answers import make_table, make_tokenizer, random_box
-from utils.answer_format import COORD_TOKENS, FORMATS, QWEN2_5VL, QWEN3VL
+from utils.answer_format import COORD_TOKENS, FORMATS, INTERNVL, QWEN2_5VL, QWEN3VL
 from utils.drafts import Arrangement
 from utils.geometry import Object, iou_matrix, pixels_to_bins, to_norm1000
 from utils.losses import loss_sums
@@ -593,7 +593,7 @@ def test_dat_2_qwen3vl_grid() -> None:
 
 
 def test_formats_by_name() -> None:
-    assert FORMATS == {"coord_tokens": COORD_TOKENS, "qwen3vl": QWEN3VL, "qwen2_5vl": QWEN2_5VL}
+    assert FORMATS == {"coord_tokens": COORD_TOKENS, "qwen3vl": QWEN3VL, "qwen2_5vl": QWEN2_5VL, "internvl": INTERNVL}
     assert re.search("bbox_2d.*label", QWEN3VL.prompt)
 
 

@@ -49,7 +49,9 @@ class WarmupConfig(Section):
     output_dir: str = Field(description="directory of the trained checkpoint, in Hugging Face form with its processor")
     data: Data = Field(default_factory=Data)
     losses: Losses = Field(default_factory=Losses)
-    answer_format: Literal["coord_tokens", "qwen3vl", "qwen2_5vl"] = Field("coord_tokens", description="as in stage 2")
+    answer_format: Literal["coord_tokens", "qwen3vl", "qwen2_5vl", "internvl"] = Field(
+        "coord_tokens", description="as in stage 2"
+    )
     seed: int = Field(0, ge=0)
     steps: PositiveInt = Field(description="optimizer steps")
     samples_per_step: PositiveInt = 16

@@ -4,6 +4,7 @@
 `qwen3vl` is how the released Qwen3-VL grounds: plain numbers 0..1000, `label` instead of `desc`, boxes only, in a list
 that the model often puts into a Markdown fence and spreads over lines.
 `qwen2_5vl` is how the released Qwen2.5-VL grounds: the same, with pixels of the image as its processor resizes it.
+`internvl` is how the released InternVL grounds: numbers 0..1000 in tags that may stand anywhere in plain text.
 
 Patterns match bytes in which a coordinate token is the single byte 0xFF (`utils.parsing`). Their quantifiers are
 possessive throughout, so nothing is tried twice. `parsing` does the reading, `targets` the supervision.
@@ -46,6 +47,7 @@ class AnswerFormat:
     max_bin: int  # coordinates are 0..max_bin of width or height; in pixels, the largest that is read
     prompt: str  # user text where neither the sample nor the config has one
     in_pixels: bool = False  # coordinates are pixels of the resized image
+    tags: tuple[str, ...] = ()  # words of the form that may be special tokens; no label holds one
 
     def __post_init__(self) -> None:
         """Compile the patterns of an object: alone, after white space (`first`) and after a comma (`next`).
@@ -106,6 +108,21 @@ class AnswerFormat:
             ValueError: the object could not be read back (blank text, wrong number or range of coordinates, or a
                 geometry that this form does not have).
         """
+        self._check(obj)
+        text = f'"{self.desc_key}": "{self.spelled(obj.desc)}"'
+        coords = (f"<|coord_{value}|>" if self.has_coord_tokens else str(value) for value in obj.coords)
+        geometry = f'"{obj.kind}": [{", ".join(coords)}]'
+        return f"{{{text}, {geometry}}}" if self.has_coord_tokens else f"{{{geometry}, {text}}}"
+
+    def spelled(self, desc: str) -> str:
+        """A label as it stands in an answer: a JSON string without its quotes, which spells no special token."""
+        return json.dumps(desc, ensure_ascii=False)[1:-1].replace("<|", "\\u003c|")
+
+    def completion(self, prefix: bytes) -> str:
+        """What an answer that ends behind an object lacks before another one can follow, or the closing."""
+        return ""
+
+    def _check(self, obj: "Object") -> None:
         num_coords = len(obj.coords)
         fits = num_coords == 4 if obj.kind == "bbox_2d" else num_coords >= 6 and num_coords % 2 == 0
         in_range = fits and min(obj.coords) >= 0 and max(obj.coords) <= self.max_bin
@@ -113,15 +130,32 @@ class AnswerFormat:
             shapes = {"bbox_2d": "4 (bbox_2d)", "poly": "6, 8, ... (poly)"}
             counts = " or ".join(shapes[kind] for kind in self.kinds)
             raise ValueError(f"{obj}: an object needs a {self.desc_key} and {counts} bins in 0..{self.max_bin}")
-        text = f'"{self.desc_key}": {json_string(obj.desc)}'
-        coords = (f"<|coord_{value}|>" if self.has_coord_tokens else str(value) for value in obj.coords)
-        geometry = f'"{obj.kind}": [{", ".join(coords)}]'
-        return f"{{{text}, {geometry}}}" if self.has_coord_tokens else f"{{{geometry}, {text}}}"
 
 
-def json_string(text: str) -> str:
-    """A JSON string in plain UTF-8 that spells no special token."""
-    return json.dumps(text, ensure_ascii=False).replace("<|", "\\u003c|")
+class RefBoxFormat(AnswerFormat):
+    """Labels and boxes in tags: `<ref>dog</ref><box>[[1, 2, 3, 4], [5, 6, 7, 8]]</box>` are two dogs.
+
+    Text without tags may stand before, between and behind them. `closing` is empty: an answer may end behind any
+    `</box>`. Objects that we write have tags of their own.
+    """
+
+    def __post_init__(self) -> None:
+        pass
+
+    def layout(self, opening: str) -> tuple[str, str]:
+        return "\n", ""
+
+    def write_object(self, obj: "Object") -> str:
+        self._check(obj)
+        if any(tag in obj.desc for tag in self.tags):
+            raise ValueError(f"{obj}: the label holds one of {', '.join(self.tags)}")
+        return f"<ref>{obj.desc}</ref><box>[[{', '.join(map(str, obj.coords))}]]</box>"
+
+    def spelled(self, desc: str) -> str:
+        return desc
+
+    def completion(self, prefix: bytes) -> str:
+        return "]</box>" if prefix.rfind(b"<box>") > prefix.rfind(b"</box>") else ""
 
 
 COORD_TOKENS = AnswerFormat(
@@ -157,4 +191,20 @@ QWEN3VL = AnswerFormat(
 
 QWEN2_5VL = replace(QWEN3VL, name="qwen2_5vl", max_bin=9999, in_pixels=True)
 
-FORMATS = {form.name: form for form in (COORD_TOKENS, QWEN3VL, QWEN2_5VL)}
+INTERNVL = RefBoxFormat(
+    name="internvl",
+    opening="",
+    header=re.compile(rb"(?:(?!</?(?:ref|box)>).)*+", re.DOTALL),
+    ends=(re.compile(rb"\Z"),) * 2,
+    desc_key="label",
+    kinds=("bbox_2d",),
+    coord=QWEN3VL.coord,
+    coord_end=QWEN3VL.coord_end,
+    written=re.compile(rb"<ref>(?P<text>(?:(?!</ref>).)*+)</ref><box>\[\[(?P<coords>[0-9, ]++)\]\]</box>", re.DOTALL),
+    tail=re.compile(rb"[]<>/box \t\r\n]"),  # also where the tags are plain text
+    max_bin=1000,
+    prompt="Please detect and label all objects in the following image and mark their positions.",
+    tags=("<ref>", "</ref>", "<box>", "</box>"),
+)
+
+FORMATS = {form.name: form for form in (COORD_TOKENS, QWEN3VL, QWEN2_5VL, INTERNVL)}

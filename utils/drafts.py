@@ -122,7 +122,8 @@ def continue_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: Token
     prefix, data, ends = parsed, parsed.prefix_bytes, parsed.prefix_ends
     if parsed.prefix_bytes:
         between, closing = form.layout(opening)
-        text = "".join(between + form.write_object(obj) for obj in missed) + closing
+        text = form.completion(prefix.prefix_bytes)
+        text += "".join(between + form.write_object(obj) for obj in missed) + closing
         prefix, ids, is_joined = _join(parsed, text, table)
         start = len(prefix.prefix_ids)
         learnt_from = prefix.num_exact if is_joined else start
@@ -130,7 +131,7 @@ def continue_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: Token
     else:
         ids = np.array([*table.encode(form.write(missed, opening)), table.eos_id], dtype=np.int64)
         wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
-        header = len(opening) if wrote_header else 0
+        header = len(opening.encode()) if wrote_header else 0
         start = learnt_from = int(np.searchsorted(table.scan_text(ids)[1], header, side="right"))
     is_ours = np.arange(len(ids)) >= learnt_from
     return Draft(ids, is_ours, start, prefix.objects, data, ends, prefix.prefix_ends, opening, prefix.respelled)
@@ -151,7 +152,7 @@ def rewrite_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: TokenT
         (obj.lead, obj.byte_span[1] - 1) for obj, entry in zip(objects, entries, strict=True) if entry.pred is None
     ]
     is_ours = touched(ends, [*missed, (objects[-1].byte_span[1], len(data))])
-    is_ours[: np.searchsorted(ends, len(opening), side="right")] = False
+    is_ours[: np.searchsorted(ends, len(opening.encode()), side="right")] = False
     num_prefix = int(np.flatnonzero(is_ours)[0])
     return Draft(ids, is_ours, num_prefix, objects, data, ends, ends, opening)
 

@@ -35,7 +35,7 @@ FAMILIES = {
     "qwen2_5_vl": Family("Qwen2.5-VL", "visual", _MERGERS, answer_format="qwen2_5vl"),
     "qwen3_5": Family("Qwen3.5", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
     "qwen3_5_moe": Family("Qwen3.5-MoE", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
-    "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"})),
+    "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"}), answer_format="internvl"),
 }
 _ALIGNERS = frozenset().union(*(family.aligner for family in FAMILIES.values()))
 _TOWERS = frozenset(family.vit for family in FAMILIES.values())

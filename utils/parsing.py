@@ -7,6 +7,7 @@ loop runs over tokens or characters.
 
 Accepted: `{"objects": [...]}` as strict JSON, with any JSON white space and the keys of an object in either order; in
 Qwen's own forms a list, with or without a Markdown fence. `utils.answer_format` holds what differs between them.
+InternVL's tags are no JSON; `_RefBoxScan` reads them.
 
 Where a malformed object ends. Brackets are matched outside strings; a quote opens a string only if the next quote is
 followed by `,`, `:`, `]` or `}`, so that a forgotten quote does not turn the rest inside out. `}` closes the innermost
@@ -21,10 +22,11 @@ therefore stays in the prefix between complete objects and is cut off after the 
 complete if only the text after it showed that a quote opens no string: before other text it would read differently.
 """
 
+import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +59,11 @@ DROP_REASONS = {
 _SEPARATOR = re.compile(rb"[ \t\n\r]*+(,?+)[ \t\n\r]*+")
 _LOOKAHEAD = re.compile(QUOTED + rb"[ \t\n\r]*+", re.DOTALL)
 _BRACE = ord("{")
+_TAG = re.compile(rb"</?(?:ref|box)>")
+_LABEL = re.compile(rb"<ref>((?:(?!</?(?:ref|box)>).)*+)</ref>[ \t\n\r]*+<box>[ \t\n\r]*+\[[ \t\n\r]*+", re.DOTALL)
+_BOX = re.compile(rb"\[[ \t\n\r]*+((?:[0-9]{1,4}(?:[ \t\n\r]*+,[ \t\n\r]*+[0-9]{1,4})*+)?+)[ \t\n\r]*+\]")
+_BREAK = re.compile(rb"<ref>|</box>")
+_LIST_END = re.compile(rb"[ \t\n\r]*+\][ \t\n\r]*+</box>")
 
 
 @dataclass(slots=True)
@@ -71,6 +78,7 @@ class PredObject:
     # between, at 0 for the first object, otherwise at its own brace.
     lead: int
     coord_bytes: Sequence[Sequence[int]] = ()  # digits of each coordinate that is a number in ordinary text, else empty
+    shares_desc: bool = False  # its text is that of an object before it (internvl)
 
 
 @dataclass(slots=True)
@@ -106,7 +114,7 @@ def parse_answer(token_ids: Sequence[int], table: TokenTable) -> ParsedAnswer:
         coord_index = np.flatnonzero(table.coord_bin[ids] >= 0)
         scan = _Scan(data, table.format, coord_index.tolist(), tuple(table.coord_bin[ids[coord_index]].tolist()))
     else:
-        scan = _NumberScan(data, table.format)
+        scan = (_RefBoxScan if table.format.tags else _NumberScan)(data, table.format)
     if not scan.end:
         prefix_ids = table.encode(scan.opening or table.format.opening)
         return ParsedAnswer(prefix_ids, dropped=dict(scan.dropped), closed=scan.closed, opening=scan.opening)
@@ -163,7 +171,11 @@ class _Scan:
         self._looked_to = 0  # the furthest byte needed to tell that a quote opens no string
         self._closed_by: dict[int, int] | None = None  # `{` -> behind its `}`, where all brackets between are balanced
         self._complete_end = 0  # where the list's element before `self._pos` ended, -1 if not as a complete object
-        header = form.header.match(data)
+        self._read_answer()
+
+    def _read_answer(self) -> None:
+        form = self.form
+        header = form.header.match(self.data)
         if header is None:
             self.dropped["no_header"] += 1
             return
@@ -339,10 +351,88 @@ class _NumberScan(_Scan):
             pred.coord_bytes, pred.coord_index = spans, index
 
 
+class _RefBoxScan(_NumberScan):
+    """The same for labels and boxes in tags (`RefBoxFormat`), between which any text may stand.
+
+    Each box is an object. The first holds the tags before it, and the last those behind it; a cut between two boxes of
+    a label leaves it open. A label or a list that breaks off ends before the next `<ref>`.
+    """
+
+    def _read_answer(self) -> None:
+        header = self.form.header.match(self.data)
+        assert header is not None, "the pattern matches the empty string"
+        with contextlib.suppress(UnicodeDecodeError):
+            self.opening = header[0].decode() if header.end() < len(self.data) else ""
+        pos = header.end()
+        while pos >= 0:
+            tag = _TAG.search(self.data, pos)
+            if tag is None:
+                self.closed = True
+                return
+            if tag[0] == b"<ref>":
+                pos = self._read_label(tag.start())
+            else:
+                self.dropped["stray_text"] += 1
+                pos = tag.end()
+
+    def _read_label(self, start: int) -> int:
+        """Read the label that begins at `start`, and its boxes; return where to continue, -1 for the end."""
+        found = _LABEL.match(self.data, start)
+        if found is None:
+            return self._break_off(start + 1)
+        first, pos = start, found.end()
+        while box := _BOX.match(self.data, pos):
+            self._add_box(box, found.span(1), first, shares_desc=first != start)
+            end = _LIST_END.match(self.data, box.end())
+            if end:
+                if self.objects and self.objects[-1].byte_span[1] == box.end():
+                    self.objects[-1].byte_span = (self.objects[-1].byte_span[0], end.end())
+                self.end = end.end()
+                return end.end()
+            comma = _SEPARATOR.match(self.data, box.end())
+            assert comma is not None, "the pattern matches the empty string"
+            first = pos = comma.end()
+            if not comma[1]:
+                break
+        return self._break_off(pos)
+
+    def _break_off(self, pos: int) -> int:
+        """Step over a label or a list that is malformed at `pos`: behind its `</box>`, or to the next `<ref>`."""
+        tag = _BREAK.search(self.data, pos)
+        if tag is None:
+            self.dropped["unfinished"] += pos < len(self.data)
+            return -1
+        if tag[0] == b"<ref>":
+            self.dropped["unclosed"] += 1
+            return tag.start()
+        self.dropped["coord_not_number"] += 1
+        self.end = tag.end()
+        return tag.end()
+
+    def _add_box(self, box: re.Match[bytes], desc: tuple[int, int], first: int, shares_desc: bool) -> None:
+        """Add a box whose own text begins at `first`, unless its content is wrong."""
+        numbers = tuple(map(int, box[1].split(b","))) if box[1] else ()
+        made: Object | str = "out_of_range"
+        if max(numbers, default=0) <= self.form.max_bin:
+            made = _checked_object(lambda: self.data[desc[0] : desc[1]].decode(), b"bbox_2d", numbers)
+        if isinstance(made, Object):
+            is_next = self.end and not self.data[self.end : first].strip(b" \t\r\n,")
+            lead = self.end if is_next else first
+            self.objects.append(PredObject(made, [], desc, (first, box.end()), lead, shares_desc=shares_desc))
+            self._first_digits.append(box.start(1))
+        else:
+            self.dropped[made] += 1
+        self.end = box.end()
+
+
 def _make_object(desc: bytes, kind: bytes, coords: tuple[int, ...]) -> Object | str:
     """The object, or the reason why it is none."""
+    return _checked_object(lambda: json.loads(b'"%b"' % desc) if b"\\" in desc else desc.decode(), kind, coords)
+
+
+def _checked_object(read_text: Callable[[], str], kind: bytes, coords: tuple[int, ...]) -> Object | str:
     try:
-        text = json.loads(b'"%b"' % desc) if b"\\" in desc else desc.decode()
+        text = read_text()
         text.encode()  # fails for an escaped half of a surrogate pair
     except UnicodeError:
         return "bad_desc"

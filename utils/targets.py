@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from utils.answer_format import COORD_BYTE, COORD_TOKENS, json_string
+from utils.answer_format import COORD_BYTE, COORD_TOKENS
 from utils.drafts import (
     Arrangement,
     Draft,
@@ -166,10 +166,8 @@ def build_target(
     for pred, gt in pairs:
         labels.add_values(draft.data, draft.ends, pred, gt)
     if rule.unmatched == "redirect":
-        between, closing = table.format.layout(draft.opening)
         for i, better in wrong_entries(entries, gt_objects, annotated):
-            text = closing if better is None else between + table.format.write_object(better)
-            labels.redirect(draft.data, draft.ends, draft.objects[i], text, len(between) * (better is not None))
+            labels.redirect(draft, draft.objects[i], better)
     return labels.finish(
         num_prefix=draft.num_prefix,
         num_matched=len(matches),
@@ -256,16 +254,15 @@ class _Labels:
             if data[value.start : value.end] != value.text.encode():
                 wrong_end = value.end
 
-    def redirect(self, data: bytes, ends: np.ndarray, wrong: PredObject, text: str, num_between: int) -> None:
-        """Supervise the one token of a wrong object at which `text`, written in its place, would differ (TGT-11).
-
-        Args:
-            data, ends: as in `add_values`.
-            num_between: the leading characters of `text` that only separate it from an object before.
-        """
+    def redirect(self, draft: Draft, wrong: PredObject, better: Object | None) -> None:
+        """Supervise the one token of a wrong object at which `better`, written in its place, would differ, or the end of
+        the answer (TGT-11)."""
+        form, data, ends = self.table.format, draft.data, draft.ends
+        between, closing = form.layout(draft.opening)
         start = wrong.lead
         if start in (0, wrong.byte_span[0]):  # the header or stray text lies before it, not an object
-            start, text = wrong.byte_span[0], text[num_between:]
+            start, between = wrong.byte_span[0], ""
+        text = form.completion(data[:start]) + (closing if better is None else between + form.write_object(better))
         first = int(np.searchsorted(ends, start, side="right"))
         token_start = int(ends[first - 1]) if first else 0
         for begin in (max(0, data.rfind(COORD_BYTE, 0, token_start) + 1), token_start):
@@ -274,7 +271,8 @@ class _Labels:
                 break
         else:
             return
-        for index, token in enumerate(found[0], start=first):
+        written = found[0] if better else [*found[0], self.table.eos_id]
+        for index, token in enumerate(written, start=first):
             if token != self.ids[index]:
                 is_coord = bool(self.is_coord[index]) and self.table.coord_bin[token] >= 0
                 self.coord_target[index] = self.table.coord_bin[token] if is_coord else np.nan
@@ -285,8 +283,8 @@ class _Labels:
     def _values(self, pred: PredObject, gt: Object) -> list["_Value"]:
         """The supervised values of a matched object, in the order in which they were written."""
         values = []
-        if self.options.label == "correct":
-            values.append(_Value(*pred.desc_bytes, json_string(gt.desc)[1:-1], is_desc=True))
+        if self.options.label == "correct" and not pred.shares_desc:
+            values.append(_Value(*pred.desc_bytes, self.table.format.spelled(gt.desc), is_desc=True))
         for (start, end), number in zip(pred.coord_bytes, bounding_box(gt) if pred.coord_bytes else (), strict=True):
             values.append(_Value(start, end, str(number), is_desc=False))
         return sorted(values, key=lambda value: value.start)

@@ -32,7 +32,7 @@ class TokenTable:
         coord_ids: int64 `[1000]`, the id of each coordinate token; `[0]` where the form has none.
         digit_ids: int64, ids whose text holds a digit; `[0]` where coordinates are tokens.
         coord_bin: int32 `[vocab]`, the bin of each id, -1 where it is not a coordinate token.
-        stop_ids: ids that end an answer: every special token besides the coordinate tokens.
+        stop_ids: ids that end an answer: every special token besides the coordinate tokens and the form's own tags.
         is_stop: bool `[vocab]`, `stop_ids` and ids without text.
         eos_id: the end token that closes targets.
     """
@@ -96,6 +96,7 @@ class TokenTable:
             raise ValueError("the tokenizer has no end token (eos_token), so an answer cannot be closed")
         bytes_of = _vocabulary_bytes(backend.get_vocab(with_added_tokens=False), added)
         special = {token for token, entry in added.items() if entry.special} | set(tokenizer.all_special_ids)
+        special -= {token for token, entry in added.items() if entry.content in format.tags}
         return cls(bytes_of, coord_ids, special, set(added), tokenizer.eos_token_id, backend, format)
 
     def encode(self, text: str) -> list[int]:

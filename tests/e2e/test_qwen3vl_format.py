@@ -13,13 +13,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.e2e.processes import ROOT, run_learner, write_yaml
 from tests.families import build_family
 from tools.make_demo import make_dataset
-from utils.answer_format import FORMATS, QWEN2_5VL, AnswerFormat
+from utils.answer_format import FORMATS, INTERNVL, AnswerFormat
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS = 2
+OF_FAMILY = {"qwen2_5vl": "qwen2_5_vl", "internvl": "internvl"}  # format -> family of the tiny model, else the demo's
 
 
-@pytest.fixture(scope="module", params=["qwen3vl", pytest.param("qwen2_5vl", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen3vl", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_FAMILY)])
 def form(request) -> AnswerFormat:
     return FORMATS[request.param]
 
@@ -40,9 +41,10 @@ def folder(tmp_path_factory, form) -> Path:
 @pytest.fixture(scope="module")
 def native_model(folder, start_model, form) -> Path:
     """The untrained model after a warm-up in its native format: it answers the training scenes."""
+    family = OF_FAMILY.get(form.name)
     config = {
         "extends": str(ROOT / "configs" / "demo" / "warmup.yaml"),
-        "model": str(build_family("qwen2_5_vl", folder / "start") if form is QWEN2_5VL else start_model),
+        "model": str(build_family(family, folder / "start") if family else start_model),
         "train_jsonl": str(folder / "data" / "train.jsonl"),
         "output_dir": str(folder / "model"),
         "answer_format": form.name,
@@ -117,10 +119,11 @@ def test_records_are_norm1000_and_polygons_boxes_DAT_2_FAM_4(run, folder, form):
     assert any(line["pred"] for line in lines)
 
 
-def test_sample_sheets_show_what_is_learnt_LOG_4(run):
+def test_sample_sheets_show_what_is_learnt_LOG_4(run, form):
     """LOG-4: digits are marked as trained text, in the answer format itself."""
     dumps = sorted((run / "dumps" / "step_000001").glob("*.json"))
     assert len(dumps) == 2 and all(path.with_suffix(".png").exists() for path in dumps)
     for record in map(json.loads, map(Path.read_text, dumps)):
-        assert '"label": "' in record["target"]["text"] and "<|coord_" not in record["target"]["text"]
+        opens = "</ref><box>[[" if form is INTERNVL else '"label": "'
+        assert opens in record["target"]["text"] and "<|coord_" not in record["target"]["text"]
         assert {token["kind"] for token in record["target"]["tokens"]} <= {"none", "text"}

@@ -160,8 +160,9 @@ def test_without_coordinate_tokens_the_models_own_form_is_used(tmp_path, start_m
     tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
     assert answer_form(tmp_path / "model", qwen3_vl)[0].name == "qwen3vl"
     assert answer_form(tmp_path / "model", qwen2_5_vl)[0].name == "qwen2_5vl"
+    assert answer_form(tmp_path / "model", FAMILIES["internvl"])[0].name == "internvl"
     with pytest.raises(ValueError, match="lacks 1 of 1000 coordinate tokens"):
-        answer_form(tmp_path / "model", FAMILIES["internvl"])
+        answer_form(tmp_path / "model", replace(FAMILIES["internvl"], answer_format=None))
 
 
 def test_the_presets_limit_of_pixels_is_set_only_where_model_and_data_pass_it(tmp_path, start_model):

@@ -184,7 +184,7 @@ class RolloutMatching(Section):
     teacher_forced_ratio: Ratio = key(
         0.0, "fraction of samples trained on the plain ground truth; 1: supervised training, no engine but to evaluate"
     )
-    answer_format: Literal["coord_tokens", "qwen3vl", "qwen2_5vl"] = key(
+    answer_format: Literal["coord_tokens", "qwen3vl", "qwen2_5vl", "internvl"] = key(
         "coord_tokens", "one token per coordinate, or the family's own format: numbers in text, no added tokens"
     )
     matching: Matching = Field(default_factory=Matching)

@@ -152,11 +152,19 @@ class LineReader:
         are known; else the headers are opened."""
         try:
             sample = _read_sample(_parse_line(line), str(path), number, self, sizes)
+            self._check_labels(sample.objects)
         except _Mistake as mistake:
             return BadLine(str(path), number, mistake.problems)
         if self.object_order == "sorted":
             sample.objects.sort(key=lambda item: (bounding_box(item)[1], bounding_box(item)[0]))
         return sample
+
+    def _check_labels(self, objects: Sequence[Object]) -> None:
+        tags = ", ".join(self.form.tags)
+        rule = f"holds one of {tags}, which answer_format: {self.form.name} writes around labels; reword it"
+        labels = [(i, obj.desc) for i, obj in enumerate(objects) if any(tag in obj.desc for tag in self.form.tags)]
+        if labels:
+            raise _Mistake(problems=[("desc", f"objects[{i}].desc: {desc!r} {rule}") for i, desc in labels])
 
     def as_expressible(self, sample: Sample) -> Sample:
         """The sample with a box for each polygon if the answer format has no polygons."""
