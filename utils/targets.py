@@ -255,8 +255,8 @@ class _Labels:
                 wrong_end = value.end
 
     def redirect(self, draft: Draft, wrong: PredObject, better: Object | None) -> None:
-        """Supervise the one token of a wrong object at which `better`, written in its place, would differ, or the end of
-        the answer (TGT-11)."""
+        """Supervise the one token of a wrong object at which `better`, or the closing, would differ in its place
+        (TGT-11)."""
         form, data, ends = self.table.format, draft.data, draft.ends
         between, closing = form.layout(draft.opening)
         start = wrong.lead
