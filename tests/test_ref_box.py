@@ -258,6 +258,25 @@ def test_dropped_duplicates_leave_no_open_tags_TGT_13_FAM_4():
     assert text_of(target.answer_ids) == written and target.num_trimmed == 1
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_models_own_opening_is_kept_and_not_learnt_TGT_3_FAM_4(kind):
+    """Nothing usable behind it, or an answer that is written anew. It is longer in bytes than in characters."""
+    table, opening = table_of(kind), "猫がいます、crème brûlée:\n"
+    rule = TargetOptions(arrangement=Arrangement(unmatched="drop_duplicates"))
+    repeated = INTERNVL.write_object(DOG) * 2
+    for text, gt, matches in ((opening + "<ref>do", [CAR], []), (opening + repeated, [DOG, CAR], [(0, 0)])):
+        target = build_target(parse_text(text, kind), gt, matches, table, rule)
+        assert text_of(target.answer_ids, kind) == INTERNVL.write(gt, opening) + "<|im_end|>"
+        before = text_of(target.answer_ids[: target.text_index[0]], kind)
+        assert before.rstrip("<") in (opening, opening.rstrip()) or matches and before.startswith(opening)
+
+
+def test_a_malformed_label_that_is_closed_stays_before_what_is_appended_TGT_3_FAM_4():
+    text = INTERNVL.write_object(DOG) + "<ref>a</ref><box>[[1, x]]</box>"
+    target = build_target(parse_text(text), [DOG, CAR], [(0, 0)], table_of(), TargetOptions())
+    assert text_of(target.answer_ids) == text + "\n" + INTERNVL.write_object(CAR) + "<|im_end|>"
+
+
 def test_credit_of_objects_goes_to_their_own_tokens_GRP_8_FAM_4():
     """The second dog's box and the comma before it; `<ref>` of the car; what is behind the last tag closes."""
     table = table_of()
