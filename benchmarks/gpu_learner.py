@@ -27,7 +27,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from benchmarks.baselines.padded_full_logits import padded_loss_sums
 from benchmarks.bench_learner import answer_lengths, carried_rows
 from tools.plan import write_constants
-from utils.config.memory import known_config
+from utils.config.released import MODELS
 from utils.config.schema import Losses
 from utils.learner import attention
 from utils.learner.model import RowModel, position_ids_for
@@ -57,7 +57,7 @@ class Size:
 
 def small_config() -> dict[str, Any]:
     """Config of a toy model of the same kind: 2 layers, vocabulary of 4,096."""
-    config = known_config("2B")
+    config = MODELS["Qwen3-VL-2B"]
     config["text_config"] |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
     config["text_config"] |= {"num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 4096}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
@@ -68,7 +68,7 @@ def small_config() -> dict[str, Any]:
     return config | {name: 4000 + index for index, name in enumerate(ids)}
 
 
-LARGE = Size(known_config("2B"), torch.bfloat16, cap=12_000, num_segments=96, scale=1.0)
+LARGE = Size(MODELS["Qwen3-VL-2B"], torch.bfloat16, cap=12_000, num_segments=96, scale=1.0)
 SMALL = Size(small_config(), torch.float32, cap=512, num_segments=16, scale=0.15)
 
 

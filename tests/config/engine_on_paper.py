@@ -86,11 +86,17 @@ def parameters_of(args: Any, shapes: dict[str, list[int]]) -> dict[str, list[str
         initialize_model_parallel(1)
         with torch.device("meta"):
             model = initialize_model(vllm_config=config)
-    parameters = {
-        name: sorted(model.load_weights([(name, torch.empty(shape, device="meta"))])) for name, shape in shapes.items()
-    }
+    parameters = {name: load(model, name, shape) for name, shape in shapes.items()}
     loaded = {parameter for own in parameters.values() for parameter in own}
     return parameters | {"": sorted({name for name, _ in model.named_parameters()} - loaded)}
+
+
+def load(model: Any, name: str, shape: list[int]) -> list[str]:
+    """The parameters that a tensor is loaded into. A few small ones of recurrent layers are in memory all the same."""
+    try:
+        return sorted(model.load_weights([(name, torch.empty(shape, device="meta"))]))
+    except NotImplementedError:
+        return sorted(model.load_weights([(name, torch.zeros(shape))]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from utils.config.load import load_config
-from utils.config.memory import known_config
+from utils.config.released import MODELS
 from utils.learner.model import apply_tuner
 from utils.sync.merged_weights import _MERGE_BLOCK_BYTES, Adapter, MergedWeights, _merge_into
 from utils.sync.wire import bucket_layouts
@@ -167,7 +167,7 @@ def weights_8b():
 
     def make(use_dora: bool) -> MergedWeights:
         with torch.device("meta"):
-            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_dict(known_config("8B"))).to(torch.bfloat16)
+            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_dict(MODELS["Qwen3-VL-8B"])).to(torch.bfloat16)
             tuner = load_config("configs/stage2/qwen3vl_8b_3v1.yaml").tuner.model_copy(update={"use_dora": use_dora})
             return MergedWeights(
                 apply_tuner(model, tuner).to(torch.bfloat16)

@@ -1,8 +1,7 @@
 """Estimated memory of learners and engines, from tensor shapes and the ZeRO stage (CFG-16).
 
 A learner's leaves out the vision tower's activations, the optimizer's temporaries, CUDA's and NCCL's own memory and
-fragmentation. Where there is no checkpoint, released Qwen3-VL models are recognized by name, with the numbers in
-`config.json` of Qwen/Qwen3-VL-{2B,4B,8B,32B}-Instruct (2.13, 4.44, 8.77, 33.36 billion parameters, as on their cards).
+fragmentation. Where there is no checkpoint, released models are recognized by name (`utils.config.released`).
 """
 
 import json
@@ -14,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from utils.config.released import MODELS, known_model
 from utils.config.schema import Config, Tuner
 from utils.families import FAMILIES, part_of
 
@@ -74,23 +74,43 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
     dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
     layers = {found[1] for name in shapes if part_of(name) == "llm" and (found := re.search(LAYER, name))}
     numbers = list(map(prod, shapes.values()))
-    learn, flops = sum(trainable.values()), layer_flops(shapes, trainable, tuner)
+    learn, flops = sum(trainable.values()), layer_flops(shapes, trainable, tuner, _active_share(path))
     return ModelSize(sum(numbers), learn, dora_values, can_change, source, len(layers), max(numbers), flops)
 
 
-def layer_flops(shapes: dict[str, list[int]], trainable: dict[str, int], tuner: Tuner) -> tuple[int, int, int]:
+def layer_flops(
+    shapes: dict[str, list[int]], trainable: dict[str, int], tuner: Tuner, active: float = 1.0
+) -> tuple[int, int, int]:
     """Multiplications per token in the linear layers of the language model: forward, backward, and what backward
-    recomputes if it recomputes all layers. Attention over the length, vision tower, head and DoRA's norms are left out.
+    recomputes if it recomputes all layers. Of experts a token uses the share `active`. Attention over the length, a
+    recurrent mixer's own products, vision tower, head and DoRA's norms are left out.
 
     A frozen weight needs no gradient of its own. torch stops recomputing a layer at the last tensor that backward
     needs: before the product of its last linear layer, unless that has an adapter, or ZeRO-3 runs its own products.
     """
     own = [name for name in shapes if part_of(name) == "llm" and re.search(LAYER, name)]
-    linear = [name for name in own if len(shapes[name]) == 2]
-    adapted = {name for name in linear if _is_adapted(name, shapes[name], tuner)}
-    forward = sum(prod(shapes[name]) + trainable[name] * (name in adapted) for name in linear)
-    last = sum(prod(shapes[name]) for name in linear if name.endswith("down_proj.weight") and name not in adapted)
-    return forward, forward + sum(trainable[name] for name in linear), forward - last
+    used = {name: active if ".experts." in name else 1.0 for name in own if _is_product(name, shapes[name])}
+    adapted = {name for name in used if _is_adapted(name, shapes[name], tuner)}
+    forward = sum(share * prod(shapes[name]) + trainable[name] * (name in adapted) for name, share in used.items())
+    last = sum(
+        share * prod(shapes[name])
+        for name, share in used.items()
+        if re.search(r"\bdown_proj(\.weight)?$", name) and name not in adapted
+    )
+    backward = forward + sum(share * trainable[name] for name, share in used.items())
+    return round(forward), round(backward), round(forward - last)
+
+
+def _is_product(name: str, shape: list[int]) -> bool:
+    """Whether a weight is multiplied with each token, or with those that an expert gets."""
+    return len(shape) == 2 or ".experts." in name
+
+
+def _active_share(path: Path) -> float:
+    """The share of experts that a token goes to."""
+    config, _ = _architecture(path)
+    text = config.get("text_config", config)
+    return text.get("num_experts_per_tok", 1) / text["num_experts"] if text.get("num_experts") else 1.0
 
 
 def relative_flops(size: ModelSize, num_checkpointed: int | None, zero_stage: int) -> tuple[float, float]:
@@ -107,8 +127,8 @@ def _architecture(path: Path) -> tuple[dict[str, Any], str]:
     try:
         return json.loads((path / "config.json").read_text(encoding="utf-8")), "config.json"
     except (OSError, ValueError):
-        size = known_model(str(path))
-        return (known_config(size), f"Qwen3-VL-{size} as released") if size else ({}, "")
+        name = known_model(str(path))
+        return (MODELS[name], f"{name} as released") if name else ({}, "")
 
 
 def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
@@ -137,7 +157,8 @@ def _is_frozen(name: str, tuner: Tuner) -> bool:
 
 
 def _is_adapted(name: str, shape: list[int], tuner: Tuner) -> bool:
-    is_linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name and ".experts." not in name
+    # A router (`mlp.gate`) is a weight of its own, no linear layer.
+    is_linear = len(shape) == 2 and not re.search(r"embed|lm_head|\.experts\.|\.mlp\.gate\.", name)
     if tuner.type != "lora" or not is_linear or _is_saved_whole(name, tuner) or _is_frozen(name, tuner):
         return False
     module, targets = name.rsplit(".", 1)[0], tuner.target_modules
@@ -220,18 +241,49 @@ def _row_tokens(cfg: Config) -> int:
 
 def _activations(cfg: Config, num_checkpointed: int | None) -> int:
     """Values per token: a checkpointed layer keeps its input; the others, and the one that backward is at, all it uses.
+    Where layers differ, those that are kept whole are counted as the largest."""
+    text = _text_config(cfg)
+    hidden, kinds = text.get("hidden_size", 0), _layer_kinds(text)
+    whole = sorted((_layer_values(cfg, text, kind) for kind in kinds), reverse=True)
+    num_whole = max(1, len(kinds) - (len(kinds) if num_checkpointed is None else num_checkpointed))
+    return hidden * (len(kinds) - num_whole) + sum(whole[:num_whole])
+
+
+def _layer_kinds(text: dict[str, Any]) -> list[str]:
+    """`full_attention` or `linear_attention` for each layer of the language model."""
+    if kinds := text.get("layer_types"):
+        return kinds
+    every = text.get("full_attention_interval", 1)
+    return [
+        "linear_attention" if i % every else "full_attention" for i in range(1, text.get("num_hidden_layers", 0) + 1)
+    ]
+
+
+def _layer_values(cfg: Config, text: dict[str, Any], kind: str) -> int:
+    """Values per token that a layer's backward uses.
 
     Norms keep their input in float32 (two values) and output, trained ones twice; attention what it takes and returns;
-    the MLP four of its widths. DoRA keeps two more outputs of each linear layer, which its magnitude multiplies."""
-    text = _text_config(cfg)
-    hidden, layers, mlp = (text.get(name, 0) for name in ("hidden_size", "num_hidden_layers", "intermediate_size"))
-    heads, kv_heads, head_dim = _heads(text)
-    full = cfg.tuner.type == "full"
-    per_layer = (6 + 2 * full) * hidden + ((5 + full) * heads + (4 + full) * kv_heads) * head_dim + 4 * mlp
+    a recurrent mixer what it takes, before and behind the convolution, its gate and what it returns (fla's kernels;
+    transformers' own keep three times as much); an MLP four of its widths, and each expert of a token what it takes and
+    returns besides. DoRA keeps two more outputs of each linear layer, which its magnitude multiplies."""
+    full, hidden = cfg.tuner.type == "full", text.get("hidden_size", 0)
+    if kind == "linear_attention":
+        keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+        values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
+        mixer, mixer_out = 3 * (2 * keys + values) + 4 * values, 2 * keys + 2 * values
+    else:
+        heads, kv_heads, head_dim = _heads(text)
+        gate = heads * head_dim * ("linear_num_key_heads" in text)  # Qwen3.5 gates what attention returns
+        mixer = ((5 + full) * heads + (4 + full) * kv_heads) * head_dim + (2 + full) * gate
+        mixer_out = (heads + 2 * kv_heads) * head_dim + gate
+    dense = (
+        text.get("shared_expert_intermediate_size", 0) if text.get("num_experts") else text.get("intermediate_size", 0)
+    )
+    routed = text.get("num_experts_per_tok", 0) * (4 * text.get("moe_intermediate_size", 0) + 2 * hidden)
+    size = (6 + 2 * full) * hidden + mixer + 4 * dense + routed
     if cfg.tuner.use_dora and not cfg.tuner.freeze_llm:
-        per_layer += 2 * ((heads + 2 * kv_heads) * head_dim + 2 * hidden + 2 * mlp)
-    kept_whole = max(1, layers - (layers if num_checkpointed is None else num_checkpointed))
-    return hidden * (layers - kept_whole) + per_layer * kept_whole
+        size += 2 * (mixer_out + 2 * dense + hidden + hidden * (dense > 0))
+    return size
 
 
 def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
@@ -249,7 +301,7 @@ def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
     max_model_len, num_devices, _ = engine
     weights = size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices if num_devices else 0
     # An engine over t devices holds t times the responses (CFG-11), so the cache per device does not depend on t.
-    cache = _cache_bytes_per_token(cfg) * max_model_len * cfg.rm.decode_batch_size
+    cache = (_cache_bytes_per_token(cfg) * max_model_len + _state_bytes(cfg)) * cfg.rm.decode_batch_size
     return {"weights": weights, "keys and values": cache}
 
 
@@ -293,52 +345,26 @@ def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
 
 
 def _cache_bytes_per_token(cfg: Config) -> int:
-    """Keys and values of all layers, on all devices of an engine together."""
+    """Keys and values of all layers with attention, on all devices of an engine together."""
     text = _text_config(cfg)
     _, kv_heads, head_dim = _heads(text)
-    return 2 * text.get("num_hidden_layers", 0) * kv_heads * head_dim * _DTYPE_BYTES[cfg.model.dtype]
+    num_layers = _layer_kinds(text).count("full_attention")
+    return 2 * num_layers * kv_heads * head_dim * _DTYPE_BYTES[cfg.model.dtype]
+
+
+def _state_bytes(cfg: Config) -> int:
+    """States of the recurrent layers for one response, in float32, however long it is."""
+    text = _text_config(cfg)
+    if not (num_layers := _layer_kinds(text).count("linear_attention")):
+        return 0
+    values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
+    inputs = 2 * text["linear_num_key_heads"] * text["linear_key_head_dim"] + values
+    return 4 * num_layers * (values * text["linear_key_head_dim"] + inputs * text["linear_conv_kernel_dim"])
 
 
 def _text_config(cfg: Config) -> dict[str, Any]:
     config, _ = _architecture(Path(cfg.model.path))
     return config.get("text_config", config)
-
-
-# hidden size, layers, attention heads, MLP size, tied embeddings, which vision tower
-_MODELS = {
-    "2B": (2048, 28, 16, 6144, True, "small"),
-    "4B": (2560, 36, 32, 9728, True, "small"),
-    "8B": (4096, 36, 32, 12288, False, "large"),
-    "32B": (5120, 64, 64, 25600, False, "large"),
-}
-_VISION = {
-    "small": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]},
-    "large": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]},
-}
-
-
-def known_model(path: str) -> str | None:
-    """Return `8B` for a path whose last part names that model, such as `models/qwen3vl_8b_coord`; else None."""
-    found = re.search(r"qwen3[-_]?vl[-_](\d+b)(?![a-z0-9])", path.rstrip("/").rsplit("/", 1)[-1].lower())
-    size = found and found[1].upper()
-    return size if size in _MODELS else None
-
-
-def known_config(size: str) -> dict[str, Any]:
-    """Return the part of `config.json` that determines shapes."""
-    hidden, layers, heads, mlp, tied, vision = _MODELS[size]
-    text = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": mlp,
-        "vocab_size": 151936,
-        "tie_word_embeddings": tied,
-    }
-    tower = {"num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": hidden, **_VISION[vision]}
-    return {"model_type": "qwen3_vl", "text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
 
 
 def parameter_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
