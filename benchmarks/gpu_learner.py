@@ -10,6 +10,7 @@ language model's layers; attention over the length, the head (at labels only) an
 """
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -57,7 +58,7 @@ class Size:
 
 def small_config() -> dict[str, Any]:
     """Config of a toy model of the same kind: 2 layers, vocabulary of 4,096."""
-    config = MODELS["Qwen3-VL-2B"]
+    config = copy.deepcopy(MODELS["Qwen3-VL-2B"])
     config["text_config"] |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
     config["text_config"] |= {"num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 4096}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
