@@ -100,11 +100,12 @@ def test_dis_3_rounds_keep_order_and_size(num, chunk):
 
 def test_dis_2_message_has_the_numbers_and_three_ways_out():
     """DIS-2: 1 * 3 < 4 stops; 4 * 1 = 4 does not."""
-    check_capacity(4, 1, 4)
+    check_capacity(4, 1, 4, "rlhf.decode_batch_size")
     with pytest.raises(ValueError) as error:
-        check_capacity(1, 3, 4)
+        check_capacity(1, 3, 4, "rlhf.decode_batch_size")
     message = str(error.value)
-    assert "decode_batch_size=1" in message and "3 rollout device" in message and "4 learners" in message
+    assert message.startswith("rlhf.decode_batch_size=1 on 3 rollout device(s)") and "4 learners" in message
+    assert "matching" not in message
     assert "to at least 2" in message and "more devices" in message and "fewer learners" in message
 
 
@@ -112,10 +113,10 @@ def test_dis_2_message_has_the_numbers_and_three_ways_out():
 def test_dis_2_passes_exactly_when_a_chunk_is_at_least_one(d, num_devices, num_learners):
     """DIS-2: `d * S < W` and `chunk = 0` are the same thing."""
     if chunk_size(d, num_devices, num_learners) >= 1:
-        check_capacity(d, num_devices, num_learners)
+        check_capacity(d, num_devices, num_learners, "d")
     else:
         with pytest.raises(ValueError):
-            check_capacity(d, num_devices, num_learners)
+            check_capacity(d, num_devices, num_learners, "d")
 
 
 def test_dis_6_request_seed_is_fixed():

@@ -31,20 +31,22 @@ def call_seed(base: int, req_idx: int) -> int:
     return (base + req_idx) % SEED_MODULUS
 
 
-def check_capacity(decode_batch_size: int, num_devices: int, num_learners: int) -> None:
+def check_capacity(decode_batch_size: int, num_devices: int, num_learners: int, key: str) -> None:
     """Check that every learner can have at least one request running at a time (DIS-2).
+
+    Args:
+        key: path of `decode_batch_size` in the config, for the message.
 
     Raises:
         ValueError: names the three numbers and three ways out.
     """
     if decode_batch_size * num_devices >= num_learners:
         return
-    rm = "custom.extra.rollout_matching"
     raise ValueError(
-        f"{rm}.decode_batch_size={decode_batch_size} on {num_devices} rollout device(s) allows "
+        f"{key}={decode_batch_size} on {num_devices} rollout device(s) allows "
         f"{decode_batch_size * num_devices} request(s) at once, too few for {num_learners} learners. Ways out: raise "
-        f"{rm}.decode_batch_size to at least {-(-num_learners // num_devices) if num_devices else 1}; give the servers "
-        f"more devices (or list more servers in {rm}.vllm.server); launch fewer learners."
+        f"{key} to at least {-(-num_learners // num_devices) if num_devices else 1}; give the servers more devices (in "
+        "stage 2, or list more servers); launch fewer learners."
     )
 
 

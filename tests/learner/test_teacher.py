@@ -150,9 +150,9 @@ def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, rank
     seen: dict = {}
 
     class Client(FixedClient):
-        def __init__(self, servers, rank, world_size, decode_batch_size):
+        def __init__(self, servers, rank, world_size, decode_batch_size, ways_out):
             super().__init__(None, [])
-            seen.update(url=servers[0].base_url, client=self)
+            seen.update(url=servers[0].base_url, client=self, ways_out=ways_out)
             self.digest = tokenizer_digest(start_model)
 
     prompts = [({"messages": []}, [1, 2, 3, 4])]
@@ -167,6 +167,7 @@ def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, rank
     processor = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
     with pytest.raises(DistributedError, match=r"reaching the teacher \(custom.extra.rollout_matching.teacher\)"):
         setup.reach_teacher(cfg, ranks, processor)
+    assert "the teacher's server" in seen["ways_out"] and "rollout_matching.teacher.base_url" in seen["ways_out"]
     assert seen["url"] == URL and seen["client"].calls[1]["token_ids"] == [4]
 
 

@@ -588,6 +588,7 @@ def test_LRN_12_a_lost_server_costs_no_finished_step(
         assert "preparing step 1" in last and time.monotonic() - begun < 50
     else:
         assert status == 1 and "not every rollout server could be reached within 2 s" in last
+        assert "change group_port in custom.extra.rollout_matching.vllm.server" in last
 
 
 def test_LRN_12_a_checkpoint_comes_before_the_evaluation_of_its_step(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.processes import config_of
 from tests.run.test_resume import ranks  # noqa: F401
-from utils.config.load import build_config
+from utils.config.load import build_config, load_config
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
 from utils.run.resume import Checkpoint
@@ -60,6 +60,19 @@ def test_a_token_that_a_rank_lacks_is_told_before_servers_are_asked_SRV_3(tmp_pa
     reach_servers(config(tmp_path, "http://127.0.0.1:8000"), two_nodes)
     monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "secret")
     reach_servers(config(tmp_path), two_nodes)
+
+
+def test_messages_about_servers_name_the_keys_of_the_config_that_is_used_CON_1_DIS_2(tmp_path, two_nodes, monkeypatch):
+    """CON-1, DIS-2: GRPO has its own section."""
+    monkeypatch.setattr(RolloutClient, "wait_ready", lambda client: None)
+    monkeypatch.setattr(RolloutClient, "check_model", lambda client, path, digest: None)
+    monkeypatch.setattr("utils.run.setup.model_digest", lambda path: "")
+    client = reach_servers(config(tmp_path, "http://127.0.0.1:8000"), two_nodes)
+    assert client.capacity_key == "custom.extra.rollout_matching.decode_batch_size"
+    assert "custom.extra.rollout_matching.vllm.mode: colocate" in client.ways_out
+    client = reach_servers(load_config("configs/demo/grpo.yaml"), two_nodes)
+    assert client.capacity_key == "rlhf.decode_batch_size" and "rlhf.vllm_server_group_port" in client.ways_out
+    assert "rollout_matching" not in client.ways_out and "make server" in client.ways_out
 
 
 def test_a_run_directory_must_be_the_same_on_every_node_LRN_5(tmp_path, two_nodes, monkeypatch, capsys):

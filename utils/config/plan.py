@@ -179,12 +179,11 @@ def _chunk(cfg: Config, servers: list[ServerPlan], world_size: int) -> int | Non
     if not servers or any(server.world_size is None for server in servers):
         return None
     num_devices = sum(server.world_size for server in servers)
+    key = cfg.rollout_path("decode_batch_size")
     try:
-        check_capacity(cfg.rm.decode_batch_size, num_devices, world_size)
+        check_capacity(cfg.rm.decode_batch_size, num_devices, world_size, key)
     except ValueError as error:
-        key = cfg.rollout_path("decode_batch_size")
-        rule = str(error).replace(f"{RM}.decode_batch_size", key)
-        rule = rule.removeprefix(f"{key}={cfg.rm.decode_batch_size} ")  # the line names the key itself
+        rule = str(error).removeprefix(f"{key}={cfg.rm.decode_batch_size} ")  # the line names the key itself
         raise ConfigError([problem(cfg, key, rule)]) from None
     return chunk_size(cfg.rm.decode_batch_size, num_devices, world_size)
 

@@ -31,11 +31,7 @@ STOP_S = 5.0  # what calls of a weight sync have left after a stop request
 UNREACHABLE = """not every rollout server could be reached {limit}:
 {servers}
 Ways out:
-  start the server: make server GPUS=<ids> CONFIG=<this file> \
-(or: python rollout_server.py --config <this file> --server-index <number>)
-  group port taken: free it, or change group_port in custom.extra.rollout_matching.vllm.server
-  no server at all: custom.extra.rollout_matching.vllm.mode: colocate or \
-custom.extra.rollout_matching.rollout_backend: hf"""
+{ways_out}"""
 
 
 @dataclass(eq=False)
@@ -55,6 +51,8 @@ class RolloutClient:
     max_failed_fraction: float = 0.05  # of the last 200 requests, how many may end as empty rollouts (CON-3)
     token: str | None = field(default=None, repr=False)  # bearer token; None for the environment's, if there is one
     backoff_s: float = 1.5  # pause before the first retry of a call, doubled for each further one
+    ways_out: str = "  start it"  # where a server cannot be reached, for the message: indented lines
+    capacity_key: str = "decode_batch_size"  # path of that setting, for messages
 
     def __post_init__(self) -> None:
         self.token = self.token or os.environ.get("ROLLOUT_SERVER_TOKEN") or None
@@ -184,10 +182,10 @@ class RolloutClient:
                 state = health.detail if isinstance(health, CallFailed) else "ready"
                 lines.append(f"  {index}: {server.base_url} (group port {server.group_port}): {state}")
             limit = "before the stop request" if self.stop.is_set() else f"within {self.timeout_s:g} s"
-            raise RolloutError(UNREACHABLE.format(limit=limit, servers="\n".join(lines)))
+            raise RolloutError(UNREACHABLE.format(limit=limit, servers="\n".join(lines), ways_out=self.ways_out))
         self._check_same(found)
         world_sizes = [health["world_size"] for health in found]
-        check_capacity(self.decode_batch_size, sum(world_sizes), self.world_size)
+        check_capacity(self.decode_batch_size, sum(world_sizes), self.world_size, self.capacity_key)
         old = self.boot_ids or [None] * len(found)
         self.boot_ids = [health["boot_id"] for health in found]
         self.world_sizes = world_sizes

@@ -309,6 +309,18 @@ def check_lengths(cfg: Config, is_main: bool, files: Sequence[IndexedFile], proc
         exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
 
 
+_START = """  start the server: make server GPUS=<ids> CONFIG=<this file> \
+(or: python rollout_server.py --config <this file> --server-index <number>)
+"""
+WAYS_OUT = f"""{_START}  group port taken: free it, or change group_port in {RM}.vllm.server
+  no server at all: {RM}.vllm.mode: colocate or {RM}.rollout_backend: hf"""
+GRPO_WAYS_OUT = f"""{_START}  group port taken: free it, or change rlhf.vllm_server_group_port
+  no server at all: rlhf.vllm_mode: colocate or rlhf.use_vllm: false"""
+TEACHER_WAYS_OUT = f"""  start the teacher's server: make server GPUS=<ids> CONFIG=<a file with its model.path>
+  it is elsewhere: change {RM}.teacher.base_url
+  no teacher: delete {RM}.teacher"""
+
+
 def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
     """Connect to all configured servers; each is up and has room (CON-1, DIS-2), all ranks have its token (SRV-3)."""
     server = cfg.rm.vllm.server
@@ -320,6 +332,8 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         timeout_s=server.timeout_s,
         infer_timeout_s=server.infer_timeout_s,
         max_failed_fraction=cfg.rm.max_failed_fraction,
+        ways_out=(GRPO_WAYS_OUT if cfg.is_grpo else WAYS_OUT),
+        capacity_key=cfg.rollout_path("decode_batch_size"),
     )
 
     remote = [address.base_url for address in cfg.servers() if not is_loopback(address.base_url)]
@@ -338,7 +352,8 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
 def reach_teacher(cfg: Config, ranks: Ranks, processor: Any) -> Teacher:
     """Wait for the teacher's server, and check that its tokens are this run's (TGT-16; collective)."""
     address = ServerAddress(cfg.rm.teacher.base_url.rstrip("/"), group_port=0)  # it gets no weights
-    client = RolloutClient([address], ranks.rank, ranks.world_size, decode_batch_size=ranks.world_size)
+    here = {"decode_batch_size": ranks.world_size, "ways_out": TEACHER_WAYS_OUT}
+    client = RolloutClient([address], ranks.rank, ranks.world_size, **here)
     teacher = Teacher(client, processor.tokenizer.decode)
     prompts = make_prompts(processor, length_limit(cfg)[1])
     error = capture_error(teacher.connect, tokenizer_digest(cfg.model.path), prompts)
