@@ -231,9 +231,9 @@ def test_CFG_10_several_learners_cannot_sync_adapters(
     for arguments, world_size in ((("--dry-run", "--world-size", "2"), 1), ((), 2)):
         status, _, error = start(train_stage2, config, *arguments, world_size=world_size)
         assert status == 2
-        again = f"once mended, start again: python train_stage2.py --config {config}\n"
+        again = rf"once mended, start again: .*train_stage2\.py --config {re.escape(str(config))}\n\Z"  # any launcher
         if fallback_to_full or "use_dora" not in tuner:
-            assert error.endswith(again) == (not arguments)
+            assert bool(re.search(again, error)) == (not arguments)
             assert "vllm.sync.mode" in error and "2 learners in server mode need full" in error
         else:
             assert "no LoRA slots for DoRA" in error
