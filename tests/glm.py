@@ -26,16 +26,21 @@ def glm4v() -> tuple[Any, dict[str, Any]]:
         video_processor=Glm4vVideoProcessor(**patches),
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", image),
     )
-    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {
+        "num_key_value_heads": 1,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "attention_bias": True,
+    }
     text["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": 1e4,
-        "mrope_section": [2, 1, 1],
+        "mrope_section": [4, 2, 2],
         "partial_rotary_factor": 0.5,
     }
     vision = {"depth": 2, "hidden_size": 64, "num_heads": 4, "image_size": IMAGE_PX, "patch_size": PATCH_SIZE}
-    vision |= {"out_hidden_size": 64, "intermediate_size": 128, "attention_bias": True}
+    vision |= {"out_hidden_size": 64, "intermediate_size": 128}
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(_IDS, special, strict=True)}
     return processor, {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **ids}
 
