@@ -1,6 +1,6 @@
 """GLM-4.1V as a third party would add it: a record and a builder of a tiny checkpoint, as a pytest plugin.
 
-pytest -p tests.glm tests/e2e/test_families.py -k glm4v
+pytest -p tests.glm -m "not e2e" tests/e2e/test_families.py -k glm4v
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Released models by name: the part of their `config.json` that determines shapes, for plans without a checkpoint.
 
-Qwen3-VL's, Qwen2.5-VL's and InternVL3.5's sizes give the numbers of parameters on the models' cards. Those of Qwen3.5
-are the defaults of transformers' classes, which its documentation names after these two models.
+Those of Qwen3-VL-30B-A3B, Qwen2.5-VL and InternVL3.5 were written down from memory, without the files at hand; those of
+Qwen3.5 are the defaults of transformers' classes, which its documentation names after these two models.
 """
 
 import re

@@ -332,7 +332,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         timeout_s=server.timeout_s,
         infer_timeout_s=server.infer_timeout_s,
         max_failed_fraction=cfg.rm.max_failed_fraction,
-        ways_out=(GRPO_WAYS_OUT if cfg.is_grpo else WAYS_OUT),
+        ways_out=GRPO_WAYS_OUT if cfg.is_grpo else WAYS_OUT,
         capacity_key=cfg.rollout_path("decode_batch_size"),
     )
 
@@ -352,8 +352,9 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
 def reach_teacher(cfg: Config, ranks: Ranks, processor: Any) -> Teacher:
     """Wait for the teacher's server, and check that its tokens are this run's (TGT-16; collective)."""
     address = ServerAddress(cfg.rm.teacher.base_url.rstrip("/"), group_port=0)  # it gets no weights
-    here = {"decode_batch_size": ranks.world_size, "ways_out": TEACHER_WAYS_OUT}
-    client = RolloutClient([address], ranks.rank, ranks.world_size, **here)
+    client = RolloutClient(
+        [address], ranks.rank, ranks.world_size, decode_batch_size=ranks.world_size, ways_out=TEACHER_WAYS_OUT
+    )
     teacher = Teacher(client, processor.tokenizer.decode)
     prompts = make_prompts(processor, length_limit(cfg)[1])
     error = capture_error(teacher.connect, tokenizer_digest(cfg.model.path), prompts)
