@@ -38,6 +38,7 @@ class Arm:
             training images, which costs as much time as rollouts; those of a later policy at each step.
         only_annotated: the data annotate some classes only.
         scores_start: its first test run scores the start model on the test images, too.
+        scored_as: added to the names of the files that it is scored on, where its prompts are its own.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Arm:
     labels: Literal["annotation", "start model", "policy"] = "annotation"
     only_annotated: bool = True
     scores_start: bool = False
+    scored_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,10 @@ class Study:
         num_train: images of the training split.
         columns: scores in its table, by name.
         method: text of the report.
-        annotated: labels that the training data of `only_annotated` arms annotate.
+        annotated: labels that the training data of `only_annotated` arms annotate; empty: the lines say it.
+        replay: fully annotated lines, below `root`, that each arm sees besides.
+        tuned_on: the study whose tuning counts for this one; None: its own.
+        num_evals: how often a run is scored, in equal distances.
     """
 
     name: str
@@ -86,6 +91,9 @@ class Study:
     columns: dict[str, str] = field(hash=False)
     method: str
     annotated: tuple[str, ...] = ()
+    replay: str | None = None
+    tuned_on: "Study | None" = None
+    num_evals: int = 1
 
     @cached_property
     def training(self) -> dict[str, Any]:
@@ -141,13 +149,26 @@ class Job:
         if self.arm.only_annotated and self.study.annotated:
             data["annotated"] = list(self.study.annotated)
         own = {"training.learning_rate": self.lr, "training.embed_lr": self.lr * EMBED_SHARE}
-        scored_on = str(root / "data" / ("tune.jsonl" if self.is_tuning else "test.jsonl"))
-        files = {"custom.train_jsonl": [data], "custom.val_jsonl": scored_on}
+        split = ("tune" if self.is_tuning else "test") + self.arm.scored_as
+        scored_on = str(root / "data" / f"{split}.jsonl")
+        files = {"custom.train_jsonl": [data, *self.replayed], "custom.val_jsonl": scored_on}
         return self.arm.overrides | own | files | ({} if self.kl is None else {KL: self.kl})
+
+    @property
+    def replayed(self) -> list[dict[str, Any]]:
+        if self.study.replay is None:
+            return []
+        forced = {} if self.arm.program == "train_grpo.py" else {"teacher_forced_ratio": 1.0}
+        return [{"path": str(self.study.root / self.study.replay)} | forced]
 
 
 def grid(study: Study, arm: Arm) -> list[Job]:
-    """Return the tuning runs of an arm: the same learning rates for each, times the KL weights where it has one."""
+    """Return the tuning runs of an arm: the same learning rates for each, times the KL weights where it has one.
+
+    They are runs of `study.tuned_on`, and of its arm of that name, where there is one.
+    """
+    if study.tuned_on:
+        return grid(study.tuned_on, next(own for own in study.tuned_on.arms if own.name == arm.name))
     weights = study.kl_weights if arm.has_kl else (None,)
     return [Job(study, arm, TUNING_SEED, lr, kl) for lr, kl in itertools.product(study.learning_rates, weights)]
 
@@ -190,7 +211,8 @@ def is_current(records: Sequence[Record], study: Study, record: Record) -> bool:
 
 def planned(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
     """Return all runs of an arm that are known by now, in order."""
-    jobs = [*grid(study, arm), *tests(records, study, arm, equal_seconds=False)]
+    own_grid = [] if study.tuned_on else grid(study, arm)
+    jobs = [*own_grid, *tests(records, study, arm, equal_seconds=False)]
     if arm.is_rival and has_seconds(records, study, arm):
         jobs += tests(records, study, arm, equal_seconds=True)
     return jobs
@@ -198,7 +220,8 @@ def planned(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
 
 def num_left(records: Sequence[Record], study: Study) -> int:
     """Number of runs without a record, those included whose settings are not known yet."""
-    total = sum(len(grid(study, arm)) + len(SEEDS) * (1 + arm.is_rival) for arm in study.arms)
+    num_grid = 0 if study.tuned_on else sum(len(grid(study, arm)) for arm in study.arms)
+    total = num_grid + sum(len(SEEDS) * (1 + arm.is_rival) for arm in study.arms)
     jobs = [job for arm in study.arms for job in planned(records, study, arm)]
     return total - sum(find(records, job) is not None for job in jobs)
 

@@ -74,6 +74,7 @@ SPLITS: dict[str, tuple[int, tuple[Ground, ...]]] = {
     "tune": (128, (Ground(TEST_SITE, (0, 0, 0.4, 1)),)),
     "test": (256, (Ground(TEST_SITE, (0.4, 0, 1, 1)),)),
 }
+NUM_TRAIN = SPLITS["train"][0]
 
 
 def prepare() -> None:

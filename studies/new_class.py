@@ -3,6 +3,7 @@
 `python -m studies.results` makes the runs.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,12 @@ NO_KL = Arm("stage 2", overrides={KL: 0.0}, is_on_policy=True)
 CEILING = Arm("SFT, all annotated", "data/train_all.jsonl", FORCED, only_annotated=False)
 ARMS = (STAGE2, PSEUDO, REFRESHED, SFT, OFFLINE, CEILING, NO_KL)
 
+
+def grpo(advantage: str, config: str) -> Arm:
+    overrides = {} if advantage == "object" else {"rlhf.advantage": advantage}  # the config says object
+    return Arm(f"GRPO by {advantage}", overrides=overrides, config=config, program="train_grpo.py", is_on_policy=True)
+
+
 COLUMNS = {
     "f1": "F1",
     "f1_old": "F1, old classes",
@@ -49,6 +56,9 @@ new class and annotate nothing else; the old classes are there, without annotati
 merged with the start model's answers, made once; *refreshed* ones come from the model in training as it was at the last
 multiple of ten steps. *Start model's answers + KL* is stage 2 with the start model's rollouts in place of the policy's.
 *Equal seconds* are those of *stage 2 + KL*.
+"""
+REPLAY_METHOD = """The same, and each arm also sees fully annotated images of the warm-up, a tenth as many as it trains
+on. Settings are those tuned without.
 """
 SHIFTED_METHOD = """As above, with a weak start model, and images of less contrast, with noise and other sizes. Changed
 on the way: the start model first had 300 steps of warm-up. It was too weak to tell anything: stage 2 + KL ended at an
@@ -63,6 +73,7 @@ It learns missed pseudo-labels, too, and what the policy sees besides stays neut
 
 def study(name: str, title: str, method: str, arms: tuple[Arm, ...], clock: Arm) -> Study:
     material = MATERIALS[name]
+    config = f"studies/configs/{name}_grpo.yaml"
     return Study(
         name,
         title,
@@ -71,7 +82,7 @@ def study(name: str, title: str, method: str, arms: tuple[Arm, ...], clock: Arm)
         root=material.root,
         material=material.version,
         prepare=partial(prepare, material),
-        arms=arms,
+        arms=(*arms, grpo("object", config), grpo("answer", config)),
         clock=clock,
         num_train=SPLITS["train"],
         learning_rates=(1e-3, 2e-3, 4e-3),
@@ -83,4 +94,12 @@ def study(name: str, title: str, method: str, arms: tuple[Arm, ...], clock: Arm)
 
 
 NEW_CLASS = study("new_class", "New class", METHOD, ARMS, STAGE2)
+REPLAY = replace(
+    NEW_CLASS,
+    name="new_class_replay",
+    title="New class, with 10 % replay",
+    method=REPLAY_METHOD,
+    replay="replay/train.jsonl",
+    tuned_on=NEW_CLASS,
+)
 SHIFTED = study("shifted", "New class, weak start model, shifted images", SHIFTED_METHOD, (ON_LABELS, *ARMS), ON_LABELS)

@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ SPLITS = {
     "tune": 128,
     "test": 256,
 }  # images; "tune" decides settings, "test" only scores
+REPLAYED = 0.1  # warm-up images for replay, in shares of the training images
 SAME_OBJECT_IOU = 0.5
 
 
@@ -82,18 +83,26 @@ def prepare(material: Material) -> None:
     settings = [facts.pop("version"), facts, SPLITS, NEW_LABELS]
     root = material.root
     cached(root / "data", settings, "synthetic scenes", lambda folder: make_data(folder, material))
-    cached(root / "start", [material.seed], "untrained", lambda to: build_start_model(to, SIDE, seed=material.seed))
-    cfg = load_warmup_config(WARMUP_CONFIG)
-    data = cfg.train_jsonl[0].model_copy(update={"path": str(root / "data/warmup.jsonl")})
-    paths = {"model": str(root / "start"), "train_jsonl": [data], "output_dir": str(root / "model")}
-    cfg = cfg.model_copy(update=paths | {"seed": material.seed, "steps": material.warmup_steps})
-    cached(root / "model", [settings, cfg.model_dump()], "start model", lambda _: warm_up(cfg))
+    made_with = prepare_model(root, settings, material.seed, material.warmup_steps)
     cached(
         root / "pseudo",
-        [settings, cfg.model_dump()],
+        made_with,
         "pseudo-labels",
         lambda to: write_pseudo_labels(root / "model", root / "data/train.jsonl", to),
     )
+    cached(root / "replay", [settings, REPLAYED], "images to replay", lambda to: write_replay(root / "data", to))
+
+
+def prepare_model(root: Path, settings: list, seed: int, steps: int) -> list:
+    """Make `model` below `root`, if missing, from `data/warmup.jsonl`; return all that it is made with."""
+    cached(root / "start", [seed], "untrained", lambda to: build_start_model(to, SIDE, seed=seed))
+    cfg = load_warmup_config(WARMUP_CONFIG)
+    data = cfg.train_jsonl[0].model_copy(update={"path": str(root / "data/warmup.jsonl")})
+    paths = {"model": str(root / "start"), "train_jsonl": [data], "output_dir": str(root / "model")}
+    cfg = cfg.model_copy(update=paths | {"seed": seed, "steps": steps})
+    made_with = [settings, cfg.model_dump()]
+    cached(root / "model", made_with, "start model", lambda _: warm_up(cfg))
+    return made_with
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,20 +121,11 @@ def make_data(folder: Path, material: Material) -> None:
         rows: list[dict] = []
         while len(rows) < count:
             number = next(numbers)
-            image, objects = draw(material, number, is_shifted=split != "warmup")
+            image, objects = draw(material.seed, number, Shift() if split == "warmup" else material.shift, Scenes())
             has_new = any(item["desc"] in NEW_LABELS for item in objects)
             if (split == "warmup" and has_new) or (split == "train" and not has_new):
                 continue
-            image.save(folder / split / f"{number:06d}.png", compress_level=1)
-            rows.append(
-                {
-                    "id": f"{split}-{number:06d}",
-                    "images": [f"{split}/{number:06d}.png"],
-                    "width": SIDE,
-                    "height": SIDE,
-                    "objects": objects,
-                }
-            )
+            rows.append(to_line(folder, split, number, image, objects))
         write_jsonl(folder / ("train_all.jsonl" if split == "train" else f"{split}.jsonl"), rows)
         if split == "train":
             only_new = [
@@ -134,14 +134,31 @@ def make_data(folder: Path, material: Material) -> None:
             write_jsonl(folder / "train.jsonl", only_new)
 
 
-def draw(material: Material, number: int, is_shifted: bool) -> tuple[Image.Image, list[dict]]:
-    """Return scene `number` and its objects, as `draw_scene` does, with the study's shift or without."""
-    shift = material.shift if is_shifted else Shift()
-    image, objects = draw_scene(random.Random(f"{material.seed}-{number}"), SIDE, Scenes(sizes=shift.sizes))
+def write_replay(data: Path, folder: Path) -> None:
+    """Write to `folder/train.jsonl` the first `REPLAYED` warm-up lines, in shares of the training images."""
+    lines = [json.loads(line) for line in (data / "warmup.jsonl").open()][: round(REPLAYED * SPLITS["train"])]
+    write_jsonl(folder / "train.jsonl", [absolute(row, data) for row in lines])
+
+
+def absolute(row: dict, folder: Path) -> dict:
+    """Return a line of a file in `folder` so that it can stand in any other file."""
+    return row | {"images": [str((folder / image).resolve()) for image in row["images"]]}
+
+
+def draw(seed: int, number: int, shift: Shift, scenes: Scenes) -> tuple[Image.Image, list[dict]]:
+    """Return scene `number` of a seed and its objects, as `draw_scene` does, with a shift."""
+    image, objects = draw_scene(random.Random(f"{seed}-{number}"), SIDE, replace(scenes, sizes=shift.sizes))
     pixels = np.asarray(image, dtype=np.float64)
-    noise = np.random.default_rng([material.seed, number]).normal(0, shift.noise, pixels.shape)
+    noise = np.random.default_rng([seed, number]).normal(0, shift.noise, pixels.shape)
     pixels = pixels.mean() + shift.contrast * (pixels - pixels.mean()) + noise
     return Image.fromarray(np.clip(pixels.round(), 0, 255).astype(np.uint8)), objects
+
+
+def to_line(folder: Path, split: str, number: int, image: Image.Image, objects: list[dict]) -> dict:
+    """Save the image below `folder/split`; return its line of `folder/split.jsonl`."""
+    name = f"{split}/{number:06d}.png"
+    image.save(folder / name, compress_level=1)
+    return {"id": f"{split}-{number:06d}", "images": [name], "width": SIDE, "height": SIDE, "objects": objects}
 
 
 def write_jsonl(path: Path, rows: Sequence[dict]) -> None:
@@ -154,25 +171,30 @@ def write_jsonl(path: Path, rows: Sequence[dict]) -> None:
 
 def write_pseudo_labels(model: Path, data: Path, folder: Path) -> None:
     """Write to `folder/train.jsonl` the lines of `data` with what `model` sees besides."""
-    processor = load_processor(model)
-    table = TokenTable.from_tokenizer(processor.tokenizer)
-    samples = load_samples([str(data)], Data().prompt, "file")[0]
-    sampling = RolloutSampling(max_new_tokens=128)
-    results = generate_with_hf(Model(path=str(model), dtype="float32"), processor, samples, sampling, 128)
     rows = [json.loads(line) for line in data.open()]
+    samples = load_samples([str(data)], Data().prompt, "file")[0]
     labelled = [
-        row
-        | {"images": [str((data.parent / image).resolve()) for image in row["images"]]}
-        | {"objects": merged_objects(row, sample, parse_answer(result.response_token_ids, table).pred_objects)}
-        for row, sample, result in zip(rows, samples, results, strict=True)
+        absolute(row, data.parent) | {"objects": merged_objects(row, sample, answer)}
+        for row, sample, answer in zip(rows, samples, answers(model, samples), strict=True)
     ]
     write_jsonl(folder / "train.jsonl", labelled)
 
 
-def merged_objects(row: dict, sample: Sample, predictions: Sequence[Object]) -> list[dict]:
+def answers(model: Path, samples: Sequence[Sample]) -> list[list[Object]]:
+    """Return what `model` sees in each image, by greedy answers."""
+    processor = load_processor(model)
+    table = TokenTable.from_tokenizer(processor.tokenizer)
+    sampling = RolloutSampling(max_new_tokens=128)
+    results = generate_with_hf(Model(path=str(model), dtype="float32"), processor, samples, sampling, 128)
+    return [parse_answer(result.response_token_ids, table).pred_objects for result in results]
+
+
+def merged_objects(
+    row: dict, sample: Sample, predictions: Sequence[Object], labels: Collection[str] = NEW_LABELS
+) -> list[dict]:
     """Return the objects of a line and the predictions that complete it, top to bottom, left to right; in pixels."""
     objects = list(row["objects"])
-    for prediction in additions(sample.objects, predictions):
+    for prediction in additions(sample.objects, predictions, labels):
         box = [round(value) for value in bins_to_pixels(prediction.coords, row["width"], row["height"])]
         if box[0] < box[2] and box[1] < box[3]:
             objects.append({"desc": prediction.desc, "bbox_2d": box})

@@ -42,10 +42,12 @@ class RefreshedLabels(train_stage2.Stage2):
 
     def judge(self, responses: Responses, step: int) -> MicroStep:
         table = self.session.data.table
-        samples = [
-            completed(sample, parse_answer(responses.results[index].response_token_ids, table).pred_objects)
-            for index, sample in enumerate(responses.samples)
-        ]
+        samples = list(responses.samples)
+        for (
+            index,
+            result,
+        ) in responses.results.items():  # replayed samples are complete; nobody asks for answers to them
+            samples[index] = completed(samples[index], parse_answer(result.response_token_ids, table).pred_objects)
         return super().judge(Responses(samples, responses.prompts, {}), step)
 
 

@@ -15,6 +15,7 @@ record with the same settings are skipped, so the studies can be stopped and res
 import argparse
 import itertools
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,14 +23,15 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from studies import dense, new_class, results_report, study
+from studies import dense, forgetting, new_class, partial, results_report, study
 from studies.arms import SEEDS, Job, Study, is_current, missing, num_left, num_steps
 from studies.study import RunFailed, Task, load_records, quiet_parts, slug, store, write_config
 from studies.study_report import Record
 from tools import demo
 
 REPORT = Path("docs/results.md")
-STUDIES = {study.name: study for study in (new_class.NEW_CLASS, new_class.SHIFTED, dense.DENSE)}
+ALL = (new_class.NEW_CLASS, new_class.REPLAY, new_class.SHIFTED, *partial.PARTIAL, dense.DENSE, dense.CROWD)
+STUDIES = {study.name: study for study in (*ALL, forgetting.FORGETTING)}
 SCORES = ("f1", "f1_mean", "f1_old", "f1_new", "precision", "recall", "counting_error", "duplicates_per_image")
 SCORES += ("parse_rate", "truncated_rate")
 
@@ -90,7 +92,9 @@ def run_learner(job: Job, steps: int) -> Record:
     """Train once and return the record; raise RunFailed with the end of the log."""
     folder = job.study.root / f"{slug(job.variant)}-s{job.seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": steps}
+    every, is_grpo = math.ceil(steps / job.study.num_evals), job.arm.program == "train_grpo.py"
+    run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": every}
+    run["training.save_steps"] = every if is_grpo else steps
     run["training.eval_at_start"] = job.arm.scores_start and job.seed == SEEDS[0] and not job.equal_seconds
     task = Task(job.study.name, job.arm.config or job.study.config)
     config, log = write_config(task, folder, job.overrides | run), folder / "learner.log"
@@ -99,8 +103,9 @@ def run_learner(job: Job, steps: int) -> Record:
     command = [*launcher, "--master_port", str(demo.free_ports(1)[0]), *program, "--config", str(config)]
     if status := study.run_to_end(command, log):
         raise RunFailed(f"status {status}; the end of {log}:\n" + log.read_text()[-2000:])
-    if job.arm.program == "train_grpo.py":  # its own evaluation knows rewards only
-        evaluate(job, folder, steps)
+    if is_grpo:  # its own evaluation knows rewards only
+        for step in sorted({*range(every, steps, every), steps}):
+            evaluate(job, folder, step)
     finished = json.loads((folder / "finished.json").read_text())
     return {
         "task": job.study.name,
@@ -117,11 +122,11 @@ def run_learner(job: Job, steps: int) -> Record:
     }
 
 
-def evaluate(job: Job, folder: Path, steps: int) -> None:
-    """Score the last checkpoint as the other arms' runs score themselves."""
+def evaluate(job: Job, folder: Path, step: int) -> None:
+    """Score a checkpoint as the other arms' runs score themselves."""
     log, scored_on = folder / "evaluate.log", job.overrides["custom.val_jsonl"]
-    arguments = ["--checkpoint", str(folder / f"checkpoint-{steps}" / "merged"), "--data", scored_on, "--backend", "hf"]
-    arguments += ["--config", job.study.config, "--output", str(folder / "eval" / f"step_{steps:06d}.json")]
+    arguments = ["--checkpoint", str(folder / f"checkpoint-{step}" / "merged"), "--data", scored_on, "--backend", "hf"]
+    arguments += ["--config", job.study.config, "--output", str(folder / "eval" / f"step_{step:06d}.json")]
     if study.run_to_end([sys.executable, "-m", "tools.evaluate", *arguments, "--batch-size", "128"], log):
         raise RunFailed(f"tools.evaluate; the end of {log}:\n" + log.read_text()[-2000:])
 

@@ -15,11 +15,23 @@ from scipy.stats import ttest_ind
 from torch import nn
 
 import train_stage2
-from studies import arms, dense_data, new_class_data, refreshed_labels, results, results_report
+from studies import (
+    arms,
+    crowd_data,
+    dense_data,
+    forgetting_data,
+    new_class_data,
+    partial_data,
+    refreshed_labels,
+    results,
+    results_report,
+)
 from studies.arms import SEEDS, TUNING_SEED, Job
 from studies.dense import DENSE
-from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, SFT, SHIFTED, STAGE2
+from studies.forgetting import FORGETTING
+from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS
+from studies.partial import COMPLETE, HALF, PARTIAL
 from studies.study import RM
 from tools.make_demo import build_start_model
 from utils.config.load import load_config
@@ -27,7 +39,8 @@ from utils.data.samples import Sample
 from utils.geometry import Object
 
 ROOT = Path(__file__).parents[2]
-STUDIES = [NEW_CLASS, SHIFTED, DENSE]
+STUDIES = list(results.STUDIES.values())
+NEW_CLASSES = (NEW_CLASS, REPLAY, SHIFTED)
 
 
 def record(job: Job, f1: float, steps: int = 60) -> dict:
@@ -167,9 +180,89 @@ def test_refreshed_labels_come_from_the_last_multiple_of_ten_steps_and_are_learn
             assert model.weight.item() == step
     assert answered_with == [0] * 20 + [10] * 4
     sample = Sample("a", [], [], 999, 999, [Object("yellow ring", "bbox_2d", (100, 500, 200, 600))], [], "")
-    run.judge(train_stage2.Responses([sample], [], {0: SimpleNamespace(response_token_ids=[])}), 0)
+    run.judge(train_stage2.Responses([sample, sample], [], {0: SimpleNamespace(response_token_ids=[])}), 0)
     assert [obj.desc for obj in judged[0].samples[0].objects] == ["blue square", "yellow ring"]
+    assert judged[0].samples[1] is sample  # replayed, without an answer
     assert judged[0].results == {}  # so that the ground truth is the target
+
+
+SCENE = {
+    "id": "train-000000",
+    "images": ["train/000000.png"],
+    "width": 128,
+    "height": 128,
+    "objects": [
+        {"desc": "red ring", "bbox_2d": [1, 1, 9, 9]},
+        {"desc": "blue square", "bbox_2d": [20, 1, 29, 9]},
+        {"desc": "red ring", "bbox_2d": [1, 20, 9, 29]},
+    ],
+}
+
+
+def test_a_share_of_the_images_is_complete_and_the_others_annotate_one_class_that_they_show(tmp_path):
+    (tmp_path / "0.25").mkdir()
+    rows = [SCENE | {"id": f"train-{number:06d}"} for number in range(400)]
+    for split in ("train", "tune", "test"):
+        new_class_data.write_jsonl(tmp_path / f"{split}.jsonl", rows)
+    partial_data.write_annotation(0.25, tmp_path, tmp_path / "0.25")
+    found = {path.stem: [json.loads(line) for line in path.open()] for path in (tmp_path / "0.25").iterdir()}
+    complete = [row for row in found["train"] if "annotated" not in row]
+    assert 0.2 < len(complete) / 400 < 0.3 and complete == found["complete"]
+    assert all(row["objects"] == SCENE["objects"] for row in complete)
+    partly = [row for row in found["train"] if "annotated" in row]
+    assert {row["annotated"][0] for row in partly} == {"red ring", "blue square"}
+    for row in partly:
+        assert row["objects"] == [item for item in SCENE["objects"] if [item["desc"]] == row["annotated"]]
+    assert len(partial_data.LABELS) == 12
+    for row, with_prompt in zip(found["train"], found["train_prompted"], strict=True):
+        named = ", ".join(row.get("annotated", partial_data.LABELS))
+        assert with_prompt == row | {"prompt": f"Find every object in the image. {named}"}
+    assert all(row["prompt"].count(", ") == 11 for row in found["test_prompted"])
+    assert found["test"][0] == SCENE | {"images": [str((tmp_path / "train/000000.png").resolve())]}
+
+
+def test_an_image_that_is_complete_stays_so_at_larger_shares():
+    rows = [SCENE | {"id": f"train-{number:06d}"} for number in range(100)]
+    complete = [
+        {row["id"] for row in rows if "annotated" not in partial_data.annotated(row, share)}
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
+    ]
+    assert all(small < large for small, large in itertools.pairwise(complete))
+    assert not complete[0] and len(complete[-1]) == 100
+
+
+def test_pseudo_labels_of_a_share_complete_each_image_by_what_it_does_not_annotate(tmp_path, monkeypatch):
+    Image.new("RGB", (128, 128)).save(tmp_path / "a.png")
+    line = SCENE | {"images": [str(tmp_path / "a.png")]}
+    partly = line | {"annotated": ["red ring"], "objects": [SCENE["objects"][0]]}
+    new_class_data.write_jsonl(tmp_path / "train.jsonl", [line, partly])
+    seen = [Object(desc, "bbox_2d", (500, 500, 800, 800)) for desc in ("red ring", "blue square")]
+    monkeypatch.setattr(partial_data, "answers", lambda model, samples: [seen[:1], seen[:1] + seen[1:]])
+    (tmp_path / "pseudo").mkdir()
+    partial_data.write_pseudo_labels(tmp_path, tmp_path / "pseudo")
+    whole, completed = [json.loads(row) for row in (tmp_path / "pseudo/train.jsonl").open()]
+    assert whole == line
+    assert "annotated" not in completed
+    assert [item["desc"] for item in completed["objects"]] == ["red ring", "blue square"]
+
+
+def test_the_narrow_set_is_of_one_colour_and_the_rest_of_all_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(forgetting_data, "SPLITS", {"train": (6, 0), "test": (6, 6)})
+    forgetting_data.make_data(tmp_path)
+    train, test = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "test"))
+    is_narrow = [{item["desc"] in forgetting_data.LABELS for item in row["objects"]} for row in [*train, *test]]
+    assert is_narrow == [{True}] * 12 + [{False}] * 6
+    contrast = [np.asarray(Image.open(tmp_path / row["images"][0]).convert("L"))[:4].std() for row in [*train, *test]]
+    assert min(contrast[:12]) > max(contrast[12:])  # the noise of the narrow set, at the edge of the image
+    assert len({row["id"].split("-")[1] for row in [*train, *test]}) == 18
+
+
+def test_a_crowd_has_six_objects_at_least_and_no_picture_is_in_two_splits(tmp_path, monkeypatch):
+    monkeypatch.setattr(crowd_data, "SPLITS", dict.fromkeys(crowd_data.SPLITS, 5))
+    crowd_data.make_data(tmp_path)
+    rows = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.open()]
+    assert len(rows) == len({json.dumps(row["objects"]) for row in rows}) == 20
+    assert all(6 <= len(row["objects"]) <= 12 for row in rows)
 
 
 # ---- which runs -----------------------------------------------------------------------------------------------------
@@ -181,16 +274,21 @@ def test_every_run_is_a_valid_config_and_only_tests_see_test_images(tmp_path, st
         job = Job(study, arm, seed, 1e-3, 10.0 if arm.has_kl else None)
         task = results.Task(study.name, arm.config or study.config)
         cfg = load_config(results.write_config(task, tmp_path / f"{arm.name}{seed}", job.overrides))
-        assert Path(cfg.custom.val_jsonl[0].path).stem == ("test" if seed else "tune")
-        (train,) = cfg.custom.train_jsonl
-        assert train.annotated == (list(NEW_LABELS) if arm.only_annotated and study is not DENSE else None)
+        assert Path(cfg.custom.val_jsonl[0].path).stem == ("test" if seed else "tune") + arm.scored_as
+        train, *replayed = cfg.custom.train_jsonl
+        assert train.annotated == (list(NEW_LABELS) if arm.only_annotated and study in NEW_CLASSES else None)
+        assert [(file.path, file.annotated) for file in replayed] == (
+            [("runs/study/new_class/replay/train.jsonl", None)] if study is REPLAY else []
+        )
         assert cfg.training.max_steps == study.training["max_steps"]
         if arm.program == "train_grpo.py":
             assert cfg.rlhf.advantage == arm.name.rpartition(" ")[2]
             continue
+        assert all(file.teacher_forced_ratio == 1.0 for file in replayed)
         assert cfg.rm.teacher_forced_ratio == (0.0 if arm.is_on_policy or arm in (OFFLINE, REFRESHED) else 1.0)
         assert cfg.rm.losses.reference_kl == (10.0 if arm.has_kl else 0.0)
-        assert cfg.rm.eval.new_labels == list(study.annotated)
+        apart = forgetting_data.LABELS if study is FORGETTING else study.annotated
+        assert cfg.rm.eval.new_labels == list(apart)
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
@@ -213,6 +311,19 @@ def test_all_arms_have_the_same_learning_rates_and_tests_wait_for_the_whole_grid
         assert [job.seed for job in arms.tests(done, NEW_CLASS, arm, False)] == list(SEEDS)
         assert {job.lr for job in arms.tests(done, NEW_CLASS, arm, False)} == {2e-3}
     assert TUNING_SEED not in SEEDS and len(SEEDS) >= 5
+
+
+def test_a_study_that_is_tuned_on_another_has_its_settings_and_no_grid_of_its_own():
+    other = next(study for study in PARTIAL if study is not HALF)
+    arm = next(arm for arm in other.arms if arm.name == "stage 2 + KL")
+    assert not arms.planned([], other, arm)
+    done = tuning(arm, HALF)
+    assert [job.seed for job in arms.planned(done, other, arm)] == list(SEEDS)
+    (job, *_) = arms.planned(done, other, arm)
+    assert (job.study, job.lr, job.kl) == (other, 2e-3, arms.tuned(done, HALF, arm).kl)
+    assert arms.num_left([], replace(other, arms=(arm,))) == len(SEEDS)
+    assert all({own.name for own in study.arms} <= {own.name for own in HALF.arms} for study in PARTIAL)
+    assert COMPLETE in HALF.arms and all(COMPLETE not in PARTIAL[index].arms for index in (1, 4))  # 0 % and 100 %
 
 
 def test_records_of_other_settings_or_older_images_do_not_count():
@@ -298,14 +409,15 @@ def test_an_on_policy_arm_wins_only_above_every_rival_with_all_seeds():
 def test_the_first_lines_say_what_is_shown_and_what_is_missing():
     empty = results_report.verdict(STUDIES, [])
     assert empty.startswith("**The claim is not shown.**") and "So far it does in 0" in empty
-    assert "Not finished, so without a verdict: New class; Dense" in empty and "of 4 studies" in empty
+    unfinished = "Not finished, so without a verdict: New class; Partial annotation; Dense; Forgetting."
+    assert unfinished in empty and "of 4 studies" in empty
     won = all_finished(NEW_CLASS, 0.8, 0.6)
-    lost, lost_shifted = (all_finished(study, 0.5, 0.6) for study in (NEW_CLASS, SHIFTED))
+    lost, *lost_versions = (all_finished(study, 0.5, 0.6) for study in NEW_CLASSES)
     assert "So far it does in 1 (New class)" in results_report.verdict(STUDIES, won)
     assert "does not in 0." in results_report.verdict(STUDIES, lost)  # its other version may still win
-    assert "does not in 1 (New class)" in results_report.verdict(STUDIES, [*lost, *lost_shifted])
+    assert "does not in 1 (New class)" in results_report.verdict(STUDIES, sum(lost_versions, lost))
     shown = results_report.verdict(STUDIES, [*won, *all_finished(DENSE, 0.8, 0.6)])
-    assert shown.startswith("**The claim is shown.**") and "does in 2 (New class; Dense, real images)" in shown
+    assert shown.startswith("**The claim is shown.**") and "does in 2 (New class; Dense)" in shown
     versions = results_report.verdict(STUDIES, [*won, *all_finished(SHIFTED, 0.8, 0.6)])
     assert versions.startswith("**The claim is not shown.**")  # two versions of one study count once
 
@@ -325,6 +437,23 @@ def test_the_plot_has_a_dot_for_each_test_run_at_its_f1():
     assert [float(dot.get("cx")) for dot in dots] == pytest.approx([230 + 480 * (0.58 + 0.01 * k) for k in range(5)])
 
 
+def test_the_curve_goes_from_the_start_model_through_each_evaluation():
+    """Means over seeds; the rest upwards, as SVG counts downwards."""
+    done = finished(next(arm for arm in FORGETTING.arms if arm.name == "SFT"), 0.6, study=FORGETTING)
+    for run in done:
+        run["scores"] = {
+            "60": run["scores"]["60"] | {"f1_new": 0.7 + 0.01 * run["seed"], "f1_old": 0.2},
+            "30": {"f1_new": 0.5, "f1_old": 0.4},
+        }
+    done[0]["scores"]["0"] = done[0]["scores"]["60"] | {"f1_new": 0.1, "f1_old": 0.8}
+    drawn = results_report.plots(STUDIES, done)["results_forgetting_curve.svg"]
+    (line,) = ElementTree.fromstring(drawn).findall("{http://www.w3.org/2000/svg}polyline")  # noqa: S314  (our own)
+    points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+    expected = [(60 + 420 * new, 40 + 420 * (1 - old)) for new, old in ((0.1, 0.8), (0.5, 0.4), (0.73, 0.2))]
+    assert points == [pytest.approx(point, abs=0.06) for point in expected]
+    assert "results_forgetting_curve.svg" in results_report.text_of(STUDIES, done, {})
+
+
 def test_the_shipped_report_is_what_the_shipped_records_say(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(results, "REPORT", tmp_path / "results.md")
@@ -342,8 +471,36 @@ def test_a_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypatch, a
     monkeypatch.setattr(new_class_data, "SPLITS", {"warmup": 32, "train": 64, "tune": 8, "test": 8})
     new_class_data.prepare(material)
     assert (material.root / "pseudo/train.jsonl").exists()
-    result = short_run(monkeypatch, replace(NEW_CLASS, root=material.root), arm, {RM + "max_new_tokens": 16})
+    result = short_run(monkeypatch, replace(REPLAY, root=material.root), arm, {RM + "max_new_tokens": 16})
     assert result["step_seconds"]["rollout"] > 0
+
+
+@pytest.mark.slow
+def test_a_grpo_run_is_scored_after_each_part_of_its_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(forgetting_data, "SPLITS", {"train": (32, 0), "test": (4, 4)})
+    (tmp_path / "data").mkdir()
+    forgetting_data.make_data(tmp_path / "data")
+    build_start_model(tmp_path / "model", new_class_data.SIDE)
+    study = replace(FORGETTING, root=tmp_path, num_evals=2)
+    (arm,) = (arm for arm in study.arms if arm.name == "GRPO by object")
+    result = short_run(monkeypatch, study, arm, {"rlhf.max_new_tokens": 16}, scored_after={"1", "2"})
+    assert {"f1", "f1_old", "f1_new"} <= set(result["scores"]["1"])
+
+
+@pytest.mark.slow
+def test_an_arm_with_prompts_of_its_own_is_scored_with_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(partial_data, "SPLITS", {"warmup": 4, "train": 64, "tune": 8, "test": 8})
+    for name in ("all", "data"):
+        (tmp_path / name).mkdir()
+    partial_data.make_data(tmp_path / "all")
+    partial_data.write_annotation(0.5, tmp_path / "all", tmp_path / "data")
+    build_start_model(tmp_path / "model", new_class_data.SIDE)
+    (arm,) = (arm for arm in HALF.arms if arm.scored_as)
+    short_run(monkeypatch, replace(HALF, root=tmp_path), arm, {RM + "max_new_tokens": 16})
+    (config,) = tmp_path.glob("*/config.yaml")
+    assert load_config(config).custom.val_jsonl[0].path.endswith("test_prompted.jsonl")
 
 
 @pytest.mark.slow
@@ -362,11 +519,11 @@ def test_a_dense_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypa
     assert {"f1", "f1_mean", "counting_error", "duplicates_per_image"} <= set(result["scores"]["2"])
 
 
-def short_run(monkeypatch, study, arm, overrides) -> dict:
+def short_run(monkeypatch, study, arm, overrides, scored_after=frozenset({"2"})) -> dict:
     """Two steps of a test run."""
     job = Job(study, arm, 1, 1e-3, 10.0 if arm.has_kl else None)
     own = {"model.path": str(study.root / "model")} | overrides
     monkeypatch.setattr(Job, "overrides", property(lambda self, original=Job.overrides.fget: original(self) | own))
     result = results.run_learner(job, steps=2)
-    assert result["steps"] == 2 and set(result["scores"]) == {"2"} | ({"0"} if arm.scores_start else set())
+    assert result["steps"] == 2 and set(result["scores"]) == scored_after | ({"0"} if arm.scores_start else set())
     return result

@@ -1,0 +1,71 @@
+"""The arms of the study of partial annotation: each image annotates one class, or all of them.
+
+`python -m studies.results` makes the runs.
+"""
+
+from functools import partial
+from typing import Any
+
+from studies.arms import KL, Arm, Study
+from studies.new_class import FORCED, grpo
+from studies.partial_data import ROOT, SPLITS, VERSION, prepare
+from studies.study import RM
+
+GRPO_CONFIG = "studies/configs/partial_grpo.yaml"
+
+
+def stage2(unmatched: str) -> Arm:
+    """Return stage 2 with one of the ways to deal with unmatched predictions, without KL."""
+    overrides: dict[str, Any] = {RM + "targets.unmatched": unmatched, KL: 0.0}
+    if unmatched in ("trim", "keep", "redirect"):  # no prefix is rebuilt
+        overrides[RM + "targets.place"] = "end"
+    return Arm(f"stage 2, {unmatched}", overrides=overrides, is_on_policy=True)
+
+
+SFT = Arm("SFT", overrides=FORCED, is_rival=True, scores_start=True)
+PSEUDO = Arm("SFT + pseudo-labels", "pseudo/train.jsonl", FORCED, is_rival=True, labels="start model")
+COMPLETE = Arm("SFT, complete images only", "data/complete.jsonl", FORCED, is_rival=True)
+PROMPTED = Arm(
+    "SFT, label set in the prompt", "data/train_prompted.jsonl", FORCED, is_rival=True, scored_as="_prompted"
+)
+STAGE2_KL = Arm("stage 2 + KL", has_kl=True, is_on_policy=True)
+UNMATCHED = tuple(map(stage2, ("drop_duplicates", "keep", "trim", "redirect")))
+BY_OBJECT, BY_ANSWER = (grpo(advantage, GRPO_CONFIG) for advantage in ("object", "answer"))
+ARMS = (STAGE2_KL, PSEUDO, PROMPTED, SFT, COMPLETE, BY_OBJECT, *UNMATCHED, BY_ANSWER)
+METHOD = """The images show twelve classes, all of which the start model knows a little. A share of the training images
+annotates all that it shows, each of the others one class that it shows. *Pseudo-labels* complete these with the start
+model's answers. *Label set in the prompt*: each prompt names the classes that its image annotates, and all twelve when
+it is scored. Settings are tuned where half of the images are complete. *Equal seconds* are those of *stage 2 + KL*.
+"""
+
+
+def study(share: float, tuned_on: Study | None = None) -> Study:
+    """Return the study of a share of complete images."""
+    left_out = {0.0: (COMPLETE,), 1.0: (COMPLETE, PSEUDO, PROMPTED)}.get(share, ())  # no images, or the same as SFT
+    return Study(
+        f"partial_{round(100 * share)}",
+        f"Partial annotation, {share:.0%} of the images complete",
+        claim="Partial annotation",
+        config="studies/configs/partial.yaml",
+        root=ROOT / f"{share:g}",
+        material=VERSION,
+        prepare=partial(prepare, share),
+        arms=tuple(arm for arm in ARMS if arm not in left_out),
+        clock=STAGE2_KL,
+        num_train=SPLITS["train"],
+        learning_rates=(1e-3, 2e-3, 4e-3),
+        kl_weights=(10.0, 30.0),
+        columns={
+            "f1": "F1",
+            "precision": "precision",
+            "recall": "recall",
+            "duplicates_per_image": "duplicates / image",
+            "parse_rate": "parse rate",
+        },
+        method="As above.\n" if tuned_on else METHOD,
+        tuned_on=tuned_on,
+    )
+
+
+HALF = study(0.5)
+PARTIAL = (HALF, *(study(share, HALF) for share in (0.0, 0.25, 0.75, 1.0)))

@@ -1,0 +1,89 @@
+"""Images, start model and the labels of each share for the study of partial annotation. Each is made once and kept."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+
+from studies.new_class_data import Shift, absolute, answers, draw, merged_objects, prepare_model, to_line, write_jsonl
+from tools.make_demo import COLOURS, SHAPES, Scenes, cached
+from utils.config.schema import Data
+from utils.data.samples import load_samples
+
+ROOT = Path("runs/study/partial")
+SEED = 105
+WARMUP_STEPS = 800
+VERSION = 1  # raise it when images, labels or start model are made differently; records of older material are stale
+SPLITS = {"warmup": 6000, "train": 1200, "tune": 128, "test": 256}  # images
+LABELS = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
+
+
+def prepare(share: float) -> None:
+    """Make the start model and all files of a share, if missing."""
+    torch.set_num_threads(1)
+    made_with = prepare_start()
+    folder = ROOT / f"{share:g}"
+    cached(folder / "data", [*made_with, share], "annotation", lambda to: write_annotation(share, ROOT / "data", to))
+    cached(folder / "pseudo", [*made_with, share], "pseudo-labels", lambda to: write_pseudo_labels(folder / "data", to))
+
+
+def prepare_start() -> list:
+    """Make `data` and `model` below `ROOT`, if missing; return all that they are made with."""
+    settings = [VERSION, SEED, SPLITS]
+    cached(ROOT / "data", settings, "synthetic scenes", make_data)
+    return prepare_model(ROOT, settings, SEED, WARMUP_STEPS)
+
+
+def make_data(folder: Path) -> None:
+    """Write the images and a fully annotated file of each split; no scene is in two."""
+    number = 0
+    for split, count in SPLITS.items():
+        (folder / split).mkdir()
+        rows = [to_line(folder, split, at, *draw(SEED, at, Shift(), Scenes())) for at in range(number, number + count)]
+        write_jsonl(folder / f"{split}.jsonl", rows)
+        number += count
+
+
+def write_annotation(share: float, source: Path, folder: Path) -> None:
+    """Write what the arms train on where this share of the images is complete and the others annotate one class each.
+
+    `train`, `complete` (its complete images only), `prompted` (the prompt says what is annotated), and `tune` and
+    `test`, also with such prompts. An image that is complete is so at all larger shares.
+    """
+    rows = {
+        split: [absolute(json.loads(line), source) for line in (source / f"{split}.jsonl").open()]
+        for split in ("train", "tune", "test")
+    }
+    rows["train"] = [annotated(row, share) for row in rows["train"]]
+    if complete := [row for row in rows["train"] if "annotated" not in row]:
+        write_jsonl(folder / "complete.jsonl", complete)
+    for split, lines in rows.items():
+        write_jsonl(folder / f"{split}.jsonl", lines)
+        write_jsonl(folder / f"{split}_prompted.jsonl", [prompted(row) for row in lines])
+
+
+def annotated(row: dict, share: float) -> dict:
+    """Return a line as it is, with probability `share`, or with the objects of one of its classes only."""
+    rng = random.Random(f"{SEED}-{row['id']}")
+    if rng.random() < share:
+        return row
+    label = rng.choice(sorted({item["desc"] for item in row["objects"]}))
+    return row | {"annotated": [label], "objects": [item for item in row["objects"] if item["desc"] == label]}
+
+
+def prompted(row: dict) -> dict:
+    """Return a line whose prompt names the classes that it annotates."""
+    return row | {"prompt": f"{Data().prompt} {', '.join(row.get('annotated', LABELS))}"}
+
+
+def write_pseudo_labels(data: Path, folder: Path) -> None:
+    """Write to `folder/train.jsonl` the training lines of a share, completed by what the start model sees besides."""
+    rows = [json.loads(line) for line in (data / "train.jsonl").open()]
+    samples = load_samples([str(data / "train.jsonl")], Data().prompt, "file")[0]
+    labelled = [
+        {key: value for key, value in row.items() if key != "annotated"}
+        | {"objects": merged_objects(row, sample, answer, row.get("annotated", LABELS))}
+        for row, sample, answer in zip(rows, samples, answers(ROOT / "model", samples), strict=True)
+    ]
+    write_jsonl(folder / "train.jsonl", labelled)
