@@ -43,6 +43,11 @@ def test_a_family_without_a_record_is_refused_before_anything_heavy_FAM_2(checkp
     assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
 
 
+def test_gemma_4_is_refused_with_its_reason_FAM_2():
+    with pytest.raises(ValueError, match=r"a gemma4 model, which is not supported \(.*sliding-window.*\); use one of"):
+        family_at("gemma4")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_parts_name_is_the_same_whoever_asks_FAM_1(family, checkpoint):
     """FAM-1: names alone give the part that the family's own record gives, in memory and in the files."""

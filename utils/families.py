@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen3_5_moe": Family("Qwen3.5-MoE", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
     "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"}), answer_format="internvl"),
 }
+REFUSED = {"gemma4": "packed rows have no sliding-window attention here, and its box format is not confirmed"}
 _ALIGNERS = frozenset().union(*(family.aligner for family in FAMILIES.values()))
 _TOWERS = frozenset(family.vit for family in FAMILIES.values())
 
@@ -45,7 +46,8 @@ def family_at(model_type: str | None) -> Family:
     """The family of a config's `model_type`. Raises ValueError, with what would work, where it is not supported."""
     if model_type not in FAMILIES:
         known = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
-        raise ValueError(f"a {model_type} model, which is not supported; use one of {known}")
+        why = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
+        raise ValueError(f"a {model_type} model, which is not supported{why}; use one of {known}")
     return FAMILIES[model_type]
 
 

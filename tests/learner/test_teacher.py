@@ -51,7 +51,7 @@ class FakeClient:
         self.calls.append("ready")
 
     def health(self, index: int) -> dict:
-        return {"tokenizer_digest": self.digest}
+        return {"tokenizer_digest": self.digest, "max_model_len": 64}
 
     def post(self, index: int, path: str, body: dict, timeout_s: float) -> dict:
         with self.lock:
@@ -169,6 +169,9 @@ def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, rank
         setup.reach_teacher(cfg, ranks, processor)
     assert "the teacher's server" in seen["ways_out"] and "rollout_matching.teacher.base_url" in seen["ways_out"]
     assert seen["url"] == URL and seen["client"].calls[1]["token_ids"] == [4]
+    cfg.global_max_length = 65
+    with pytest.raises(DistributedError, match="the teacher takes 64 tokens"):
+        setup.reach_teacher(cfg, ranks, processor)
 
 
 def test_a_run_without_a_teacher_asks_nobody_TGT_16(tmp_path, start_model, ranks):
@@ -234,9 +237,13 @@ def test_the_start_check_wants_the_same_tokens_TGT_16():
     client = FixedClient(None, [])
     client.change = {"top_token_ids": [[*range(20)]], "top_logprobs": [[-1.0] * 20], "prompt_token_ids": [7, 8, 8]}
     teacher = teacher_of(client)
-    teacher.connect("same", [({}, [7, 8])])
+    teacher.connect("same", [({}, [7, 8])], longest=64)
     assert client.calls[0] == "ready" and client.calls[1]["token_ids"] == [8]
     with pytest.raises(PromptMismatch, match="start check"):
-        teacher.connect("same", [({}, [7, 9])])
+        teacher.connect("same", [({}, [7, 9])], longest=None)
     with pytest.raises(RolloutError, match=f"{URL}: the teacher's tokenizer is not that of model.path; serve"):
-        teacher.connect("other", [])
+        teacher.connect("other", [], longest=64)
+    with pytest.raises(
+        RolloutError, match="takes 64 tokens, and a prompt with its answer may have 65; raise rollout_ser"
+    ):
+        teacher.connect("same", [], longest=65)

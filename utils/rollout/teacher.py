@@ -35,18 +35,27 @@ class Teacher:
     client: RolloutClient
     decode: Callable[[list[int]], str]
 
-    def connect(self, tokenizer_digest: str | None, prompts: Sequence[tuple[dict[str, Any], list[int]]]) -> None:
+    def connect(
+        self, tokenizer_digest: str | None, prompts: Sequence[tuple[dict[str, Any], list[int]]], longest: int | None
+    ) -> None:
         """Wait for the server, and check that it reads and writes the tokens of the model that is trained.
 
         Args:
             prompts: requests, and the learner's own prompt token ids of each.
+            longest: tokens of the longest segment that a row holds; None: no bound.
 
         Raises:
-            RolloutError: it does not respond in time, or has another tokenizer, chat template or image size.
+            RolloutError: it does not respond in time, has another tokenizer, chat template or image size, or takes
+                fewer tokens.
         """
         self.client.wait_ready()
-        url = self.client.url(0)
-        theirs = self.client.health(0).get("tokenizer_digest")
+        url, health = self.client.url(0), self.client.health(0)
+        theirs, taken = health.get("tokenizer_digest"), health.get("max_model_len")
+        if longest is not None and taken is not None and taken < longest:
+            raise RolloutError(
+                f"{url}: the teacher takes {taken} tokens, and a prompt with its answer may have {longest}; raise "
+                "rollout_server.vllm_max_model_len in the teacher's config, or lower global_max_length here"
+            )
         if tokenizer_digest is not None and theirs != tokenizer_digest:
             raise RolloutError(
                 f"{url}: the teacher's tokenizer is not that of model.path; serve a model with the same tokenizer.json"

@@ -357,7 +357,7 @@ def reach_teacher(cfg: Config, ranks: Ranks, processor: Any) -> Teacher:
     )
     teacher = Teacher(client, processor.tokenizer.decode)
     prompts = make_prompts(processor, length_limit(cfg)[1])
-    error = capture_error(teacher.connect, tokenizer_digest(cfg.model.path), prompts)
+    error = capture_error(teacher.connect, tokenizer_digest(cfg.model.path), prompts, cfg.global_max_length)
     ranks.raise_on_all_ranks(error, f"reaching the teacher ({RM}.teacher)")
     return teacher
 

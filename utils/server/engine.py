@@ -122,6 +122,7 @@ class RolloutEngine:
         self.model_path = model_path
         self.model_digest = model_digest(model_path)
         self.tokenizer_digest = tokenizer_digest(model_path)
+        self.max_model_len: int = llm.model_config.max_model_len
         self.world_size = world_size
         self.stuck_s = stuck_s
         self.update_s = stuck_s
@@ -268,7 +269,7 @@ class RolloutEngine:
         """Return vLLM's prompt: token ids, one placeholder per image, and the images. Blocking; raises ValueError."""
         sources = collect_images(request.messages, request.images)
         messages = to_chat_messages(request.messages, len(sources))
-        token_ids = render_prompt(self.processor, messages, self.llm.model_config.max_model_len)
+        token_ids = render_prompt(self.processor, messages, self.max_model_len)
         prompt: dict[str, Any] = {"prompt_token_ids": [*token_ids, *extra_ids]}
         if sources:
             prompt["multi_modal_data"] = {"image": self.images.open_all(sources, budgets)}
