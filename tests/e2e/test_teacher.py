@@ -20,7 +20,10 @@ def folder(tmp_path) -> Path:
 def test_two_steps_with_a_teacher_of_its_own_server_TGT_16(folder, start_model, warm_model):
     """TGT-16: the start check passes, every step logs the divergence, and the teacher's weights stay its own."""
     teacher_settings = {"vllm_max_model_len": 1024}  # a whole row
-    servers = [Server(folder, warm_model), Server(folder, start_model, **teacher_settings)]  # an untrained policy writes nothing usable
+    servers = [
+        Server(folder, warm_model),
+        Server(folder, start_model, **teacher_settings),
+    ]  # an untrained policy writes nothing usable
     try:
         policy, teacher = [server.wait_ready() for server in servers]
         config = config_of(folder, warm_model, policy.url, policy.group_port, {})
