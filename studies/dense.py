@@ -37,7 +37,7 @@ shapes of one to three classes in a picture of 128 px, which do not overlap, of 
 start model is that of *New class*, then trained on 8,000 such pictures until that brought no more. All arms go on with
 others. *Equal seconds* are those of *GRPO by object*. Changed on the way, before any run: with 6 to 12 larger shapes
 the start model had an F1 of 0.970 on the tuning images after 16,000 samples, and 0.977 after 24,000 with half the
-contrast and less noise than now, which leaves nothing to learn.
+contrast and noise, which leaves nothing to learn.
 """
 
 
