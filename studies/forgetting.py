@@ -3,39 +3,51 @@
 `python -m studies.results` makes the runs.
 """
 
+from functools import partial
+
 from studies.arms import Arm, Study
 from studies.forgetting_data import ROOT, SPLITS, VERSION, prepare
 from studies.new_class import FORCED, grpo
 
-GRPO_CONFIG = "studies/configs/forgetting_grpo.yaml"
 SFT = Arm("SFT", overrides=FORCED, is_rival=True, scores_start=True)
 STAGE2 = Arm("stage 2", is_on_policy=True)
-BY_OBJECT, BY_ANSWER = (grpo(advantage, GRPO_CONFIG) for advantage in ("object", "answer"))
 METHOD = """The start model is that of *Partial annotation*. The narrow set shows yellow shapes only, in images of less
 contrast, with noise and other sizes, fully annotated; the rest is what the start model was warmed up on, without
 yellow. Half of the tuning and test images are of either kind, and settings are chosen by F1 on both together. The curve
 has the means over seeds after each quarter of the steps. *Equal seconds* are those of *GRPO by object*.
 """
-FORGETTING = Study(
-    "forgetting",
-    "Forgetting",
-    claim="Forgetting",
-    config="studies/configs/forgetting.yaml",
-    root=ROOT,
-    material=VERSION,
-    prepare=prepare,
-    arms=(SFT, STAGE2, BY_OBJECT, BY_ANSWER),
-    clock=BY_OBJECT,
-    num_train=SPLITS["train"][0],
-    learning_rates=(2.5e-4, 1e-3, 4e-3),
-    kl_weights=(),
-    columns={
-        "f1": "F1",
-        "f1_new": "F1, narrow set",
-        "f1_old": "F1, rest",
-        "duplicates_per_image": "duplicates / image",
-        "parse_rate": "parse rate",
-    },
-    method=METHOD,
-    num_evals=4,
-)
+LONG_METHOD = """As above, with other images and twice the steps, and tuned for them. It was added after the scores above
+had been seen: at 60 steps *GRPO by object* still gained, and supervised training no longer did.
+"""
+
+
+def study(name: str, title: str, method: str) -> Study:
+    config = f"studies/configs/{name}_grpo.yaml"
+    by_object, by_answer = grpo("object", config), grpo("answer", config)
+    return Study(
+        name,
+        title,
+        claim="Forgetting",
+        config=f"studies/configs/{name}.yaml",
+        root=ROOT / name,
+        material=VERSION,
+        prepare=partial(prepare, name),
+        arms=(SFT, by_object, STAGE2, by_answer),
+        clock=by_object,
+        num_train=SPLITS["train"][0],
+        learning_rates=(2.5e-4, 1e-3, 4e-3),
+        kl_weights=(),
+        columns={
+            "f1": "F1",
+            "f1_new": "F1, narrow set",
+            "f1_old": "F1, rest",
+            "duplicates_per_image": "duplicates / image",
+            "parse_rate": "parse rate",
+        },
+        method=method,
+        num_evals=4,
+    )
+
+
+FORGETTING = study("forgetting", "Forgetting", METHOD)
+LONG = study("forgetting_long", "Forgetting, twice the steps", LONG_METHOD)

@@ -7,8 +7,8 @@ from studies.new_class_data import Shift, draw, to_line, write_jsonl
 from studies.partial_data import prepare_start
 from tools.make_demo import COLOURS, SHAPES, Scenes, cached
 
-ROOT = Path("runs/study/forgetting")
-SEED = 106
+ROOT = Path("runs/study")
+SEEDS = {"forgetting": 106, "forgetting_long": 107}  # of the images, by study
 VERSION = 1  # raise it when images are drawn differently; records of older material are stale
 COLOUR = "yellow"
 LABELS = tuple(f"{COLOUR} {shape}" for shape in SHAPES)
@@ -17,13 +17,14 @@ NARROW, REST = Scenes(colours=(COLOUR,)), Scenes(colours=tuple(colour for colour
 SPLITS = {"train": (1200, 0), "tune": (64, 64), "test": (128, 128)}  # images of the narrow set and of the rest
 
 
-def prepare() -> None:
-    """Make `data` below `ROOT`, and the start model, if missing."""
+def prepare(name: str) -> None:
+    """Make `data` of a study, and the start model, if missing."""
     prepare_start()
-    cached(ROOT / "data", [VERSION, SEED, SPLITS, repr(SHIFT)], "a narrow set and the rest", make_data)
+    settings = [VERSION, SEEDS[name], SPLITS, repr(SHIFT)]
+    cached(ROOT / name / "data", settings, "a narrow set and the rest", lambda to: make_data(to, SEEDS[name]))
 
 
-def make_data(folder: Path) -> None:
+def make_data(folder: Path, seed: int) -> None:
     """Write the images and a fully annotated file of each split; no scene is in two.
 
     The narrow set shows one colour in shifted images; the rest all other colours as the start model has learnt them.
@@ -32,5 +33,5 @@ def make_data(folder: Path) -> None:
     for split, (narrow, rest) in SPLITS.items():
         (folder / split).mkdir()
         kinds = [(SHIFT, NARROW)] * narrow + [(Shift(), REST)] * rest
-        rows = [to_line(folder, split, at, *draw(SEED, at, *kind)) for kind, at in zip(kinds, numbers, strict=False)]
+        rows = [to_line(folder, split, at, *draw(seed, at, *kind)) for kind, at in zip(kinds, numbers, strict=False)]
         write_jsonl(folder / f"{split}.jsonl", rows)

@@ -31,7 +31,7 @@ from tools import demo
 
 REPORT = Path("docs/results.md")
 ALL = (new_class.NEW_CLASS, new_class.REPLAY, new_class.SHIFTED, *partial.PARTIAL, dense.DENSE, dense.CROWD)
-STUDIES = {study.name: study for study in (*ALL, forgetting.FORGETTING)}
+STUDIES = {study.name: study for study in (*ALL, forgetting.FORGETTING, forgetting.LONG)}
 SCORES = ("f1", "f1_mean", "f1_old", "f1_new", "precision", "recall", "counting_error", "duplicates_per_image")
 SCORES += ("parse_rate", "truncated_rate")
 

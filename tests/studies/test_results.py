@@ -28,7 +28,7 @@ from studies import (
 )
 from studies.arms import SEEDS, TUNING_SEED, Job
 from studies.dense import DENSE
-from studies.forgetting import FORGETTING
+from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS
 from studies.partial import COMPLETE, HALF, PARTIAL
@@ -248,7 +248,7 @@ def test_pseudo_labels_of_a_share_complete_each_image_by_what_it_does_not_annota
 
 def test_the_narrow_set_is_of_one_colour_and_the_rest_of_all_others(tmp_path, monkeypatch):
     monkeypatch.setattr(forgetting_data, "SPLITS", {"train": (6, 0), "test": (6, 6)})
-    forgetting_data.make_data(tmp_path)
+    forgetting_data.make_data(tmp_path, seed=1)
     train, test = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "test"))
     is_narrow = [{item["desc"] in forgetting_data.LABELS for item in row["objects"]} for row in [*train, *test]]
     assert is_narrow == [{True}] * 12 + [{False}] * 6
@@ -287,7 +287,7 @@ def test_every_run_is_a_valid_config_and_only_tests_see_test_images(tmp_path, st
         assert all(file.teacher_forced_ratio == 1.0 for file in replayed)
         assert cfg.rm.teacher_forced_ratio == (0.0 if arm.is_on_policy or arm in (OFFLINE, REFRESHED) else 1.0)
         assert cfg.rm.losses.reference_kl == (10.0 if arm.has_kl else 0.0)
-        apart = forgetting_data.LABELS if study is FORGETTING else study.annotated
+        apart = forgetting_data.LABELS if study in (FORGETTING, LONG) else study.annotated
         assert cfg.rm.eval.new_labels == list(apart)
 
 
@@ -480,7 +480,7 @@ def test_a_grpo_run_is_scored_after_each_part_of_its_steps(tmp_path, monkeypatch
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(forgetting_data, "SPLITS", {"train": (32, 0), "test": (4, 4)})
     (tmp_path / "data").mkdir()
-    forgetting_data.make_data(tmp_path / "data")
+    forgetting_data.make_data(tmp_path / "data", seed=1)
     build_start_model(tmp_path / "model", new_class_data.SIDE)
     study = replace(FORGETTING, root=tmp_path, num_evals=2)
     (arm,) = (arm for arm in study.arms if arm.name == "GRPO by object")
