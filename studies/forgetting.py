@@ -16,8 +16,8 @@ contrast, with noise and other sizes, fully annotated; the rest is what the star
 yellow. Half of the tuning and test images are of either kind, and settings are chosen by F1 on both together. The curve
 has the means over seeds after each quarter of the steps. *Equal seconds* are those of *GRPO by object*.
 """
-LONG_METHOD = """As above, with other images and twice the steps, and tuned for them. It was added after the scores above
-had been seen: at 60 steps *GRPO by object* still gained, and supervised training no longer did.
+LONG_METHOD = """As above, with other images and twice the steps, and tuned for them. It was added after the scores
+above had been seen: at 60 steps *GRPO by object* still gained, and supervised training no longer did.
 """
 
 
