@@ -3,13 +3,9 @@
 import itertools
 from pathlib import Path
 
-import torch
-
-from studies import new_class_data
-from studies.new_class_data import MATERIALS, Shift, draw, to_line, write_jsonl
-from studies.study import warm_up
+from studies.dense_data import prepare_model
+from studies.new_class_data import Shift, draw, to_line, write_jsonl
 from tools.make_demo import Scenes, cached
-from tools.warmup_sft import load_warmup_config
 
 ROOT = Path("runs/study/crowd")
 SEED = 104
@@ -24,18 +20,9 @@ NUM_TRAIN = SPLITS["train"]
 
 def prepare() -> None:
     """Make `data` and `model` below `ROOT`, and the model that it starts from, if missing."""
-    scenes = MATERIALS["new_class"]
-    new_class_data.prepare(scenes)
-    torch.set_num_threads(1)
     settings = [VERSION, SEED, SPLITS, repr(SCENES), repr(SHIFT)]
     cached(ROOT / "data", settings, "crowds of shapes", make_data)
-    cfg = load_warmup_config(WARMUP_CONFIG)
-    cached(
-        ROOT / "model",
-        [settings, cfg.model_dump(), scenes.version],
-        "start model",
-        lambda to: warm_up(to, cfg, ROOT / "data" / "tune.jsonl", max_new_tokens=MAX_NEW_TOKENS),
-    )
+    prepare_model(ROOT, settings, WARMUP_CONFIG, MAX_NEW_TOKENS)
 
 
 def make_data(folder: Path) -> None:

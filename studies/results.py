@@ -90,7 +90,7 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
 
 def run_learner(job: Job, steps: int) -> Record:
     """Train once and return the record; raise RunFailed with the end of the log."""
-    folder = job.study.root / f"{slug(job.variant)}-s{job.seed}"
+    folder = job.study.root / slug(job.name)
     shutil.rmtree(folder, ignore_errors=True)
     every, is_grpo = math.ceil(steps / job.study.num_evals), job.arm.program == "train_grpo.py"
     run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": every}
