@@ -9,7 +9,8 @@
 Each run is one learner process, which makes its own rollouts; no server. Settings of each arm (learning rate and, where
 it has one, weight of the KL) are chosen by the same grid with one seed on the tuning images. Only then the arm runs
 with five others, scored on the test images. A finished run becomes a record in docs/results.json. Runs that have a
-record with the same settings are skipped, so the studies can be stopped and resumed at any time.
+record with the same settings are skipped, so the studies can be stopped and resumed at any time. Several processes can
+make runs side by side, say one for each core: none makes what another is making.
 """
 
 import argparse
@@ -19,13 +20,14 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from studies import dense, forgetting, new_class, partial, results_report, study
-from studies.arms import SEEDS, Job, Study, is_current, missing, num_left, num_steps
-from studies.study import RunFailed, Task, load_records, quiet_parts, slug, store, write_config
+from studies.arms import SEEDS, Job, Study, find, is_current, missing, num_left, num_steps
+from studies.study import RunFailed, Task, alone, load_records, quiet_parts, slug, store, write_config
 from studies.study_report import Record
 from tools import demo
 
@@ -70,22 +72,31 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
     """Make the missing runs, at most `limit`; return the names of those that failed, each tried once."""
     failed: list[str] = []
     for _ in itertools.count() if limit is None else range(limit):
-        records = load_records()
-        todo = (job for one in studies for job in missing(records, one) if job.name not in failed)
-        job = next(todo, None)
-        if job is None:
-            break
-        job.study.prepare()
-        demo.say(job.name)
-        try:
-            record = run_learner(job, num_steps(job, records))
-        except RunFailed as error:
-            print(f"FAILED {job.name}: {error}", flush=True)
-            failed.append(job.name)
-            continue
-        store(record | {"revision": study.revision()})
+        with ExitStack() as stack:
+            job = claim_next(studies, failed, stack)
+            if job is None:
+                break
+            with alone(study.ROOT / "prepare.lock"):
+                job.study.prepare()
+            demo.say(job.name)
+            try:
+                record = run_learner(job, num_steps(job, load_records()))
+            except RunFailed as error:
+                print(f"FAILED {job.name}: {error}", flush=True)
+                failed.append(job.name)
+                continue
+            store(record | {"revision": study.revision()})
         print(record["scores"], record["seconds"], flush=True)
     return failed
+
+
+def claim_next(studies: Sequence[Study], failed: Sequence[str], stack: ExitStack) -> Job | None:
+    """Return the most important missing run that no other process makes, claimed until `stack` is left."""
+    for job in (job for one in studies for job in missing(load_records(), one) if job.name not in failed):
+        is_ours = stack.enter_context(alone(study.ROOT / "claims" / f"{slug(job.name)}.lock", wait=False))
+        if is_ours and find(load_records(), job) is None:  # it may have been finished since
+            return job
+    return None
 
 
 def run_learner(job: Job, steps: int) -> Record:

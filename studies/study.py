@@ -11,6 +11,7 @@ and resumed at any time.
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -21,7 +22,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -347,13 +349,30 @@ def load_records() -> list[Record]:
 
 
 def store(record: Record) -> None:
-    """Add the record to docs/results.json, one line each; it replaces an earlier record of the same run."""
+    """Add the record to docs/results.json, one line each; it replaces an earlier record of the same run.
+
+    Processes that store at the same time do so one after the other.
+    """
     key = ("task", "variant", "seed")
-    kept = [old for old in load_records() if any(old[name] != record[name] for name in key)]
-    text = "[\n" + ",\n".join(json.dumps(entry) for entry in [*kept, record]) + "\n]\n"
-    scratch = RECORDS.with_suffix(".tmp")
-    scratch.write_text(text)
-    scratch.replace(RECORDS)
+    with alone(ROOT / "records.lock"):
+        kept = [old for old in load_records() if any(old[name] != record[name] for name in key)]
+        text = "[\n" + ",\n".join(json.dumps(entry) for entry in [*kept, record]) + "\n]\n"
+        scratch = RECORDS.with_suffix(".tmp")
+        scratch.write_text(text)
+        scratch.replace(RECORDS)
+
+
+@contextmanager
+def alone(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock that ends with this process at the latest; without `wait` yield False where another one holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def test_equal_seconds_charges_the_start_models_answers_once_and_never_gives_few
 
 
 def test_a_failed_run_is_tried_once_and_a_limit_ends_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(results.study, "RECORDS", tmp_path / "results.json")
+    own_files(tmp_path, monkeypatch)
     calls = []
 
     def run_learner(job, steps):
@@ -377,6 +377,29 @@ def test_a_failed_run_is_tried_once_and_a_limit_ends_the_rest(tmp_path, monkeypa
     assert results.run_all([replace(NEW_CLASS, prepare=lambda: None)], 3) == [f"new_class: {calls[0]}, seed 0"]
     assert len(calls) == len(set(calls)) == 3
     assert [r["variant"] for r in results.load_records()] == calls[1:]
+
+
+def own_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(results.study, "RECORDS", tmp_path / "results.json")
+    monkeypatch.setattr(results.study, "ROOT", tmp_path)
+
+
+def test_processes_side_by_side_make_each_run_once(tmp_path, monkeypatch):
+    """Locks belong to open files, so a call inside a run stands for another process."""
+    own_files(tmp_path, monkeypatch)
+    calls = []
+
+    def run_learner(job, steps):
+        calls.append(job.variant)
+        if len(calls) == 1:
+            results.run_all(studies, 1)
+        return record(job, 0.5)
+
+    studies = [replace(NEW_CLASS, prepare=lambda: None)]
+    monkeypatch.setattr(results, "run_learner", run_learner)
+    results.run_all(studies, 2)
+    assert len(calls) == len(set(calls)) == 3
+    assert sorted(r["variant"] for r in results.load_records()) == sorted(calls)
 
 
 # ---- what the report says -------------------------------------------------------------------------------------------
