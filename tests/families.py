@@ -140,7 +140,7 @@ def internvl() -> tuple[Any, dict[str, Any]]:
     text |= {"model_type": "qwen3", "vocab_size": len(tokenizer)}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    vision |= {"image_size": [32, 32], "patch_size": [PATCH_SIZE, PATCH_SIZE]}
+    vision |= {"image_size": [32, 32], "patch_size": [PATCH_SIZE, PATCH_SIZE], "attention_bias": True}
     ids = {"image_token_id": processor.image_token_id, "image_seq_length": 4}
     return processor, {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **ids}
 

@@ -1,12 +1,16 @@
-"""GLM-4.1V as a third party would add it: a record and a builder of a tiny checkpoint, as a pytest plugin.
+"""GLM-4.1V as a third party would add it: a record and a builder of a tiny checkpoint.
 
-pytest -p tests.glm -m "not e2e" tests/e2e/test_families.py -k glm4v
+pytest -p tests.glm -m "not e2e" tests/e2e/test_families.py -k glm4v      the conformance suite with it
+deepspeed --module tests.glm train_stage2.py --config FILE                a program of this project with it
 """
 
+import runpy
+import sys
 from typing import Any
 
 from transformers import Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
 
+from tests.e2e import processes
 from tests.families import BUILDERS, IMAGE_PX
 from tools.make_demo import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_tokenizer
 from utils.families import FAMILIES, Family
@@ -49,3 +53,7 @@ _IDS = [f"{kind}_{side}_token_id" for kind in ("image", "video") for side in ("s
 _IDS += ["image_token_id", "video_token_id"]
 FAMILIES["glm4v"] = Family("GLM-4.1V", "visual", frozenset({"merger"}))
 BUILDERS["glm4v"] = glm4v
+processes.RUN_THROUGH[:] = ["--module", "tests.glm"]
+
+if __name__ == "__main__":
+    runpy.run_path(sys.argv.pop(2), run_name="__main__")  # behind this file and the launcher's --local_rank

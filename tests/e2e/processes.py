@@ -109,6 +109,9 @@ def launch(
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
 
 
+RUN_THROUGH: list[str] = []  # a module that starts the program, after what it has to add to the process
+
+
 def run_learner(
     script: str,
     config: Path,
@@ -131,7 +134,7 @@ def run_program(
     """Run `deepspeed --num_gpus N SCRIPT ARGUMENTS` to its end; output of all ranks in `stdout`."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks)]
     port = free_port()
-    command = [*launcher, "--master_port", str(port), str(ROOT / script), *arguments]
+    command = [*launcher, "--master_port", str(port), *RUN_THROUGH, str(ROOT / script), *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment,
         start_new_session=True,

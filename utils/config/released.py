@@ -1,7 +1,7 @@
 """Released models by name: the part of their `config.json` that determines shapes, for plans without a checkpoint.
 
-Those of Qwen3-VL-30B-A3B, Qwen2.5-VL and InternVL3.5 were written down from memory, without the files at hand; those of
-Qwen3.5 are the defaults of transformers' classes, which its documentation names after these two models.
+Compared with public copies of the files and with published numbers of parameters (tests/config/test_plan.py); of
+InternVL3.5-8B, whose file was not to be found, with its makers' converter.
 """
 
 import re
@@ -81,7 +81,13 @@ MODELS = {
     "InternVL3_5-8B": _model(
         "internvl",
         _text(4096, 36, 32, 8, 12288) | {"head_dim": 128, "model_type": "qwen3"},
-        {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "attention_bias": True,
+        },
     ),
 }
 
