@@ -69,7 +69,8 @@ study: $(READY) ## the runs behind docs/results.md that are still missing; hours
 
 ##@ Test (on CPU)
 test: $(READY) ## the tests, real server and learner included
-	$(BIN)/python -m pytest tests -q -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest tests -q -m "not slow and not e2e" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests -q -m "not slow and e2e" $(ARGS)
 
 test-all: $(READY) ## every test, the slow ones too
 	$(BIN)/python -m pytest tests -q $(ARGS)

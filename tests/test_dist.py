@@ -147,7 +147,7 @@ def opened(folder: Path, **given: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder), **given}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     program = "from utils.dist import Ranks; ranks = Ranks(timeout_s=30); ranks.open(); ranks.close(); print('open')"
-    return subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", program], env=environment, timeout=180, capture_output=True, text=True)
 
 
 def test_a_compile_lock_of_a_dead_process_is_named_and_removed(tmp_path):

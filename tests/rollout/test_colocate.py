@@ -21,6 +21,7 @@ from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult,
 from utils.run.policy import Policy  # noqa: E402
 from utils.run.records import Timer  # noqa: E402
 
+pytestmark = pytest.mark.e2e
 PLACE = {"global_step": 3, "micro_step_idx": 1, "run_seed": 5}
 
 

@@ -20,6 +20,7 @@ from utils.learner.model import apply_tuner, load_model
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling
 from utils.rollout.hf import HfEngine, Sampler, left_pad, stop_token_ids
 
+pytestmark = pytest.mark.e2e
 CONTEXT = RolloutContext(run_seed=5, global_step=3, micro_step_idx=1, policy_version="run:3")
 NEW_TOKENS = 80
 

@@ -170,6 +170,7 @@ def most_pairs(pred: list[dict], gt: list[dict], threshold: float, with_label: b
     return best
 
 
+@pytest.mark.e2e
 def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, capsys) -> None:
     """LRN-7: F1 at the config's threshold, with and without labels, recounted from the answers by brute force."""
     data, config = run_files(tmp_path, warm_model)
@@ -189,6 +190,7 @@ def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, cap
     assert "f1_no_label" in (shown := capsys.readouterr().out) and "COCO AP50" in shown
 
 
+@pytest.mark.e2e
 @pytest.mark.slow
 def test_answers_are_the_same_by_vllm_and_transformers_ROL_1(warm_model, tmp_path) -> None:
     """ROL-1: in float32, images in the config's size. vLLM changes the process it runs in, so it gets its own.
