@@ -5,7 +5,7 @@ All but `Study.prepare` is a pure function of the records of finished runs, whic
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from utils.config.load import resolve_yaml
 SEEDS = (1, 2, 3, 4, 5)
 TUNING_SEED = 0
 EMBED_SHARE = 0.1  # embed_lr, of the learning rate
+UNTUNED = " (rate of equal steps)"
 EQUAL_SECONDS = ", equal seconds"
 KL = RM + "losses.reference_kl"
 
@@ -109,10 +110,15 @@ class Study:
         return [arm.name for arm in self.arms if arm.is_on_policy]
 
     @property
+    def untuned(self) -> list[str]:
+        """Names of rivals of equal seconds with the learning rate of equal steps: shown until they are tuned."""
+        return [name + UNTUNED for name in self.rivals if name.endswith(EQUAL_SECONDS)]
+
+    @property
     def variants(self) -> list[str]:
         """All names of test runs, in the order of the report."""
         others = [arm.name for arm in self.arms if not arm.is_rival and not arm.is_on_policy]
-        return [*self.rivals, *reversed(self.on_policy), *others]
+        return [*self.rivals, *self.untuned, *reversed(self.on_policy), *others]
 
 
 @dataclass(frozen=True)
@@ -133,9 +139,10 @@ class Job:
     @property
     def variant(self) -> str:
         """Its name in the records, where (task, variant, seed) is the key."""
+        name = self.arm.name + (EQUAL_SECONDS if self.equal_seconds else "")
         if not self.is_tuning:
-            return self.arm.name + (EQUAL_SECONDS if self.equal_seconds else "")
-        return f"{self.arm.name}, lr {self.lr:g}" + (f", KL {self.kl:g}" if self.kl is not None else "")
+            return name
+        return f"{name}, lr {self.lr:g}" + (f", KL {self.kl:g}" if self.kl is not None else "")
 
     @property
     def name(self) -> str:
@@ -173,16 +180,30 @@ def grid(study: Study, arm: Arm) -> list[Job]:
     return [Job(study, arm, TUNING_SEED, lr, kl) for lr, kl in itertools.product(study.learning_rates, weights)]
 
 
-def tuned(records: Sequence[Record], study: Study, arm: Arm) -> Job | None:
+def longer_grid(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
+    """Return the tuning runs of an arm at equal seconds: the same learning rates, with the KL weight of equal steps.
+
+    A longer run may want a lower rate. None before the number of steps is known; where it is the same, `grid`.
+    """
+    if study.tuned_on:
+        return longer_grid(records, study.tuned_on, next(own for own in study.tuned_on.arms if own.name == arm.name))
+    best = tuned(records, study, arm)
+    if best is None or not has_seconds(records, study, arm):
+        return []
+    jobs = [replace(best, lr=lr, equal_seconds=True) for lr in study.learning_rates]
+    return jobs if num_steps(jobs[0], records) > int(study.training["max_steps"]) else grid(study, arm)
+
+
+def tuned(records: Sequence[Record], study: Study, arm: Arm, equal_seconds: bool = False) -> Job | None:
     """Return the tuning run with the highest F1 on the tuning images; None until all of the grid have finished."""
-    finished = [(find(records, job), job) for job in grid(study, arm)]
-    scored = [(last([record], "f1")[0], job) for record, job in finished if record]
-    return max(scored, key=lambda pair: pair[0])[1] if len(scored) == len(finished) else None
+    jobs = longer_grid(records, study, arm) if equal_seconds else grid(study, arm)
+    scored = [(last([record], "f1")[0], job) for job in jobs if (record := find(records, job))]
+    return max(scored, key=lambda pair: pair[0])[1] if scored and len(scored) == len(jobs) else None
 
 
 def tests(records: Sequence[Record], study: Study, arm: Arm, equal_seconds: bool) -> list[Job]:
     """Return an arm's test runs with the settings it was tuned to; none before it is tuned."""
-    best = tuned(records, study, arm)
+    best = tuned(records, study, arm, equal_seconds)
     return [Job(study, arm, seed, best.lr, best.kl, equal_seconds) for seed in SEEDS] if best else []
 
 
@@ -204,26 +225,41 @@ def missing(records: Sequence[Record], study: Study) -> Iterator[Job]:
         yield from (job for job in planned(records, study, arm) if find(records, job) is None)
 
 
-def is_current(records: Sequence[Record], study: Study, record: Record) -> bool:
-    """Whether a record is of a run that is planned now, with today's settings."""
-    return any(find([record], job) for arm in study.arms for job in planned(records, study, arm))
+def shown(records: Sequence[Record], study: Study, record: Record) -> Record | None:
+    """Return a record as the report shows it: of a run that is planned now, with today's settings; else None.
+
+    A run of equal seconds with the learning rate of equal steps is shown by another name until its arm is tuned.
+    """
+    for arm in study.arms:
+        if any(find([record], job) for job in planned(records, study, arm)):
+            return record
+        if arm.is_rival and (best := tuned(records, study, arm)) and not tuned(records, study, arm, equal_seconds=True):
+            if any(find([record], Job(study, arm, seed, best.lr, best.kl, equal_seconds=True)) for seed in SEEDS):
+                return record | {"variant": record["variant"] + UNTUNED}
+    return None
 
 
 def planned(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
-    """Return all runs of an arm that are known by now, in order."""
-    own_grid = [] if study.tuned_on else grid(study, arm)
-    jobs = [*own_grid, *tests(records, study, arm, equal_seconds=False)]
+    """Return all runs of an arm that are known by now, each once, in order."""
+    jobs = [] if study.tuned_on else grid(study, arm)
+    jobs += tests(records, study, arm, equal_seconds=False)
     if arm.is_rival and has_seconds(records, study, arm):
+        jobs += [] if study.tuned_on else longer_grid(records, study, arm)
         jobs += tests(records, study, arm, equal_seconds=True)
-    return jobs
+    return list(dict.fromkeys(jobs))
 
 
 def num_left(records: Sequence[Record], study: Study) -> int:
     """Number of runs without a record, those included whose settings are not known yet."""
-    num_grid = 0 if study.tuned_on else sum(len(grid(study, arm)) for arm in study.arms)
-    total = num_grid + sum(len(SEEDS) * (1 + arm.is_rival) for arm in study.arms)
-    jobs = [job for arm in study.arms for job in planned(records, study, arm)]
-    return total - sum(find(records, job) is not None for job in jobs)
+    left = 0
+    for arm in study.arms:
+        jobs = planned(records, study, arm)
+        total = len(SEEDS) * (1 + arm.is_rival) + (0 if study.tuned_on else len(grid(study, arm)))
+        if arm.is_rival and not study.tuned_on:
+            known = longer_grid(records, study, arm)
+            total += sum(job.equal_seconds for job in known) if known else len(study.learning_rates)
+        left += total - sum(find(records, job) is not None for job in jobs)
+    return left
 
 
 def has_seconds(records: Sequence[Record], study: Study, arm: Arm) -> bool:
@@ -242,7 +278,8 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     common = int(study.training["max_steps"])
     if not job.equal_seconds:
         return common
-    if decided := [record["steps"] for record in runs_of(records, study.name, job.variant)]:
+    name = arm.name + EQUAL_SECONDS  # tuning runs, whose names go on, and test runs
+    if decided := [run["steps"] for run in records if run["task"] == study.name and run["variant"].startswith(name)]:
         return decided[0]
     own, clock = (runs_of(records, study.name, name) for name in (arm.name, study.clock.name))
     parts = ("prepare", "train", *(["rollout"] if arm.labels == "policy" else []))

@@ -26,7 +26,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from studies import dense, forgetting, new_class, partial, results_report, study
-from studies.arms import SEEDS, Job, Study, find, is_current, missing, num_left, num_steps
+from studies.arms import SEEDS, Job, Study, find, missing, num_left, num_steps, shown
 from studies.study import RunFailed, Task, alone, load_records, quiet_parts, slug, store, write_config
 from studies.study_report import Record
 from tools import demo
@@ -60,9 +60,8 @@ def write_report() -> None:
     records = load_records()
     studies = list(STUDIES.values())
     left = {one.name: num_left(records, one) for one in studies}
-    current = [
-        record for record in records if (one := STUDIES.get(record["task"])) and is_current(records, one, record)
-    ]
+    ours = [(STUDIES[record["task"]], record) for record in records if record["task"] in STUDIES]
+    current = [as_shown for one, record in ours if (as_shown := shown(records, one, record))]
     REPORT.write_text(results_report.text_of(studies, current, left))
     for name, svg in results_report.plots(studies, current).items():
         (REPORT.parent / name).write_text(svg)

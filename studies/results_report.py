@@ -19,9 +19,9 @@ supervised training.
 same learning rates; where the arm has a KL, times the same weights), then runs with seeds 1 to 5, scored once, after
 its last step, on the test images. *Equal seconds*: as many steps as fit into the undisturbed seconds of the arm that a
 study names, less those of the start model's answers to all training images where the labels come from them, and at
-least as many steps as it. Each run makes its rollouts with transformers' `generate`; a rollout server would be quicker,
-which would give the rivals fewer steps at equal seconds. Intervals are of 95 % (Welch's t); nothing corrects for
-comparing several arms.
+least as many steps as it; the learning rate is tuned once more for so many steps. Each run makes its rollouts with
+transformers' `generate`; a rollout server would be quicker, which would give the rivals fewer steps at equal seconds.
+Intervals are of 95 % (Welch's t); nothing corrects for comparing several arms.
 """
 
 
@@ -109,7 +109,8 @@ def start_scores(records: Sequence[Record], study: Study) -> dict[str, float] | 
 def difference_table(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:
     """Table of F1 of each on-policy arm minus that of each rival, with intervals."""
     ours = [name for name in study.on_policy if name in names]
-    rows = [[name, *(difference(records, study, arm, name) for arm in ours)] for name in study.rivals if name in names]
+    rivals = [name for name in (*study.rivals, *study.untuned) if name in names]
+    rows = [[name, *(difference(records, study, arm, name) for arm in ours)] for name in rivals]
     return table(["F1, difference to", *ours], rows) if ours and rows else ""
 
 
@@ -133,7 +134,7 @@ def plots(studies: Sequence[Study], records: Sequence[Record]) -> dict[str, str]
 
 def plot(records: Sequence[Record], study: Study) -> str:
     """Draw a line per arm: a dot for each seed's F1 and a bar for their mean; the start model as a dashed line."""
-    left, width, step, top = 230, 480, 26, 40
+    left, width, step, top = 400, 480, 26, 40
     names = [name for name in study.variants if tests_of(records, study, name)]
     bottom = top + step * len(names)
     shapes = [f'<text x="{left}" y="20" font-weight="bold">{escape(study.title)}: F1 on the test images</text>']

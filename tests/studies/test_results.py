@@ -66,8 +66,8 @@ def tuning(arm, study=NEW_CLASS) -> list[dict]:
 
 def finished(arm, f1: float, equal_seconds: bool = False, study=NEW_CLASS) -> list[dict]:
     """Records of all test seeds of a tuned arm, 0.01 apart."""
-    jobs = arms.tests(tuning(arm, study), study, arm, equal_seconds)
-    return [record(job, f1 + 0.01 * (job.seed - 3)) for job in jobs]
+    jobs = arms.tests(tuning(arm, study), study, arm, equal_seconds=False)
+    return [record(replace(job, equal_seconds=equal_seconds), f1 + 0.01 * (job.seed - 3)) for job in jobs]
 
 
 # ---- images and labels ----------------------------------------------------------------------------------------------
@@ -342,10 +342,33 @@ def test_what_is_missing_comes_arm_by_arm_and_shrinks_to_nothing():
             assert job.arm is STAGE2 and job.is_tuning
         left = arms.num_left(done, NEW_CLASS)
         done.append(record(job, 0.5))
-        assert arms.num_left(done, NEW_CLASS) == left - 1
+        assert arms.num_left(done, NEW_CLASS) < left  # by more than one where equal seconds are equal steps
     assert arms.num_left(done, NEW_CLASS) == 0
     assert len({(r["variant"], r["seed"]) for r in done}) == len(done)
-    assert {r["variant"] for r in done if r["seed"]} == set(NEW_CLASS.variants)
+    assert {r["variant"] for r in done if r["seed"]} == set(NEW_CLASS.variants) - set(NEW_CLASS.untuned)
+
+
+def test_equal_seconds_has_a_learning_rate_of_its_own():
+    """It is tuned when the number of steps is known; until then earlier runs have another name in the report."""
+    done = tuning(SFT) + finished(SFT, 0.5) + tuning(STAGE2)
+    earlier = finished(SFT, 0.6, equal_seconds=True)[0]
+    assert not arms.longer_grid(done, NEW_CLASS, SFT)
+    assert arms.shown(done, NEW_CLASS, earlier)["variant"] in NEW_CLASS.untuned
+    done += finished(STAGE2, 0.7)
+    jobs = arms.longer_grid(done, NEW_CLASS, SFT)
+    assert [job.lr for job in jobs] == list(NEW_CLASS.learning_rates) and all(job.is_tuning for job in jobs)
+    assert {job.variant for job in jobs} == {f"SFT, equal seconds, lr {lr:g}" for lr in NEW_CLASS.learning_rates}
+    assert {arms.num_steps(job, done) for job in jobs} == {132}
+    done += [record(job, job.lr, steps=132) for job in jobs]
+    tests = arms.tests(done, NEW_CLASS, SFT, equal_seconds=True)
+    assert {job.lr for job in tests} == {max(NEW_CLASS.learning_rates)}
+    assert arms.num_steps(tests[0], done[-3:]) == 132  # once tuned it stays, whatever seconds are measured later
+    assert arms.shown(done, NEW_CLASS, earlier) is None
+    assert arms.shown(done, NEW_CLASS, record(tests[0], 0.6)) == record(tests[0], 0.6)
+    assert {job.lr for job in arms.tests(done, NEW_CLASS, SFT, equal_seconds=False)} == {2e-3}
+    as_long = [run | {"step_seconds": run["step_seconds"] | {"train": 99.0}} for run in finished(SFT, 0.5)]
+    same = tuning(SFT) + as_long + tuning(STAGE2) + finished(STAGE2, 0.7)
+    assert arms.longer_grid(same, NEW_CLASS, SFT) == arms.grid(NEW_CLASS, SFT)
 
 
 def test_equal_seconds_charges_the_start_models_answers_once_and_never_gives_fewer_steps():
@@ -457,7 +480,7 @@ def test_the_plot_has_a_dot_for_each_test_run_at_its_f1():
     done = [*finished(SFT, 0.6), *tuning(SFT)]
     (svg,) = results_report.plots(STUDIES, done).values()
     dots = ElementTree.fromstring(svg).findall("{http://www.w3.org/2000/svg}circle")  # noqa: S314  (our own text)
-    assert [float(dot.get("cx")) for dot in dots] == pytest.approx([230 + 480 * (0.58 + 0.01 * k) for k in range(5)])
+    assert [float(dot.get("cx")) for dot in dots] == pytest.approx([400 + 480 * (0.58 + 0.01 * k) for k in range(5)])
 
 
 def test_the_curve_goes_from_the_start_model_through_each_evaluation():
