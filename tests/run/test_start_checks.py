@@ -1,5 +1,6 @@
 """The checks of a model at start: every family passes, and each fault that they are there for is found (FAM-3)."""
 
+import sys
 from functools import cache
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from utils.data.encoding import load_processor
 from utils.data.images import open_image
 from utils.data.samples import Sample
 from utils.families import FAMILIES
+from utils.learner import attention
 from utils.learner.model import RowModel, load_model
 from utils.run import setup, start_checks
 from utils.run.start_checks import check_model, make_prompts
@@ -58,6 +60,40 @@ def test_a_row_that_is_not_its_segments_is_found_FAM_3_PCK_4(fault, dtype, check
         monkeypatch.setattr(start_checks, "position_ids_for", lambda _: changed)
     with pytest.raises(ValueError, match="a packed row is not its segments: .* off by"):
         check_model(learner_of(model), load_processor(path), is_packed=True)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.mixer])
+def test_kernels_that_take_borders_run_once_a_row_and_are_proven_FAM_1_FAM_3(family, takes, checkpoint, monkeypatch):
+    """FAM-1, FAM-3: the kernels themselves need a GPU. Here stand-ins of their signatures take the borders of segments;
+    transformers' own code ignores them, which the check finds."""
+    monkeypatch.setattr(attention, "kernels_take_borders", lambda: True)
+    path, rows = checkpoint(family), []
+    model = load_model(path, "float32")
+    code = sys.modules[type(model.model.language_model).__module__]
+    delta_rule, convolution = code.torch_chunk_gated_delta_rule, code.causal_conv1d_fn
+
+    def delta_rule_with_borders(query, key, value, *, g, beta, cu_seqlens, **kwargs):
+        assert cu_seqlens.dtype == torch.int32
+        rows.append(lengths := cu_seqlens.diff().tolist())
+        parts = zip(*(tensor.split(lengths, dim=1) for tensor in (query, key, value, g, beta)), strict=True)
+        found = [delta_rule(q, k, v, g=gate, beta=b, **kwargs)[0] for q, k, v, gate, b in parts]
+        return torch.cat(found, dim=1), None
+
+    def convolution_with_borders(hidden_states, weight, bias=None, activation=None, seq_idx=None, **_):
+        assert seq_idx.dtype == torch.int32 and seq_idx.shape == (1, hidden_states.shape[2])
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        parts = hidden_states.split(lengths, dim=2)
+        return torch.cat([convolution(part, weight, bias, activation=activation) for part in parts], dim=2)
+
+    if takes:
+        monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", delta_rule_with_borders)
+        monkeypatch.setattr(code, "causal_conv1d_fn", convolution_with_borders)
+        check_model(learner_of(model), load_processor(path), is_packed=True)
+        assert max(map(len, rows)) > 1
+    else:
+        with pytest.raises(ValueError, match="a packed row is not its segments: .* off by"):
+            check_model(learner_of(model), load_processor(path), is_packed=True)
 
 
 def test_a_part_without_parameters_is_found_FAM_1(checkpoint):

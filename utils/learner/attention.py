@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
 SEGMENT_SDPA = "segment_sdpa"
 
@@ -57,14 +58,33 @@ def _no_mask_without_padding(*args: Any, attention_mask: Tensor | None = None, *
 
 
 def isolate_mixers(model: nn.Module, name: str) -> None:
-    """Run each layer's recurrent mixer, its attribute `name`, on one segment of a packed row after the other.
+    """Keep each layer's recurrent mixer, its attribute `name`, inside the segments of a packed row.
 
-    Its state would carry over from one segment to the next: transformers' own kernels know no segments on CPU, and on
-    CUDA only if two more packages are installed.
+    Its state would carry over from one segment to the next. Fast kernels are told where segments begin (not run on a
+    GPU yet; each run's start check proves them). transformers' own code ignores that, so with it the mixer runs on one
+    segment after the other.
     """
+    run = _with_borders if kernels_take_borders() else _by_segment
     for layer in model.modules():
         if (mixer := getattr(layer, name, None)) is not None:
-            mixer.forward = partial(_by_segment, mixer.forward)
+            mixer.forward = partial(run, mixer.forward)
+
+
+def kernels_take_borders() -> bool:
+    """Whether mixers run by the kernels of flash-linear-attention and causal-conv1d, which are for CUDA."""
+    return is_flash_linear_attention_available() and is_causal_conv1d_available()
+
+
+def _with_borders(
+    forward: Callable[..., Tensor], hidden_states: Tensor, segment_lengths: Sequence[int] | None = None, **kwargs: Any
+) -> Tensor:
+    """`forward` of [1, T, D] at once, with the borders of its segments; of a padded batch [B, T, D] as it is."""
+    if segment_lengths is None:
+        return forward(hidden_states, **kwargs)
+    lengths = torch.tensor(segment_lengths, device=hidden_states.device)
+    borders = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    segments = torch.repeat_interleave(lengths, output_size=hidden_states.shape[1])[None].int()
+    return forward(hidden_states, cu_seq_lens_q=borders, seq_idx=segments, **kwargs)
 
 
 def _by_segment(
