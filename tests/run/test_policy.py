@@ -193,12 +193,14 @@ ROOT, OWN = Path(__file__).parents[2], {"train", "generate"}
 def test_a_reader_follows_a_step_to_the_socket_through_at_most_15_functions(monkeypatch):
     """Frames of all threads in between that stand on the way: what only waits does not."""
     stacks: dict[str, list[str]] = {}
+    of_other_tests = set(threading.enumerate()) - {threading.current_thread()}
 
     def note(pool, method, url, *args, **kwargs):
         if url.endswith("/infer/"):
-            threads = {thread.ident: thread.name for thread in threading.enumerate()}
+            threads = {thread.ident: thread.name for thread in set(threading.enumerate()) - of_other_tests}
             for ident, frame in sys._current_frames().items():
-                stacks[threads.get(ident, "?")] = own_frames(frame)
+                if ident in threads:
+                    stacks[threads[ident]] = own_frames(frame)
         return urlopen(pool, method, url, *args, **kwargs)
 
     urlopen = HTTPConnectionPool.urlopen
