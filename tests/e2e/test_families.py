@@ -338,6 +338,7 @@ def test_the_engine_follows_the_learner_FAM_3_SYN_6_SYN_7(served, folder, sample
     def logprobs() -> np.ndarray:
         return own_logprobs(save(), dtype, replace(samples[0], images=asked[0]["images"]), token_ids)
 
+    torch.manual_seed(0)
     sync = open_sync(server, model, run_id, Probe(asked[0], token_ids, logprobs))
     for step in range(2):
         train_a_little(model, 0.02)
