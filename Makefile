@@ -69,8 +69,7 @@ study: $(READY) ## the runs behind docs/results.md that are still missing; hours
 
 ##@ Test (on CPU)
 test: $(READY) ## the tests, real server and learner included
-	$(BIN)/python -m pytest tests -q -m "not slow and not e2e" -n 2 --dist loadfile $(ARGS)
-	$(BIN)/python -m pytest tests -q -m "not slow and e2e" $(ARGS)
+	$(BIN)/python -m pytest tests -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(READY) ## every test, the slow ones too
 	$(BIN)/python -m pytest tests -q $(ARGS)

@@ -30,6 +30,18 @@ def start_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def warm_model(start_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The start model after a short supervised warm-up with the users' program, so that answers begin to parse."""
+    from studies.study import alone
+
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "warm_model"
+    with alone(folder / "made.lock"):  # the first of the processes that share the tests makes it
+        if not (folder / "made").exists():
+            make_warm_model(start_model, folder)
+            (folder / "made").touch()
+    return folder / "model"
+
+
+def make_warm_model(start_model: Path, folder: Path) -> None:
     import subprocess
     import sys
 
@@ -37,7 +49,6 @@ def warm_model(start_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
     from tools.make_demo import make_dataset
 
-    folder = tmp_path_factory.mktemp("warm_model")
     make_dataset(folder / "data", num_train=600, num_val=1, seed=7)
     config = {
         "extends": str(Path("configs/demo/warmup.yaml").resolve()),
@@ -49,7 +60,6 @@ def warm_model(start_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     (folder / "warmup.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "tools.warmup_sft", "--config", str(folder / "warmup.yaml")]
     subprocess.run(command, check=True, timeout=600)
-    return folder / "model"
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Real processes for end-to-end tests: free ports, loopback only, and no process outlives its test."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,9 +22,14 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "P
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody listens on: below those that the system gives to outgoing connections, and from this
+    test process's own share, so that nothing takes it before the server that it is for has loaded its model."""
+    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    while True:
+        port = random.randrange(12000 + 5000 * share, 17000 + 5000 * share)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> Path:

@@ -3,7 +3,6 @@ or a process that takes a rank's place."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.e2e.processes import free_port
 from tests.learner.test_learner import learner_of
 from utils.dist import DistributedError, Ranks
 
@@ -32,12 +32,6 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch {self.path}",)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(role: str, rank: int, port: int, folder: Path, **given: str) -> subprocess.Popen:

@@ -1,7 +1,6 @@
 """SYN-1, SYN-5, SYN-7, SYN-3: the receiving end of weight transfer, over real Gloo, with models of a few numbers."""
 
 import gc
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -19,6 +18,7 @@ from vllm.distributed.utils import stateless_init_torch_distributed_process_grou
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase  # noqa: E402
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: E402
 
+from tests.e2e.processes import free_port  # noqa: E402
 from utils.sync.wire import bucket_layouts, loopback_if_local, tensor_digest  # noqa: E402
 
 
@@ -58,12 +58,6 @@ def make_engine(model: nn.Module, kind: type = vllm_worker.StreamGlooEngine):
     with torch.device("cpu"):
         record_metadata_for_reloading(model)
     return kind(SimpleNamespace(), config, torch.device("cpu"), model)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def meet(engine, bucket_bytes: int, timeout_s: float = 20.0, open_timeout_s: float = 20.0):
