@@ -218,7 +218,8 @@ def test_sync_and_checkpoints_have_the_released_names_and_shapes_SYN_4_LRN_6(nam
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> Callable[[str], dict[str, Any]]:
     """What vLLM says to the presets' server arguments and to the tensors of the model that a preset trains."""
-    return cache(lambda name: engine_of(released(name), tmp_path_factory.mktemp("released")))
+    of_model = cache(lambda model: engine_of(model, tmp_path_factory.mktemp("released")))
+    return lambda name: of_model(released(name))
 
 
 def engine_of(model: str, folder: Path) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def evaluations(run_dir: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted((run_dir / "eval").glob("*.json"))]
 
 
+@pytest.mark.slow
 def test_with_window_0_the_run_is_the_synchronous_one_sample_for_sample_LRN_8(folder, server):
     """LRN-8."""
     plain = run(folder, server, "plain", {})

@@ -16,7 +16,7 @@ from tools.make_demo import make_dataset
 from utils.run.rollout_log import read_rollout_log
 
 pytestmark = pytest.mark.e2e
-NUM_STEPS, KILLED_AT, AWAY_S = 20, 7, 10.0
+NUM_STEPS, KILLED_AT, AWAY_S = 10, 3, 5.0
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_restarted_server_gets_everything_and_the_run_goes_on_CON_4(folder, se
         "waiting for the rollout servers",
         "all rollout servers respond",
         "nothing was lost",
-        "finished 20",
+        f"finished {NUM_STEPS}",
     ]
     told = [results[0].stdout.find(words) for words in story]
     assert told == sorted(told) and min(told) >= 0, results[0].stdout[-6000:]

@@ -114,6 +114,7 @@ def test_its_checkpoint_is_the_model_with_trained_coordinate_tokens_LRN_10_LRN_6
     assert after.lm_head.weight is not after.get_input_embeddings().weight
 
 
+@pytest.mark.slow
 def test_stage_2_starts_from_it_LRN_10(folder, stage1, stage2):
     """LRN-10: rollouts of that checkpoint, optimizer steps on them, new weights on the server."""
     assert json.loads((stage2 / "finished.json").read_text())["steps"] == STAGE2_STEPS

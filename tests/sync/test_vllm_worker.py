@@ -294,7 +294,7 @@ def test_after_a_lost_sender_the_engine_takes_a_new_communicator_and_a_full_upda
     model = TinyModel()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     engine = make_engine(model)
-    group = meet(engine, 1)
+    group = meet(engine, 1, timeout_s=5.0)
     tensors = new_weights()
     if is_known:
         engine._parameters.update({name: {name} for name in tensors})
