@@ -33,11 +33,12 @@ unfinished, its reward was falling). With 16 prompts the reward rose a little, b
 other token is the likeliest. So GRPO has a KL penalty to the start model now, and a larger reward for syntax.
 """
 CROWD_METHOD = """The trees are out of reach for a model of this size, so here is another dense task: 8 to 16 small
-shapes of one to three classes in a picture of 128 px, which do not overlap, of little contrast and with noise. The
-start model is that of *New class*, then trained on 8,000 such pictures until that brought no more. All arms go on with
-others. *Equal seconds* are those of *GRPO by object*. Changed on the way, before any run: with 6 to 12 larger shapes
-the start model had an F1 of 0.970 on the tuning images after 16,000 samples, and 0.977 after 24,000 with half the
-contrast and noise, which leaves nothing to learn.
+shapes of one to three classes in a picture of 128 px, which do not overlap, in so much noise that the smaller ones
+hardly show. The start model is that of *New class*, then trained on 8,000 such pictures until that brought no more. All
+arms go on with others. *Equal seconds* are those of *GRPO by object*. Changed on the way, before any run: with 6 to 12
+larger shapes the start model had an F1 of 0.970 on the tuning images after 16,000 samples, and 0.977 after 24,000 with
+half the contrast and noise; with the shapes of now, but contrast 0.5 in place of 0.3 and noise of 25 grey levels in
+place of 40, it had 0.931 after the first of its rounds. All of them leave too little to learn.
 """
 
 
