@@ -68,11 +68,14 @@ study: $(READY) ## the runs behind docs/results.md that are still missing; hours
 	$(BIN)/python -m studies.results $(ARGS)
 
 ##@ Test (on CPU)
+# Two files at a time, in their order: the long ones, with real processes, come early.
+TWO = -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY) ## the tests, real server and learner included
-	$(BIN)/python -m pytest tests -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest tests -q -m "not slow" $(TWO) $(ARGS)
 
 test-all: $(READY) ## every test, the slow ones too
-	$(BIN)/python -m pytest tests -q $(ARGS)
+	$(BIN)/python -m pytest tests -q $(TWO) $(ARGS)
 
 test-faults: $(READY) ## learners and servers killed, frozen and resumed, spoilt answers; the slow tests too
 	$(BIN)/python -m pytest tests/faults -q $(ARGS)
