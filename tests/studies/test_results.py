@@ -561,7 +561,7 @@ def test_a_dense_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypa
     build_start_model(tmp_path / "model", dense_data.SIDE)
     limit = "rlhf.max_new_tokens" if arm.config else RM + "max_new_tokens"
     result = short_run(monkeypatch, replace(DENSE, root=tmp_path), arm, {limit: 16})
-    assert (result["step_seconds"]["rollout"] > 0) == arm.is_on_policy
+    assert (result["step_seconds"]["rollout"] > 0.05) == arm.is_on_policy  # a busy machine takes some ms for nothing
     assert {"f1", "f1_mean", "counting_error", "duplicates_per_image"} <= set(result["scores"]["2"])
 
 
