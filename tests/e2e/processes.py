@@ -21,15 +21,18 @@ START_S = 400  # for a busy two-core machine; about 30 s on an idle one
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
+SHARE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+PORTS = iter(random.SystemRandom().sample(range(12000 + 5000 * SHARE, 17000 + 5000 * SHARE), 5000))
+
+
 def free_port() -> int:
-    """Return a port that nobody listens on: below those that the system gives to outgoing connections, and from this
-    test process's own share, so that nothing takes it before the server that it is for has loaded its model."""
-    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-    while True:
-        port = random.randrange(12000 + 5000 * share, 17000 + 5000 * share)
+    """Return a port that nobody listens on, none twice: below those that the system gives to outgoing connections, and
+    from this test process's own share, so that nothing takes it before its server has loaded a model."""
+    for port in PORTS:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
+    raise AssertionError("all ports have been used")
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> Path:
