@@ -95,6 +95,7 @@ def prepare_model(root: Path, settings: list, config: Path, max_new_tokens: int)
         [settings, cfg.model_dump(), scenes.version],
         "start model",
         lambda to: warm_up(to, cfg, root / "data" / "tune.jsonl", max_new_tokens=max_new_tokens),
+        can_resume=True,
     )
 
 

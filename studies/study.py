@@ -406,6 +406,7 @@ def make_hard() -> None:
         settings,
         "supervised warm-up in rounds",
         lambda folder: warm_up(folder, cfg, HARD / "data" / "val.jsonl"),
+        can_resume=True,
     )
 
 
@@ -419,25 +420,33 @@ def warm_up(
 ) -> None:
     """Train in rounds, each from the model of the last, until a round raises F1 on the held-out images by < `min_gain`.
 
-    Writes the model of the best round, and the scores after each round to `curve.json`.
+    Leaves the model of the best round in `folder`, beside those of all rounds, and the scores after each round in
+    `curve.json`. Called again with the same folder, it goes on behind the last round that was finished.
     """
     validation = load_samples([held_out], cfg.data.prompt, cfg.data.object_order)[0]
-    curve: list[dict[str, float]] = []
-    for number in range(max_rounds):
-        cfg = cfg.model_copy(update={"seed": number, "model": str(folder / "last") if number else cfg.model})
-        parts = load_parts(cfg)
+    scored = folder / "curve.json"
+    curve: list[dict[str, float]] = json.loads(scored.read_text()) if scored.exists() else []
+    while len(curve) < max_rounds and not has_stalled(curve, min_gain):
+        number = len(curve)
+        model = str(folder / f"round-{number - 1}") if number else cfg.model
+        parts = load_parts(cfg := cfg.model_copy(update={"seed": number, "model": model}))
         train(cfg, parts)
-        save(parts, folder / "last")
-        result = greedy_scores(parts, validation, max_new_tokens)
-        gain = result["f1"] - max((earlier["f1"] for earlier in curve), default=0.0)
+        save(parts, folder / f"round-{number}")
         steps = (number + 1) * cfg.steps
+        result = greedy_scores(parts, validation, max_new_tokens)
         curve.append({"steps": steps, "samples": steps * cfg.samples_per_step} | result)
         print(f"round {number + 1}: {curve[-1]}", flush=True)
-        (folder / "curve.json").write_text(json.dumps(curve, indent=2) + "\n")
-        if gain > 0:
-            save(parts, folder)
-        if gain < min_gain:
-            return
+        scratch = scored.with_suffix(".tmp")
+        scratch.write_text(json.dumps(curve, indent=2) + "\n")
+        scratch.replace(scored)
+    best = max(range(len(curve)), key=lambda number: curve[number]["f1"])
+    shutil.copytree(folder / f"round-{best}", folder, dirs_exist_ok=True)
+
+
+def has_stalled(curve: Sequence[dict[str, float]], min_gain: float) -> bool:
+    """Whether the last round has an F1 less than `min_gain` above the best one before it, or above 0 if it is alone."""
+    f1 = [point["f1"] for point in curve]
+    return bool(f1) and f1[-1] - max(f1[:-1], default=0.0) < min_gain
 
 
 def greedy_scores(parts: Parts, samples: Sequence[Sample], max_new_tokens: int) -> dict[str, float]:

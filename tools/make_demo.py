@@ -397,17 +397,22 @@ def make_demo(
     cached(root / "model", settings, f"supervised warm-up, {warmup.steps} steps", lambda _: warm_up(warmup))
 
 
-def cached(folder: Path, settings: list[Any], what: str, make: Callable[[Path], Any]) -> None:
-    """Call `make(folder)` unless the folder was completed with the same settings; its stamp is written last."""
-    stamp = folder / "made_with.sha256"
+def cached(folder: Path, settings: list[Any], what: str, make: Callable[[Path], Any], can_resume: bool = False) -> None:
+    """Call `make(folder)` unless the folder was completed with the same settings; its stamp is written last.
+
+    The folder is empty, but for what an interrupted call with the same settings left there if `make` can resume.
+    """
+    stamp, begun = folder / "made_with.sha256", folder / "begun_with.sha256"
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == digest:
         print(f"{folder}: {what}: kept", flush=True)
         return
     print(f"{folder}: {what} ...", flush=True)
     started = time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    if not (can_resume and begun.exists() and begun.read_text() == digest):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        begun.write_text(digest)
     make(folder)
     stamp.write_text(digest)
     print(f"{folder}: made in {time.monotonic() - started:.0f} s", flush=True)

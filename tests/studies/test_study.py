@@ -14,8 +14,10 @@ import pytest
 from scipy.stats import t as student
 
 from studies import study, study_report
-from studies.study import ABLATIONS, HARD_ONLY, LEARNING_RATES, LONGER, MAIN, RM, SEEDS, TASKS, VARIANTS, Job
+from studies.study import ABLATIONS, HARD_ONLY, LEARNING_RATES, LONGER, MAIN, RM, SEEDS, TASKS, VARIANTS, Job, warm_up
 from studies.study_report import BOTH, EQUAL_SECONDS, PLAIN, SUPERVISED
+from tools import make_demo
+from tools.warmup_sft import load_warmup_config
 from utils.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -301,3 +303,41 @@ def test_warm_up_and_learning_rates_have_tables_of_their_own():
 def test_the_shipped_report_is_what_the_shipped_records_say():
     written = json.loads((ROOT / "docs/results.json").read_text())
     assert (ROOT / "docs/results_earlier.md").read_text() == study_report.text_of(written, study.missing(written))
+
+
+def test_an_interrupted_start_model_goes_on_behind_its_last_round(tmp_path, monkeypatch):
+    """Each round starts from the one before; the best one stays; another setting begins anew."""
+    f1, started_from = iter((0.5, None, 0.7, 0.6)), []
+
+    def score(*_: object) -> dict[str, float]:
+        if (value := next(f1)) is None:
+            raise KeyboardInterrupt
+        return {"f1": value}
+
+    def save(parts: str, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)  # the round that was interrupted is there
+        (folder / "weights").write_text(folder.name)
+
+    monkeypatch.setattr(study, "load_samples", lambda *_: ([], None))
+    monkeypatch.setattr(study, "load_parts", lambda cfg: started_from.append((cfg.model, cfg.seed)))
+    monkeypatch.setattr(study, "train", lambda *_: None)
+    monkeypatch.setattr(study, "save", save)
+    monkeypatch.setattr(study, "greedy_scores", score)
+    cfg, folder = load_warmup_config(Path("studies/configs/crowd_warmup.yaml")), tmp_path / "model"
+
+    def make(settings: list[int]) -> None:
+        make_demo.cached(folder, settings, "start model", lambda to: warm_up(to, cfg, Path("unread")), can_resume=True)
+
+    with pytest.raises(KeyboardInterrupt):
+        make([1])
+    assert started_from == [(cfg.model, 0), (str(folder / "round-0"), 1)]
+    make([1])
+    assert started_from[2:] == [(str(folder / "round-0"), 1), (str(folder / "round-1"), 2)]
+    assert (folder / "weights").read_text() == "round-1"
+    assert [point["f1"] for point in json.loads((folder / "curve.json").read_text())] == [0.5, 0.7, 0.6]
+    make([1])  # kept
+    assert len(started_from) == 4
+    f1 = iter((0.4, 0.4))
+    make([2])
+    assert started_from[4:] == [(cfg.model, 0), (str(folder / "round-0"), 1)]
+    assert (folder / "weights").read_text() == "round-0"
