@@ -5,7 +5,8 @@ from pathlib import Path
 
 from studies.dense_data import prepare_model
 from studies.new_class_data import Shift, draw, to_line, write_jsonl
-from tools.make_demo import Scenes, cached
+from tools.cached import cached
+from tools.make_demo import Scenes
 
 ROOT = Path("runs/study/crowd")
 SEED = 104

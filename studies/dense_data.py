@@ -19,9 +19,9 @@ from PIL import Image, ImageOps
 from studies import new_class_data
 from studies.new_class_data import MATERIALS
 from studies.study import warm_up
+from tools.cached import cached
 from tools.convert import turned
 from tools.formats import Annotations
-from tools.make_demo import cached
 from tools.warmup_sft import load_warmup_config
 from utils.data.images import EXIF_ORIENTATION
 

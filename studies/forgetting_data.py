@@ -5,7 +5,8 @@ from pathlib import Path
 
 from studies.new_class_data import Shift, draw, to_line, write_jsonl
 from studies.partial_data import prepare_start
-from tools.make_demo import COLOURS, SHAPES, Scenes, cached
+from tools.cached import cached
+from tools.make_demo import COLOURS, SHAPES, Scenes
 
 ROOT = Path("runs/study")
 SEEDS = {"forgetting": 106, "forgetting_long": 107}  # of the images, by study

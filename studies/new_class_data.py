@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tools.cached import cached
 from tools.evaluate import generate_with_hf
-from tools.make_demo import Scenes, build_start_model, cached, draw_scene
+from tools.make_demo import Scenes, build_start_model, draw_scene
 from tools.warmup_sft import load_warmup_config, warm_up
 from utils.config.schema import Data, Model
 from utils.data.encoding import load_processor
@@ -109,7 +110,7 @@ def prepare_model(root: Path, settings: list, seed: int, steps: int) -> list:
 # images
 
 
-def make_data(folder: Path, material: Material) -> None:
+def make_data(folder: Path, material: Material, warmup_shift: Shift = Shift()) -> None:
     """Write `warmup`, `train`, `train_all`, `tune` and `test` (.jsonl) and their images; no scene is in two splits.
 
     No warm-up scene shows a new class. Each scene of `train` shows one at least and only those are annotated;
@@ -121,7 +122,8 @@ def make_data(folder: Path, material: Material) -> None:
         rows: list[dict] = []
         while len(rows) < count:
             number = next(numbers)
-            image, objects = draw(material.seed, number, Shift() if split == "warmup" else material.shift, Scenes())
+            shift = warmup_shift if split == "warmup" else material.shift
+            image, objects = draw(material.seed, number, shift, Scenes())
             has_new = any(item["desc"] in NEW_LABELS for item in objects)
             if (split == "warmup" and has_new) or (split == "train" and not has_new):
                 continue

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from studies.new_class_data import Shift, absolute, answers, draw, merged_objects, prepare_model, to_line, write_jsonl
-from tools.make_demo import COLOURS, SHAPES, Scenes, cached
+from tools.cached import cached
+from tools.make_demo import COLOURS, SHAPES, Scenes
 from utils.config.schema import Data
 from utils.data.samples import load_samples
 

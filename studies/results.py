@@ -27,9 +27,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from studies import dense, forgetting, new_class, partial, results_report, study
 from studies.arms import SEEDS, Job, Study, find, missing, num_left, num_steps, shown
-from studies.study import RunFailed, Task, alone, load_records, quiet_parts, slug, store, write_config
+from studies.study import RunFailed, Task, load_records, quiet_parts, slug, store, write_config
 from studies.study_report import Record
 from tools import demo
+from tools.cached import alone
 
 REPORT = Path("docs/results.md")
 ALL = (new_class.NEW_CLASS, new_class.REPLAY, new_class.SHIFTED, *partial.PARTIAL, dense.DENSE, dense.CROWD)
@@ -75,8 +76,7 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
             job = claim_next(studies, failed, stack)
             if job is None:
                 break
-            with alone(study.ROOT / "prepare.lock"):
-                job.study.prepare()
+            job.study.prepare()
             demo.say(job.name)
             try:
                 record = run_learner(job, num_steps(job, load_records()))

@@ -11,7 +11,6 @@ and resumed at any time.
 """
 
 import argparse
-import fcntl
 import json
 import math
 import os
@@ -22,8 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +44,7 @@ from studies.study_report import (
     text_of,
 )
 from tools import demo, make_demo
+from tools.cached import alone, cached
 from tools.demo import ENVIRONMENT
 from tools.report_answers import objects_of
 from tools.warmup_sft import Parts, WarmupConfig, load_parts, load_warmup_config, save, train
@@ -362,19 +361,6 @@ def store(record: Record) -> None:
         scratch.replace(RECORDS)
 
 
-@contextmanager
-def alone(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold a lock that ends with this process at the latest; without `wait` yield False where another one holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # data and start models, made once
 
@@ -393,7 +379,7 @@ def make_hard() -> None:
     """Make data and start model of the hard task under runs/study/hard; its warm-up starts from the demo's model."""
     cfg = load_warmup_config(WARMUP_CONFIG)
     data = [NUM_TRAIN, NUM_VAL, repr(SCENES)]
-    make_demo.cached(
+    cached(
         HARD / "data",
         data,
         "synthetic scenes",
@@ -401,7 +387,7 @@ def make_hard() -> None:
     )
     start = (Path(cfg.model) / "made_with.sha256").read_text()
     settings = [data, start, cfg.model_dump()]
-    make_demo.cached(
+    cached(
         HARD / "model",
         settings,
         "supervised warm-up in rounds",

@@ -30,14 +30,11 @@ def start_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def warm_model(start_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The start model after a short supervised warm-up with the users' program, so that answers begin to parse."""
-    from studies.study import alone
+    from tools.cached import cached
 
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "warm_model"
-    with alone(folder / "made.lock"):  # the first of the processes that share the tests makes it
-        if not (folder / "made").exists():
-            make_warm_model(start_model, folder)
-            (folder / "made").touch()
+    cached(folder, [], "a warmed-up model", lambda to: make_warm_model(start_model, to))
     return folder / "model"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.study import alone
+from tools.cached import alone
 
 ROOT = Path(sys.prefix) / "opt"
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tools.cached import cached
 from tools.demo import (
     ALL_CORES,
     ENVIRONMENT,
@@ -26,7 +27,7 @@ from tools.demo import (
     say,
     serve_and_train,
 )
-from tools.make_demo import build_start_model, cached, make_dataset
+from tools.make_demo import build_start_model, make_dataset
 from tools.warmup_sft import load_warmup_config, warm_up
 from utils.config.load import load_config_or_exit
 from utils.data.encoding import encode_prompt

@@ -13,18 +13,13 @@ PEFT, DeepSpeed) treats it like the 8B model.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
 import os
 import random
-import shutil
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +36,7 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from tools.cached import cached
 from tools.warmup_sft import WarmupConfig, load_warmup_config, warm_up
 from utils.config.schema import Data
 
@@ -395,27 +391,6 @@ def make_demo(
 
     settings = [this_file, scenes, warmup.model_dump()]
     cached(root / "model", settings, f"supervised warm-up, {warmup.steps} steps", lambda _: warm_up(warmup))
-
-
-def cached(folder: Path, settings: list[Any], what: str, make: Callable[[Path], Any], can_resume: bool = False) -> None:
-    """Call `make(folder)` unless the folder was completed with the same settings; its stamp is written last.
-
-    The folder is empty, but for what an interrupted call with the same settings left there if `make` can resume.
-    """
-    stamp, begun = folder / "made_with.sha256", folder / "begun_with.sha256"
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    if stamp.exists() and stamp.read_text() == digest:
-        print(f"{folder}: {what}: kept", flush=True)
-        return
-    print(f"{folder}: {what} ...", flush=True)
-    started = time.monotonic()
-    if not (can_resume and begun.exists() and begun.read_text() == digest):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        begun.write_text(digest)
-    make(folder)
-    stamp.write_text(digest)
-    print(f"{folder}: made in {time.monotonic() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from scipy.stats import t as student
 from studies import study, study_report
 from studies.study import ABLATIONS, HARD_ONLY, LEARNING_RATES, LONGER, MAIN, RM, SEEDS, TASKS, VARIANTS, Job, warm_up
 from studies.study_report import BOTH, EQUAL_SECONDS, PLAIN, SUPERVISED
-from tools import make_demo
 from tools.warmup_sft import load_warmup_config
 from utils.config.load import load_config
 
@@ -326,7 +325,7 @@ def test_an_interrupted_start_model_goes_on_behind_its_last_round(tmp_path, monk
     cfg, folder = load_warmup_config(Path("studies/configs/crowd_warmup.yaml")), tmp_path / "model"
 
     def make(settings: list[int]) -> None:
-        make_demo.cached(folder, settings, "start model", lambda to: warm_up(to, cfg, Path("unread")), can_resume=True)
+        cached(folder, settings, "start model", lambda to: warm_up(to, cfg, Path("unread")), can_resume=True)
 
     with pytest.raises(KeyboardInterrupt):
         make([1])
