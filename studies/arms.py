@@ -35,8 +35,9 @@ class Arm:
         has_kl: its KL weight is tuned.
         is_on_policy: its rollouts come from the policy in training.
         is_rival: an on-policy arm has to beat it, at equal steps and at equal seconds.
-        labels: answers that it is trained on besides the annotation. Those of the start model are made once for all
-            training images, which costs as much time as rollouts; those of a later policy at each step.
+        labels: answers that it is trained on besides the annotation. Those of the start model or of a teacher of its
+            size are made once for all training images, which costs as much time as rollouts; those of a later policy at
+            each step.
         only_annotated: the data annotate some classes only.
         scores_start: its first test run scores the start model on the test images, too.
         scored_as: added to the names of the files that it is scored on, where its prompts are its own.
@@ -50,10 +51,14 @@ class Arm:
     has_kl: bool = False
     is_on_policy: bool = False
     is_rival: bool = False
-    labels: Literal["annotation", "start model", "policy"] = "annotation"
+    labels: Literal["annotation", "start model", "teacher", "policy"] = "annotation"
     only_annotated: bool = True
     scores_start: bool = False
     scored_as: str = ""
+
+    @property
+    def has_labels_made_once(self) -> bool:
+        return self.labels in ("start model", "teacher")
 
 
 @dataclass(frozen=True)
@@ -286,5 +291,5 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     seconds = {part: min(run["step_seconds"][part] for run in own) for part in parts}
     rollout = min(run["step_seconds"]["rollout"] for run in clock)
     answers = rollout * study.num_train / study.training["per_device_train_batch_size"]
-    given = common * quiet_step_seconds(clock) + answers * (study.clock.labels == "start model")
-    return max(common, round((given - answers * (arm.labels == "start model")) / sum(seconds.values())))
+    given = common * quiet_step_seconds(clock) + answers * study.clock.has_labels_made_once
+    return max(common, round((given - answers * arm.has_labels_made_once) / sum(seconds.values())))

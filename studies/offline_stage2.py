@@ -1,9 +1,9 @@
-"""Stage 2 off-policy: `train_stage2.py` whose rollouts come from the start model at every step, not from the policy.
+"""Stage 2 off-policy: `train_stage2.py` whose rollouts are the start model's or a teacher's at every step, not the policy's.
 
     deepspeed --num_gpus 1 -m studies.offline_stage2 --config FILE
 
-An arm of `studies/new_class.py`. All else is stage 2's own: targets, losses, reference KL, evaluation of the policy. So
-it tells what being on-policy is worth.
+The teacher is `model.reference_path`. An arm of `studies/new_class.py` and `studies/taught.py`. All else is stage 2's
+own: targets, losses, reference KL, evaluation of the policy. So it tells what being on-policy is worth.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,31 @@ from utils.rollout import hf
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 
 
-class StartModelEngine(hf.HfEngine):
-    """Rollouts with the adapters disabled, except for evaluation."""
+class ReferenceEngine(hf.HfEngine):
+    """Rollouts of what the reference KL compares with, except for evaluation."""
 
-    def __init__(self, learner: Any, ranks: Ranks, tokenizer: Any, decode_batch_size: int) -> None:
-        super().__init__(learner, ranks, tokenizer, decode_batch_size)
-        self.policy = learner.model
+    def __init__(self, learner: Any, ranks: Ranks, processor: Any, decode_batch_size: int) -> None:
+        super().__init__(learner, ranks, processor, decode_batch_size)
+        self.policy, self.reference = learner.model, learner.engine.module.reference
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: RolloutSampling, context: RolloutContext
     ) -> list[RolloutResult]:
-        is_evaluation = context.micro_step_idx == EVAL_MICRO_STEP
-        with nullcontext() if is_evaluation else start_policy(self.policy):
+        if context.micro_step_idx == EVAL_MICRO_STEP:
             return super().generate(requests, sampling, context)
+        if self.reference is None:
+            with start_policy(self.policy):
+                return super().generate(requests, sampling, context)
+        own = self.engine_forward
+        try:
+            self.engine_forward = nullcontext(self.reference)
+            return super().generate(requests, sampling, context)
+        finally:
+            self.engine_forward = own
 
 
 def main() -> None:
-    hf.HfEngine = StartModelEngine  # type: ignore[misc]
+    hf.HfEngine = ReferenceEngine  # type: ignore[misc]
     train_stage2.main()
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from studies import dense, forgetting, new_class, partial, results_report, study
+from studies import dense, forgetting, new_class, partial, results_report, study, taught
 from studies.arms import SEEDS, Job, Study, find, missing, num_left, num_steps, shown
 from studies.study import RunFailed, Task, load_records, quiet_parts, slug, store, write_config
 from studies.study_report import Record
@@ -33,8 +33,9 @@ from tools import demo
 from tools.cached import alone
 
 REPORT = Path("docs/results.md")
-ALL = (new_class.NEW_CLASS, new_class.REPLAY, new_class.SHIFTED, *partial.PARTIAL, dense.DENSE, dense.CROWD)
-STUDIES = {study.name: study for study in (*ALL, forgetting.FORGETTING, forgetting.LONG)}
+NEW_CLASSES = (new_class.NEW_CLASS, new_class.REPLAY, new_class.SHIFTED, taught.TAUGHT)
+OTHERS = (*partial.PARTIAL, dense.DENSE, dense.CROWD, forgetting.FORGETTING, forgetting.LONG)
+STUDIES = {study.name: study for study in (*NEW_CLASSES, *OTHERS)}
 SCORES = ("f1", "f1_mean", "f1_old", "f1_new", "precision", "recall", "counting_error", "duplicates_per_image")
 SCORES += ("parse_rate", "truncated_rate")
 

@@ -31,16 +31,26 @@ from studies.dense import DENSE
 from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS
+from studies.offline_stage2 import ReferenceEngine
 from studies.partial import COMPLETE, HALF, PARTIAL
 from studies.study import RM
-from tools.make_demo import build_start_model
+from studies.taught import DISTILLED, TAUGHT
+from tools.evaluate import PlainEngine
+from tools.make_demo import build_start_model, make_dataset
+from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import load_config
-from utils.data.samples import Sample
+from utils.data.encoding import encode_prompt, load_processor
+from utils.data.samples import Sample, load_samples
+from utils.dist import Ranks
 from utils.geometry import Object
+from utils.learner.model import load_model
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling
+from utils.rollout.hf import HfEngine
 
 ROOT = Path(__file__).parents[2]
 STUDIES = list(results.STUDIES.values())
-NEW_CLASSES = (NEW_CLASS, REPLAY, SHIFTED)
+NEW_CLASSES = (NEW_CLASS, REPLAY, SHIFTED, TAUGHT)
+OFF_POLICY = ("studies.offline_stage2", "studies.refreshed_labels")
 
 
 def record(job: Job, f1: float, steps: int = 60) -> dict:
@@ -285,8 +295,9 @@ def test_every_run_is_a_valid_config_and_only_tests_see_test_images(tmp_path, st
             assert cfg.rlhf.advantage == arm.name.rpartition(" ")[2]
             continue
         assert all(file.teacher_forced_ratio == 1.0 for file in replayed)
-        assert cfg.rm.teacher_forced_ratio == (0.0 if arm.is_on_policy or arm in (OFFLINE, REFRESHED) else 1.0)
+        assert cfg.rm.teacher_forced_ratio == (0.0 if arm.is_on_policy or arm.program in OFF_POLICY else 1.0)
         assert cfg.rm.losses.reference_kl == (10.0 if arm.has_kl else 0.0)
+        assert cfg.model.reference_path == ("runs/study/taught/teacher" if arm.has_kl and study is TAUGHT else None)
         apart = forgetting_data.LABELS if study in (FORGETTING, LONG) else study.annotated
         assert cfg.rm.eval.new_labels == list(apart)
 
@@ -300,7 +311,7 @@ def test_arms_of_a_study_start_from_one_model_and_train_the_same_parameters(tmp_
         for task, job in zip(tasks, jobs, strict=True)
     ]
     for cfg in cfgs:
-        assert (cfg.model, cfg.tuner, cfg.data) == (cfgs[0].model, cfgs[0].tuner, cfgs[0].data)
+        assert (cfg.model.path, cfg.tuner, cfg.data) == (cfgs[0].model.path, cfgs[0].tuner, cfgs[0].data)
 
 
 def test_all_arms_have_the_same_learning_rates_and_tests_wait_for_the_whole_grid():
@@ -508,16 +519,43 @@ def test_the_shipped_report_is_what_the_shipped_records_say(tmp_path, monkeypatc
         assert path.read_text() == (ROOT / "docs" / path.name).read_text()
 
 
+def test_off_policy_rollouts_are_the_teachers(tmp_path):
+    """Those for training: the evaluation is the policy's."""
+    for name, seed in (("policy", 1), ("teacher", 2)):
+        build_start_model(tmp_path / name, new_class_data.SIDE, seed=seed)
+    policy, teacher = (load_model(str(tmp_path / name), "float32", "sdpa") for name in ("policy", "teacher"))
+    processor = load_processor(tmp_path / "policy")
+    learner = SimpleNamespace(model=policy, engine=PlainEngine(policy))
+    learner.engine.module.reference = teacher
+    engine = ReferenceEngine(learner, Ranks(), processor, 4)
+    make_dataset(tmp_path, num_train=1, num_val=1)
+    (sample,) = load_samples([tmp_path / "val.jsonl"], "Find all.")[0]
+    request = RolloutRequest("a", [], [], **vars(encode_prompt(sample, processor)))
+
+    def answer(engine: HfEngine, micro_step_idx: int = 0) -> list[int]:
+        context = RolloutContext(0, 0, micro_step_idx, None)
+        return engine.generate([request], RolloutSampling(max_new_tokens=8), context)[0].response_token_ids
+
+    own, other = (
+        answer(HfEngine(SimpleNamespace(model=model, engine=PlainEngine(model)), Ranks(), processor, 4))
+        for model in (policy, teacher)
+    )
+    assert own != other
+    assert answer(engine) == other and answer(engine, EVAL_MICRO_STEP) == own and answer(engine) == other
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", [OFFLINE, REFRESHED], ids=lambda arm: arm.program)
-def test_a_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypatch, arm):
+@pytest.mark.parametrize(("study", "arm"), [(REPLAY, OFFLINE), (REPLAY, REFRESHED), (TAUGHT, DISTILLED)])
+def test_a_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypatch, study, arm):
     """The arms with programs of their own: images, pseudo-labels, the real learner and its scores, two steps."""
     monkeypatch.chdir(ROOT)
     material = replace(MATERIALS["new_class"], name=str(tmp_path / "tiny"), warmup_steps=1)
     monkeypatch.setattr(new_class_data, "SPLITS", {"warmup": 32, "train": 64, "tune": 8, "test": 8})
     new_class_data.prepare(material)
     assert (material.root / "pseudo/train.jsonl").exists()
-    result = short_run(monkeypatch, replace(REPLAY, root=material.root), arm, {RM + "max_new_tokens": 16})
+    teacher = {"model.reference_path": str(material.root / "model")} if study is TAUGHT else {}
+    own = {RM + "max_new_tokens": 16} | teacher
+    result = short_run(monkeypatch, replace(study, root=material.root), arm, own)
     assert result["step_seconds"]["rollout"] > 0
 
 

@@ -16,6 +16,7 @@ from scipy.stats import t as student
 from studies import study, study_report
 from studies.study import ABLATIONS, HARD_ONLY, LEARNING_RATES, LONGER, MAIN, RM, SEEDS, TASKS, VARIANTS, Job, warm_up
 from studies.study_report import BOTH, EQUAL_SECONDS, PLAIN, SUPERVISED
+from tools.cached import cached
 from tools.warmup_sft import load_warmup_config
 from utils.config.load import load_config
 
