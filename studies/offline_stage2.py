@@ -1,4 +1,4 @@
-"""Stage 2 off-policy: `train_stage2.py` whose rollouts are the start model's or a teacher's at every step, not the policy's.
+"""Stage 2 off-policy: `train_stage2.py` whose rollouts are of the start model or of a teacher at every step.
 
     deepspeed --num_gpus 1 -m studies.offline_stage2 --config FILE
 
