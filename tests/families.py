@@ -3,6 +3,7 @@
 All parameters are random, those of norms and biases too, so that a tensor that is lost or mixed up shows.
 """
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,10 @@ def build_family(model_type: str, path: Path, seed: int = 0) -> Path:
         turned = {name: own.mT.contiguous() if ".experts." in name else own for name, own in tensors.items()}
         save_file(turned, path / "model.safetensors", metadata={"format": "pt"})
     processor.save_pretrained(path)
+    if model_type == "qwen2_5_vl":  # released before transformers nested the language model's settings
+        config = json.loads((path / "config.json").read_text())
+        flat = config.pop("text_config") | config
+        (path / "config.json").write_text(json.dumps(flat, indent=2))
     return path
 
 
@@ -100,8 +105,13 @@ def qwen3_vl_moe() -> tuple[Any, dict[str, Any]]:
 
 
 def qwen3_5() -> tuple[Any, dict[str, Any]]:
-    """The recurrent heads are as wide as released: vLLM's CPU kernels know no other width."""
+    """The recurrent heads are as wide as released: vLLM's CPU kernels know no other width. The prompt ends as released,
+    with open thinking unless the template is told otherwise."""
     processor, config = qwen3_vl()
+    start = "<|im_start|>assistant\\n"
+    closed = "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}"
+    opened = "{%- else %}{{- '<think>\\n' }}{%- endif %}"
+    processor.chat_template = CHAT_TEMPLATE.replace(f"{{{{- '{start}' }}}}", f"{{{{- '{start}' }}}}{closed}{opened}")
     config["text_config"] |= {
         "model_type": "qwen3_5_text",
         "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -122,7 +132,8 @@ def qwen3_5_moe() -> tuple[Any, dict[str, Any]]:
 
 
 def internvl() -> tuple[Any, dict[str, Any]]:
-    """Tiles of 32 px with four tokens each."""
+    """Tiles of 32 px with four tokens each. The image processor would make one of each image, as in the released file;
+    the processor asks for more."""
     names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
     tokenizer = build_tokenizer()
     special = [*names.values(), "<ref>", "</ref>", "<box>", "</box>"]
@@ -130,7 +141,7 @@ def internvl() -> tuple[Any, dict[str, Any]]:
     tokenizer._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
     tile = {"height": 32, "width": 32}
     processor = InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=tile, crop_to_patches=True, min_patches=1, max_patches=6),
+        image_processor=GotOcr2ImageProcessor(size=tile, min_patches=1, max_patches=6),
         tokenizer=tokenizer,
         video_processor=InternVLVideoProcessor(size=tile),
         image_seq_length=4,

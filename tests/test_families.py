@@ -12,7 +12,7 @@ from torch import nn
 from tests.families import build_family
 from tools.add_coord_tokens import add_coord_tokens
 from utils.data.encoding import load_processor
-from utils.families import FAMILIES, family_at, part_of
+from utils.families import FAMILIES, Family, family_at, family_in, part_of
 from utils.learner.model import fuse_kernels, load_model
 from utils.run import setup
 from utils.server import launch
@@ -43,9 +43,31 @@ def test_a_family_without_a_record_is_refused_before_anything_heavy_FAM_2(checkp
     assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
 
 
-def test_gemma_4_is_refused_with_its_reason_FAM_2():
-    with pytest.raises(ValueError, match=r"a gemma4 model, which is not supported \(.*sliding-window.*\); use one of"):
-        family_at("gemma4")
+@pytest.mark.parametrize(("family", "reason"), [("gemma4", "sliding-window"), ("internvl_chat", "-HF checkpoint")])
+def test_a_family_is_refused_with_its_reason_FAM_2(family, reason):
+    with pytest.raises(ValueError, match=rf"a {family} model, which is not supported \(.*{reason}.*\); use one of"):
+        family_at(family)
+
+
+def test_a_checkpoints_own_code_does_not_run_to_tell_its_family_FAM_2(tmp_path, monkeypatch):
+    """FAM-2: nor does transformers ask on the terminal whether it may."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    (tmp_path / "own.py").write_text("raise SystemExit('ran')")
+    own = {"model_type": "internvl_chat", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    with pytest.raises(ValueError, match="an? internvl_chat model, which is not supported"):
+        family_in(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(OSError, match="no config.json with a model_type"):
+        family_in(tmp_path)
+
+
+def test_a_new_record_names_its_own_parts_FAM_1(monkeypatch):
+    """FAM-1: whoever adds a record changes nothing else."""
+    record = Family("SmolVLM", "vision_model", frozenset({"connector"}))
+    monkeypatch.setitem(FAMILIES, "smolvlm", record)
+    assert part_of("model.vision_model.encoder.layers.0.mlp.fc1.weight") == "vit"
+    assert part_of("model.connector.modality_projection.proj.weight") == "aligner"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,6 +125,7 @@ def test_what_cpu_kernels_cannot_do_is_refused_by_name_FAM_2(checkpoint):
         own = SimpleNamespace(settings=settings, model=model, device=device, address=address, world_size=1)
         return launch.problems_of(SimpleNamespace(**vars(own), num_devices=1), None)
 
+    assert problems("qwen2_5_vl", slots=True) == []  # its settings are not nested
     assert problems("qwen3_5") == [
         "model.dtype=float32: Qwen3.5 on CPU needs bfloat16",
         "rollout_server.vllm_enable_prefix_caching: Qwen3.5 on CPU needs false",

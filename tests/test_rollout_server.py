@@ -29,7 +29,9 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def model_dir(tmp_path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 4096}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_vl", "text_config": {"max_position_embeddings": 4096}})
+    )
     (tmp_path / "model.safetensors").write_bytes(b"x")
     return tmp_path
 
@@ -89,6 +91,10 @@ def test_model_directory_and_length_are_checked(model_dir, tmp_path):
     assert model_problems(model_dir, 4096) == []
     (model_dir / "model.safetensors").unlink()
     assert "holds no weights" in model_problems(model_dir, 10)[0]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "gemma4"}')
+    (tmp_path / "other" / "model.safetensors").touch()
+    assert "a gemma4 model, which is not supported" in model_problems(tmp_path / "other", 10)[0]
     everywhere = ServerAddress("http://0.0.0.0:8080", 8081)
     both = launch_of(model_dir, address=everywhere, settings={"allow_remote": True})
     assert len(problems_of(both, None)) == 2

@@ -210,7 +210,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         exit_with(str(error))
     print(f"{args.output}: added {NUM_BINS} coordinate tokens")
-    print("train it on the answer format: make train GPUS=0,1,2,3 CONFIG=configs/stage1/qwen3vl_8b_4gpu.yaml")
+    preset = "configs/stage1/qwen3vl_8b_4gpu.yaml"
+    print(f"train it on the answer format: make train GPUS=0,1,2,3 CONFIG={preset}, with model.path: {args.output}")
 
 
 if __name__ == "__main__":

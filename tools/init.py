@@ -28,7 +28,7 @@ from utils.config.memory import GIB
 from utils.config.plan import Plan, format_plan, make_plan
 from utils.data.encoding import grid_of, load_processor, num_prompt_tokens
 from utils.data.samples import DataError, LineReader, Sample, load_samples
-from utils.families import Family, family_at
+from utils.families import Family, family_in
 from utils.geometry import normal_label
 from utils.parsing import TokenTable
 
@@ -89,7 +89,7 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     args.output = args.output or Path(f"{_name_of(args.data)}.yaml")
     if args.output.exists():
         raise ValueError(f"{args.output}: exists; remove it, or name another file with --output")
-    family = family_in(args.model)
+    family = find_family(args.model)
     train, val = find_data(args.data, args.val, args.images)
     form, reason = answer_form(args.model, family)
     prompt = form.prompt
@@ -126,14 +126,12 @@ def _name_of(data: Path) -> str:
 # what there is
 
 
-def family_in(path: Path) -> Family:
+def find_family(path: Path) -> Family:
     """The family of a checkpoint. Raises ValueError where `path` is no model that can be trained here."""
     try:
-        kind = json.loads((path / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError) as error:
+        return family_in(path)
+    except OSError as error:
         raise ValueError(f"--model {path}: no readable config.json there ({error}); name a checkpoint") from None
-    try:
-        return family_at(kind)
     except ValueError as error:
         raise ValueError(f"--model {path}: {error}") from None
 

@@ -3,11 +3,12 @@
 A family is found by the `model_type` of the checkpoint's config; nothing else in this project asks for it (FAM-1). Not
 held, because it is there: the model class (transformers' own mapping), the prompt and what stands for an image in it
 (the processor), the vision tensors (the image processor), position ids (the model), and the names of tensors (the
-engine takes those of the model in memory). Pure; `tests/e2e/test_families.py` proves each record (FAM-3).
+engine takes those of the model in memory). `tests/e2e/test_families.py` proves each record (FAM-3).
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,10 @@ FAMILIES = {
     "qwen3_5_moe": Family("Qwen3.5-MoE", "visual", _MERGERS, mixer="linear_attn", answer_format="qwen3vl"),
     "internvl": Family("InternVL", "vision_tower", frozenset({"multi_modal_projector"}), answer_format="internvl"),
 }
-REFUSED = {"gemma4": "packed rows have no sliding-window attention here, and its box format is not confirmed"}
-_ALIGNERS = frozenset().union(*(family.aligner for family in FAMILIES.values()))
-_TOWERS = frozenset(family.vit for family in FAMILIES.values())
+REFUSED = {
+    "gemma4": "packed rows have no sliding-window attention here, and its box format is not confirmed",
+    "internvl_chat": "this form runs code of its own; use the same model's -HF checkpoint",
+}
 
 
 def family_at(model_type: str | None) -> Family:
@@ -49,6 +51,21 @@ def family_at(model_type: str | None) -> Family:
         why = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
         raise ValueError(f"a {model_type} model, which is not supported{why}; use one of {known}")
     return FAMILIES[model_type]
+
+
+def family_in(path: str | os.PathLike) -> Family:
+    """The family of a checkpoint, by its config.json alone: none of its code runs.
+
+    Raises:
+        OSError: it has no readable config.json.
+        ValueError: the family is not supported.
+    """
+    from transformers import PreTrainedConfig
+
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    if "model_type" not in config:
+        raise OSError(f"{path} has no config.json with a model_type")
+    return family_at(config["model_type"])
 
 
 def family_of(model: Any) -> Family:
@@ -66,8 +83,8 @@ def part_of(name: str) -> str:
     """The one of `PARTS` that a parameter or module name belongs to, with or without prefixes of wrappers. No family
     has a module of another's vision tower or aligner elsewhere, so a name alone is enough."""
     pieces = frozenset(name.split("."))
-    if pieces & _ALIGNERS:
+    if any(pieces & family.aligner for family in FAMILIES.values()):
         return "aligner"
-    if pieces & _TOWERS:
+    if any(family.vit in pieces for family in FAMILIES.values()):
         return "vit"
     return "embeddings" if pieces & EMBEDDINGS else "llm"

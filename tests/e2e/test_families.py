@@ -81,7 +81,8 @@ def make_sample(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Sample
 
 def own_inputs(sample: Sample, processor, answer: Sequence[int] = ANSWER) -> dict[str, torch.Tensor]:
     """The processor's own encoding of a sample and the answer behind it."""
-    text = processor.apply_chat_template(prompt_chat(sample), tokenize=False, add_generation_prompt=True)
+    how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    text = processor.apply_chat_template(prompt_chat(sample), **how)
     images = [open_image(image) for image in sample.images] or None
     inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
     inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([list(answer)], dtype=torch.int64)], dim=1)

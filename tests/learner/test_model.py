@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.families import build_family
 from tools.make_demo import build_start_model
 from utils.config.schema import Losses, Training, Tuner
 from utils.families import part_of
@@ -467,11 +468,14 @@ def test_param_groups_have_their_own_rates_and_decay_lrn_2(model, tuner):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("stage, tuner", [(3, "dora"), (2, "full")])
-def test_zero_ranks_with_unlike_rows_train_as_one_process_pck_8(start, tmp_path, stage, tuner):
+@pytest.mark.parametrize(
+    "stage, tuner, family", [(3, "dora", "qwen3_vl"), (2, "full", "qwen3_vl"), (3, "full", "qwen3_5")]
+)
+def test_zero_ranks_with_unlike_rows_train_as_one_process_pck_8(start, tmp_path, stage, tuner, family):
     """PCK-8: Two ranks, one with images and one without, one without any segment: ZeRO does not hang, and after four
-    steps
-    the parameters are those of a single process that saw the same rows (PCK-5, LRN-2)."""
+    steps the parameters are those of a single process that saw the same rows (PCK-5, LRN-2). A recurrent mixer, too,
+    runs equally often on both, however many segments they have (FAM-1)."""
+    start = start if family == "qwen3_vl" else build_family(family, tmp_path / family)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # DeepSpeed looks for ninja there
@@ -484,7 +488,7 @@ def test_zero_ranks_with_unlike_rows_train_as_one_process_pck_8(start, tmp_path,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["largest_difference"] < 2e-6
+    assert result["largest_difference"] < (2e-6 if family == "qwen3_vl" else 5e-5)  # its gradients are larger
     torch.testing.assert_close(result["losses"], result["expected_losses"], rtol=1e-5, atol=0)
 
 

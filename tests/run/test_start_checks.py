@@ -118,7 +118,8 @@ def test_the_prompts_that_an_engine_must_make_are_the_processors_own_FAM_3_ROL_3
         probe = setup.make_probe(cfg, sample, processor, None, learner, lambda segments: None)
     assert [len(request["images"]) for request, _ in probe.prompts] == [1, 2]
     for request, ids in probe.prompts:
-        text = processor.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
+        how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        text = processor.apply_chat_template(request["messages"], **how)
         images = [open_image(image) for image in request["images"]]
         assert ids == processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
     longest = max(len(ids) for _, ids in probe.prompts)

@@ -174,10 +174,10 @@ def test_an_engine_that_computes_otherwise_is_found_by_the_probe_SYN_7(weights):
 
 
 def test_a_probe_in_half_precision_is_judged_on_average_SYN_7():
-    """SYN-7: in bf16 the mean gap may be 0.25 at the first sync, and then three times what it was there, or 0.1;
-    not-a-number never passes."""
+    """SYN-7: in bf16 the mean gap may be 0.25 at the first sync, and then three times what it was there, at least
+    0.1 and at most 0.4, which is less than a lost group of weights leaves; not-a-number never passes."""
     ours = np.array([-1.0, -2.0])
-    for first, bound in ((0.05, 0.15), (0.01, 0.1)):
+    for first, bound in ((0.05, 0.15), (0.01, 0.1), (0.2, 0.4)):
         probe = Probe({}, [1, 2], lambda: None)
         for theirs in ([-1.0, -2.52], [float("nan"), -2.0]):
             with pytest.raises(RuntimeError, match="here: .* allowed 0.25"):

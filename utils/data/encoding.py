@@ -19,6 +19,7 @@ from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
 from utils.data.samples import Sample
 from utils.geometry import Grid
+from utils.packing import join_vision
 from utils.policy_loss import policy_segment
 from utils.targets import Segment
 
@@ -113,11 +114,14 @@ def dummy_segment(processor: Any) -> Segment:
 
 
 def encode_images(images: list[Image.Image], processor: Any) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-    """Return the tokens that stand for each image in a prompt, and the vision tensors of all images together."""
-    features = processor.image_processor(images=images, return_tensors="pt")
-    texts = [processor.replace_image_token(features, index) for index in range(len(images))]
-    tokens = [list(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    return tokens, {name: features[name] for name in processor.image_processor.model_input_names}
+    """Return the tokens that stand for each image in a prompt, and the vision tensors of all images together.
+
+    The image processor alone would not do: some processors have settings of their own for it, such as InternVL's tiles.
+    """
+    text, names = processor.image_token, processor.image_processor.model_input_names
+    own = [processor(text=[text], images=[each], return_tensors="pt", add_special_tokens=False) for each in images]
+    tokens = [features["input_ids"][0].tolist() for features in own]
+    return tokens, join_vision({name: features[name] for name in names} for features in own)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 IMAGE_MARKER = "<image>"
+# Of a template that knows it, as Qwen3.5's, the prompt closes the thinking; others ignore it.
+TEMPLATE_ARGUMENTS = {"enable_thinking": False}
 CUT_TOKENS = 1024  # by so many at most, a cut text has more tokens than the same text inside a longer one
 MAX_REASON = 200  # characters of a template's own error, which may repeat the messages
 
@@ -62,7 +64,9 @@ def render_prompt(
     """
     chat = list(chat_messages)
     try:
-        text = processor_or_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = processor_or_tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, **TEMPLATE_ARGUMENTS
+        )
     except Exception as error:  # a template is a program of the model's: besides jinja2's own errors it raises anything
         raise ValueError(f"the chat template does not take these messages: {str(error)[:MAX_REASON]}") from error
     tokenizer = getattr(processor_or_tokenizer, "tokenizer", processor_or_tokenizer)

@@ -61,10 +61,10 @@ def isolate_mixers(model: nn.Module, name: str) -> None:
     """Keep each layer's recurrent mixer, its attribute `name`, inside the segments of a packed row.
 
     Its state would carry over from one segment to the next. Fast kernels are told where segments begin (not run on a
-    GPU yet; each run's start check proves them). transformers' own code ignores that, so with it the mixer runs on one
-    segment after the other.
+    GPU yet; each run's start check proves them). transformers' own code ignores that, so with it segments are a padded
+    batch. Either way the mixer runs once, so that under ZeRO-3 all ranks gather its weights equally often (PCK-8).
     """
-    run = _with_borders if kernels_take_borders() else _by_segment
+    run = _with_borders if kernels_take_borders() else _padded
     for layer in model.modules():
         if (mixer := getattr(layer, name, None)) is not None:
             mixer.forward = partial(run, mixer.forward)
@@ -87,13 +87,16 @@ def _with_borders(
     return forward(hidden_states, cu_seq_lens_q=borders, seq_idx=segments, **kwargs)
 
 
-def _by_segment(
+def _padded(
     forward: Callable[..., Tensor], hidden_states: Tensor, segment_lengths: Sequence[int] | None = None, **kwargs: Any
 ) -> Tensor:
-    """`forward` of [1, T, D] segment by segment; of a padded batch [B, T, D] as it is."""
+    """`forward` of [1, T, D] as a batch of its segments, padded behind, which a causal mixer does not see; of a padded
+    batch [B, T, D] as it is. It costs as much as if all segments had the longest one's length."""
     if segment_lengths is None:
         return forward(hidden_states, **kwargs)
-    return torch.cat([forward(part, **kwargs) for part in hidden_states.split(list(segment_lengths), dim=1)], dim=1)
+    parts = hidden_states[0].split(list(segment_lengths))
+    found = forward(nn.utils.rnn.pad_sequence(parts, batch_first=True), **kwargs)
+    return torch.cat([own[:length] for own, length in zip(found, segment_lengths, strict=True)])[None]
 
 
 def register() -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config.schema import Training, Tuner
-from utils.families import PARTS, family_at, family_of, part_of
+from utils.families import PARTS, family_in, family_of, part_of
 from utils.packing import Batch, PositionIds
 
 
@@ -30,12 +30,12 @@ def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementa
     Raises:
         ValueError: the family is not supported, or the checkpoint lacks tensors.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     from utils.learner import attention
 
     try:
-        family = family_at(AutoConfig.from_pretrained(path).model_type)
+        family = family_in(path)
     except ValueError as error:
         raise ValueError(f"model.path={path}: {error}") from None
     if attn_implementation == "sdpa":

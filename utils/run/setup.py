@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
-from transformers import AutoConfig
 
 from utils import targets
 from utils.answer_format import COORD_TOKENS
@@ -41,7 +40,7 @@ from utils.data.mistakes import report_skipped
 from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of_polygons
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
-from utils.families import family_at
+from utils.families import family_in
 from utils.learner.learner import Learner
 from utils.learner.model import position_ids_for
 from utils.packing import NO_IDS, Batch, collate_packed, collate_padded, place
@@ -264,7 +263,7 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
     """Load processor and token table; exit status 2 for a family that is not supported, or not in this answer format.
     Without coordinate tokens: the same, or no table if they are not needed."""
     try:
-        family = family_at(AutoConfig.from_pretrained(cfg.model.path).model_type)
+        family = family_in(cfg.model.path)
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     except (OSError, ValueError) as error:
         exit_with(f"model.path={cfg.model.path}: {error}", is_main)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
-from utils.families import FAMILIES
+from utils.families import FAMILIES, family_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def cpu_problems(launch: Launch) -> list[str]:
         problems.append(f"model.dtype={launch.model.dtype}: {family.name} on CPU needs bfloat16")
     if family.mixer is not None and settings.vllm_enable_prefix_caching:
         problems.append(f"rollout_server.vllm_enable_prefix_caching: {family.name} on CPU needs false")
-    if settings.vllm_enable_lora and "num_experts_per_tok" in config["text_config"]:
+    if settings.vllm_enable_lora and "num_experts_per_tok" in config.get("text_config", config):
         reason = "as experts with slots want a GPU"
         problems.append(f"rollout_server.vllm_enable_lora: {family.name} on CPU needs false, {reason}")
     return problems
@@ -142,6 +142,10 @@ def model_problems(path: Path, max_model_len: int) -> list[str]:
     unreadable = [file.name for file in weights if not os.access(file, os.R_OK)]
     if not weights or unreadable:
         return [f"model.path={path}: {'cannot read ' + ', '.join(unreadable) if unreadable else 'holds no weights'}"]
+    try:
+        family_at(config.get("model_type"))
+    except ValueError as error:
+        return [f"model.path={path}: {error}"]
     text_config = config.get("text_config", config)
     longest = text_config.get("max_position_embeddings")
     scaled = (text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}).get("factor")
