@@ -18,6 +18,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from utils.config.schema import Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, num_prompt_tokens, prompt_chat
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.dist import Ranks
-from utils.geometry import Object, bins_to_pixels, bounding_box, to_norm1000
+from utils.geometry import Object, bins_to_pixels, bounding_box, normal_label, to_norm1000
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 from utils.scores import (
@@ -52,11 +53,13 @@ VLLM_BATCHES = 16  # batches per call, so that vLLM always has requests waiting
 def main() -> None:
     args = parse_args()
     model, data, rm = settings(args.config, args.checkpoint)
+    annotated = annotated_labels(args.config, args.data)
     try:
         check_checkpoint(Path(args.checkpoint))
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
         reader = LineReader(data.prompt, data.object_order, rm.format, grid_of(processor, rm.format))
         samples = load_samples([args.data], reader=reader)[0][: args.limit]
+        samples = [own if own.annotated is not None else replace(own, annotated=annotated) for own in samples]
         table = TokenTable.from_tokenizer(processor.tokenizer, rm.format)
     except (DataError, ValueError, OSError) as error:
         exit_with(str(error))
@@ -106,6 +109,19 @@ def settings(config: str | None, checkpoint: str) -> tuple[Model, Data, RolloutM
         return Model(path=checkpoint), Data(), RolloutMatching()
     cfg = load_config_or_exit(config)
     return cfg.model.model_copy(update={"path": checkpoint}), cfg.data, cfg.rm
+
+
+def annotated_labels(config: str | None, data: str) -> frozenset[str] | None:
+    """Return the `annotated` of the config's entry of the file `data`, if it has one (DAT-5, TGT-12)."""
+    if config is None:
+        return None
+    files = load_config_or_exit(config).custom
+    named = [
+        own
+        for own in [*(files.val_jsonl or []), *files.train_jsonl]
+        if Path(own.path).resolve() == Path(data).resolve()
+    ]
+    return frozenset(map(normal_label, named[0].annotated)) if named and named[0].annotated is not None else None
 
 
 def check_checkpoint(folder: Path) -> None:

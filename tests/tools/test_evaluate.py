@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from tests.answers import make_table
 from tools import evaluate
@@ -218,6 +219,37 @@ def test_images_prompt_and_length_are_the_configs_CFG_17(start_model, tmp_path) 
     model, data, rm = evaluate.settings(None, "here")
     assert (model.path, model.dtype, rm.max_new_tokens, rm.eval.iou_threshold) == ("here", "bfloat16", 1024, 0.5)
     assert data.prompt == "Find every object in the image."
+
+
+@pytest.mark.parametrize(("annotated", "precision"), [(None, 0.5), (["Red ring"], 1.0)])
+def test_what_the_config_says_of_the_file_holds_here_too_DAT_5_LRN_9(
+    start_model, tmp_path, monkeypatch, annotated, precision
+) -> None:
+    """DAT-5, TGT-12, LRN-9: the file's `annotated`, and new classes apart."""
+    _, config = run_files(tmp_path, start_model)
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    objects = [{"desc": "red ring", "bbox_2d": [0, 0, 32, 32]}]
+    line = {"id": "a", "images": ["a.png"], "width": 64, "height": 64, "objects": objects}
+    (tmp_path / "val.jsonl").write_text(json.dumps(line) + "\n")
+    text = yaml.safe_load(config.read_text())
+    text["custom"]["val_jsonl"] = [
+        {"path": str(tmp_path / "val.jsonl")} | ({"annotated": annotated} if annotated else {})
+    ]
+    text["custom"]["extra"]["rollout_matching"]["eval"]["new_labels"] = ["red ring"]
+    config.write_text(yaml.safe_dump(text))
+    answer = [Object("red ring", "bbox_2d", (0, 0, 500, 500)), Object("tree", "bbox_2d", (600, 600, 900, 900))]
+
+    def generate(model, processor, samples, sampling, batch_size):
+        text = format_objects(answer)
+        ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        yield from (RolloutResult(ids, [], text, "stop", None, 0) for _ in samples)
+
+    monkeypatch.setattr(evaluate, "generate_with_hf", generate)
+    output = tmp_path / "out.json"
+    where = ["--checkpoint", start_model, "--data", tmp_path / "val.jsonl", "--config", config, "--output", output]
+    call(*where, "--backend", "hf")()
+    found = json.loads(output.read_text())
+    assert found["precision"] == precision and found["f1_new"] == 1.0 and "f1_old" in found
 
 
 @pytest.mark.parametrize(
