@@ -36,6 +36,8 @@ def main() -> None:
         records = read(args.answers)
     except (OSError, ValueError) as error:
         exit_with(f"{args.answers}: {error}")
+    if any("score" not in found for record in records for found in record["pred"]):
+        print(f"{args.answers}: answers without a score; each counts as 1.0 (the backend gave no log-probabilities)")
     for record in records:
         record["pred"] = [found for found in record["pred"] if found.get("score", 1.0) >= args.min_score]
     if args.to == "jsonl":

@@ -89,6 +89,19 @@ def test_coco_files_have_the_scores_of_the_evaluation_TGT_12_TGT_14(tmp_path, an
     ]
 
 
+def test_answers_without_scores_get_one_and_it_is_said_TGT_14(tmp_path, answers, monkeypatch, capsys):
+    """TGT-14."""
+    file = answers[0]
+    run(monkeypatch, file, "--output", tmp_path / "out")
+    assert "without a score" not in capsys.readouterr().out
+    lines = [json.loads(line) for line in file.open()]
+    del lines[0]["pred"][0]["score"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(monkeypatch, file, "--output", tmp_path / "out")
+    assert "answers without a score; each counts as 1.0" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/results.json").read_text())[0]["score"] == 1.0
+
+
 def test_jsonl_is_read_back_as_annotation_DAT_1(tmp_path, answers, monkeypatch):
     """DAT-1: by the loader of training, to half a bin; `--min-score` leaves doubtful answers out."""
     file, samples, predictions, scores = answers
