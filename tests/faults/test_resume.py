@@ -32,9 +32,10 @@ MAKE_TRAIN = (sys.executable, "-m", "tools.launch")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """21 samples: with 6 per step, epochs end within the runs and within steps."""
+    """21 samples: with 6 per step, epochs end within the runs and within steps. 12 to evaluate: long enough for a kill
+    between a checkpoint and the end of the evaluation behind it."""
     folder = tmp_path_factory.mktemp("resume")
-    make_dataset(folder / "data", num_train=21, num_val=3)
+    make_dataset(folder / "data", num_train=21, num_val=12)
     return folder
 
 

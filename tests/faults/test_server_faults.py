@@ -29,6 +29,7 @@ BATCH = 4  # per rank, in two rounds: four slots for two ranks
 LAUNCH = (sys.executable, "-m", "tools.launch")  # what `make train` runs
 PER_STEP = 4  # calls of both ranks together
 TIME_OUT_S = 6.0
+LONG_TIME_OUT_S = 20.0  # for tests that never wait for it
 END_S = 90.0  # from the fault to the end of all processes, even on a busy machine; more than all timeouts together
 
 
@@ -126,7 +127,7 @@ def test_spoilt_answers_are_asked_for_again_and_nothing_is_lost_CON_3(folder, se
     spoilt = [faults.not_json, faults.one_output_less, faults.half_of_it, faults.cut]
     for fault in spoilt:
         proxy.faults.extend([None, fault, None])
-    with learner_of(config_of(folder, "spoilt", server, proxy.url)) as learner:
+    with learner_of(config_of(folder, "spoilt", server, proxy.url, LONG_TIME_OUT_S)) as learner:
         assert learner.end() == 0, learner.output[-6000:]
     assert not proxy.faults and "waiting for the rollout servers" not in learner.output
     assert_each_sample_answered_once(folder / "spoilt", 4)
@@ -147,7 +148,7 @@ def test_spoilt_answers_are_asked_for_again_and_nothing_is_lost_CON_3(folder, se
 def test_an_answer_that_must_not_be_trained_on_ends_the_run_SYN_8_ROL_3(folder, server, proxy, fault, words):
     """SYN-8, ROL-3, LRN-5: of another version, or to another prompt: both ranks end with a report; the server lives."""
     proxy.faults.extend([None] * PER_STEP + [fault])
-    with learner_of(config_of(folder, fault.__name__, server, proxy.url)) as learner:
+    with learner_of(config_of(folder, fault.__name__, server, proxy.url, LONG_TIME_OUT_S)) as learner:
         assert learner.wait_for(lambda: not proxy.faults), learner.output[-6000:]
         family = process_tree(learner.process.pid)
         learner.end(END_S)

@@ -363,14 +363,14 @@ def test_con_1_waits_for_a_slow_starter():
 
 def test_con_1_error_lists_every_server_and_the_ways_out():
     """CON-1: url, group port, answer."""
-    with setting(1, 1, ready=False, timeout_s=0.5) as (client, (one, two)):
+    with setting(1, 1, ready=False, timeout_s=2) as (client, (one, two)):
         one.on_health = lambda: (503, {"status": "engine is dead"})
         client.servers.append(Address(free_url(), 60000))
         client.ways_out = "  wake it"
         start = time.monotonic()
         with pytest.raises(RolloutError) as error:
             client.wait_ready()
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 6
     message = str(error.value)
     assert f"{one.url} (group port 51216): HTTP 503" in message and "engine is dead" in message
     assert f"{two.url} (group port 51217): ready" in message

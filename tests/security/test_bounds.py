@@ -21,7 +21,7 @@ import pytest
 import requests
 from pydantic import ValidationError
 
-from tools.demo import free_ports
+from tests.e2e.processes import free_port
 from utils.server import app, protocol
 
 MAX_MODEL_LEN = 512  # of the fake engine
@@ -75,7 +75,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(start_model) -> Iterator[Server]:
-    (port,) = free_ports(1)
+    port = free_port()
     command = [sys.executable, "-m", "tests.security.bounded_server", str(port), str(start_model)]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
@@ -149,7 +149,7 @@ def test_a_small_body_costs_little_and_names_its_limit_SRV_10(server, row):
         answer = server.post("/infer/", body)
     assert 400 <= answer.status_code < 500 and words in answer.text, answer.text[:500]
     assert len(answer.content) < 20_000
-    assert seen["wait"] < 1.0 and seen["growth"] < 300 << 20, seen
+    assert seen["wait"] < 3.0 and seen["growth"] < 300 << 20, seen
 
 
 def test_a_request_that_is_too_large_fails_alone_SRV_10(server):
@@ -164,7 +164,7 @@ def test_the_images_of_a_call_have_a_limit_together_SRV_10(server):
     with server.watched() as seen:
         outputs = server.post("/infer/", call(*[pictures(1, 4096)] * 17)).json()
     assert sum("too_large" in output["rollout_infos"] for output in outputs) == 1
-    assert seen["wait"] < 1.0
+    assert seen["wait"] < 3.0
 
 
 OPENING = {"master_address": "x", "master_port": 1, "world_size": 2, "bucket_bytes": 1, "timeout_s": 1.0}

@@ -1,6 +1,7 @@
 """SRV-9 placement, SRV-3 token, and the weight-update state machine (SYN-3, SYN-9), with a fake vLLM."""
 
 import asyncio
+import re
 import time
 from types import SimpleNamespace
 
@@ -406,22 +407,22 @@ def test_a_call_that_waits_for_an_update_that_never_ends_is_refused():
 
 def test_opening_has_one_limit_for_the_wait_and_the_rendezvous_CFG_8(monkeypatch):
     """CFG-8: what the wait for another update took is not there for the rendezvous; an update's limit plays no part."""
-    call = INIT.model_copy(update={"timeout_s": 60.0, "open_timeout_s": 0.6})
+    call = INIT.model_copy(update={"timeout_s": 60.0, "open_timeout_s": 6.0})
 
     async def run():
         _, engine, updates = make()
         payloads, on_all_workers = [], engine.on_all_workers
         monkeypatch.setattr(engine, "on_all_workers", lambda *args: (payloads.append(args), on_all_workers(*args))[1])
         await updates.lock.acquire()
-        asyncio.get_running_loop().call_later(0.3, updates.lock.release)
+        asyncio.get_running_loop().call_later(3.0, updates.lock.release)
         await updates.init(call)
         step, payload = payloads[-1]
-        assert step == "init" and payload["timeout_s"] == 60.0 and 0.05 < payload["open_timeout_s"] <= 0.3
+        assert step == "init" and payload["timeout_s"] == 60.0 and 0.5 < payload["open_timeout_s"] <= 3.0
         await updates.lock.acquire()
         with pytest.raises(Conflict, match="in the middle"):
-            await updates.init(call)
+            await updates.init(call.model_copy(update={"open_timeout_s": 0.6}))
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_health_is_good_only_while_the_server_can_generate():
@@ -457,8 +458,9 @@ def test_an_engine_that_is_silent_for_too_long_counts_as_hung_SRV_6():
         assert client.get("/health/").json()["status"] != "dead"
         engine.last_contact = time.monotonic() - limit_s - 1
         answer = client.get("/health/")
-        words = f"an engine process has not answered for {limit_s + 1:.0f} s; restart the server"
-        assert (answer.status_code, answer.json()["status"], answer.json()["reason"]) == (503, "dead", words)
+        assert (answer.status_code, answer.json()["status"]) == (503, "dead")
+        words = r"an engine process has not answered for \d+ s; restart the server"
+        assert re.fullmatch(words, answer.json()["reason"])
         asyncio.run(engine.on_all_engines("get_weight_version"))
         assert client.get("/health/").json()["status"] != "dead"
 

@@ -7,6 +7,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -212,17 +213,24 @@ def test_a_run_that_is_cut_short_ends_its_learner(tmp_path):
     log = tmp_path / "log"
 
     def cut_short(*_):
-        while not (log.exists() and log.read_text().endswith("\n")):
-            time.sleep(0.01)
         raise KeyboardInterrupt
 
+    def send_signal():
+        deadline = time.monotonic() + 60
+        while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # `Popen` has returned
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
     previous = signal.signal(signal.SIGALRM, cut_short)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    sender = threading.Thread(target=send_signal)
+    sender.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             study.run_to_end([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(600)"], log)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that comes too late
+        sender.join()
         signal.signal(signal.SIGALRM, previous)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
