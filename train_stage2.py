@@ -21,7 +21,7 @@ import numpy as np
 
 from utils import targets
 from utils.config.load import Config
-from utils.config.schema import RolloutMatching
+from utils.config.schema import RM, RolloutMatching
 from utils.data.encoding import EncodedPrompt
 from utils.data.samples import Sample
 from utils.drafts import Arrangement
@@ -227,8 +227,16 @@ class Stage2:
         """Continue from `state_dict`.
 
         Raises:
-            ValueError: other data, or a waiting segment that is longer than a row now is.
+            ValueError: other data, a waiting segment that is longer than a row now is, or one that no teacher has seen.
         """
+        # Without a teacher, what an earlier one said of a segment is not read.
+        waiting = segments_from_state([own for part in (state["buffer"], *state["ahead"]) for own in part["segments"]])
+        unseen = [own.sample_id for own in waiting if len(own.teacher_ids) != len(own.unlabelled_index)]
+        if self.session.cfg.rm.teacher and unseen:
+            raise ValueError(
+                f"{RM}.teacher: {len(unseen)} sequences of the checkpoint that still wait for a row (sample "
+                f"{unseen[0]}, ...) were made without it; resume with the old setting, or use a new training.output_dir"
+            )
         self.buffer.load_state_dict(state["buffer"])
         self.session.data.stream.load_state_dict(state["stream"])
         prepared = [MicroStep.from_state(saved) for saved in state["ahead"]]

@@ -394,6 +394,20 @@ def test_tgt_10_tgt_11_qwen3vl_structure_and_trimming() -> None:
     assert [a for a, _ in pairs].count(",") == 2  # behind 58 and 9; that of the wrong number is not learnt
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_tgt_11_qwen3vl_trim_everything_keeps_the_models_own_opening(kind: str, opening: str) -> None:
+    """TGT-3, TGT-6, TGT-11: the fence and the line break are the model's, so they carry no loss, and it is closed."""
+    table = table_of(kind)
+    parsed = parse_text(QWEN3VL.write([CAR, CAR], opening), kind)
+    target = build_target(parsed, [DOG], [], table, TargetOptions(arrangement=TRIM))
+    assert text_of(target.answer_ids, kind) == QWEN3VL.write([DOG], opening) + "<|im_end|>"
+    assert target.text_index[0] == target.num_prefix and target.num_trimmed == 2
+    first = target.num_prefix  # the first token that reaches beyond the opening
+    assert opening.startswith(text_of(target.answer_ids[:first], kind))
+    assert len(text_of(target.answer_ids[: first + 1], kind)) > len(opening)
+
+
 all_options = st.builds(
     TargetOptions,
     st.sampled_from(["correct", "ignore"]),

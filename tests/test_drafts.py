@@ -1,5 +1,6 @@
 """utils.drafts, by the targets made from it: worked examples of every choice of `RM.targets` (TGT-11 to TGT-15)."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.answers import make_table
+from tests.answers import make_table, make_tokenizer
 from tests.test_parsing import MALFORMED, wild_objects
 from tests.test_targets import BLUE, GREEN, HEADER, KINDS, RED, learnt, rollout_target, text_of
 from utils.answer_format import FORMATS
@@ -16,6 +17,7 @@ from utils.drafts import Arrangement
 from utils.parsing import parse_answer
 from utils.scores import label_of
 from utils.targets import TargetOptions, build_target, format_objects, make_segment
+from utils.token_table import TokenTable
 
 END = "<|im_end|>"
 RED_AGAIN = replace(RED, coords=(10, 20, 30, 39))
@@ -206,6 +208,31 @@ def test_TGT_13_the_true_label_is_written_and_learnt_whole(kind: str) -> None:
     labels = [label for _, label in learnt(true, table)]
     assert "blue square" in "".join(labels) and all(a == b for a, b in learnt(true, table))
     assert true.coord_target.tolist() == list(RED.coords)
+
+
+# ---- text that cannot be written anew --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["coord_tokens", "qwen3vl"])
+@pytest.mark.parametrize(
+    "rule", [{"place": "order"}, {"label_context": "truth"}, {"unmatched": "drop_duplicates"}], ids=str
+)
+def test_TGT_2_a_label_that_spells_a_special_token_is_not_written_anew(form: str, rule: dict) -> None:
+    """TGT-2: JSON escapes `<|`, but there are special tokens without it. The model's own tokens stay."""
+    tokenizer = copy.deepcopy(make_tokenizer("qwen"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>", "<img>"]})
+    table = TokenTable.from_tokenizer(tokenizer, FORMATS[form])
+    write, odd = table.format.write, replace(RED, desc="an <img>")
+    before, after = write([odd, GREEN, GREEN]).split("<img>")
+    ids = [*table.encode(before), *table.spell(b"<img>"), *table.encode(after)]
+    parsed = parse_answer(ids, table)
+    assert parsed.pred_objects == [odd, GREEN, GREEN] and parsed.closed
+    target = build_target(parsed, [BLUE, replace(GREEN, desc="box")], [(1, 1)], table, options_of(**rule))
+    assert text_of(target.answer_ids, table) == write([odd, GREEN, GREEN, BLUE]) + END
+    assert target.answer_ids.tolist()[: target.num_prefix - 1] == ids[: target.num_prefix - 1]
+    assert parse_answer(target.answer_ids.tolist(), table).pred_objects == [odd, GREEN, GREEN, BLUE]
+    assert (target.num_trimmed, target.num_matched, target.num_appended) == (0, 1, 1)
+    assert make_segment("s", [5], target, table)
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------

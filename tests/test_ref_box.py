@@ -8,6 +8,7 @@ import functools
 import json
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -269,6 +270,57 @@ def test_the_models_own_opening_is_kept_and_not_learnt_TGT_3_FAM_4(kind):
         assert text_of(target.answer_ids, kind) == INTERNVL.write(gt, opening) + "<|im_end|>"
         before = text_of(target.answer_ids[: target.text_index[0]], kind)
         assert before.rstrip("<") in (opening, opening.rstrip()) or matches and before.startswith(opening)
+
+
+SPELLED = "<|im_end|>"  # as a model writes it in ordinary tokens
+REWRITES = [rule for rule in ARRANGEMENTS if rule != Arrangement()]
+
+
+def spelled_ids(text: str, kind: str) -> list[int]:
+    """The ids of an answer in which every `SPELLED` is made of ordinary tokens."""
+    table = table_of(kind)
+    first, *others = map(table.encode, text.split(SPELLED))
+    return first + [token for ids in others for token in [*table.spell(SPELLED.encode()), *ids]]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("rule", REWRITES, ids=str)
+def test_a_label_that_spells_a_special_token_is_not_written_anew_TGT_2_FAM_4(kind, rule):
+    """TGT-2: written anew, it would end the answer. The model's own tokens stay, and missed objects follow."""
+    table, odd = table_of(kind), Object(f"a {SPELLED}", "bbox_2d", (1, 2, 3, 4))
+    text = "\n".join(map(INTERNVL.write_object, [odd, CAT, CAT, DOG]))
+    ids, gt = spelled_ids(text, kind), [CAR, CAT, replace(DOG, desc="fox")]
+    parsed, matches = parse_answer(ids, table), [(1, 1), (3, 2)]
+    assert parsed.pred_objects == [odd, CAT, CAT, DOG]
+    target = build_target(parsed, gt, matches, table, TargetOptions(arrangement=rule))
+    num_exact = parsed.num_exact - 8  # some tokens at the cut are written with what follows
+    assert target.answer_ids.tolist()[:num_exact] == ids[:num_exact]
+    assert parse_answer(target.answer_ids.tolist(), table).pred_objects == [odd, CAT, CAT, DOG, CAR]
+    assert (target.num_trimmed, target.num_matched, target.num_appended) == (0, 2, 1)
+    assert "".join(learnt(target, kind).values()).endswith(f"{INTERNVL.write_object(CAR)}<|im_end|>")
+    check_segment(make_segment("s", [1, 2], target, table), table)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("rule", ARRANGEMENTS, ids=str)
+def test_an_opening_that_spells_a_special_token_never_becomes_one_TGT_2_FAM_4(kind, rule):
+    """TGT-2: before objects it stays in the model's own tokens; where none of these are left, it goes."""
+    table, opening = table_of(kind), f"I {SPELLED} see "
+    two = opening + INTERNVL.write_object(DOG) * 2
+    for text, gt, matches in ((opening + "<ref>do", [CAR], []), (two, [CAR], []), (two, [CAR, DOG], [(0, 1)])):
+        parsed = parse_answer(spelled_ids(text, kind), table)
+        target = build_target(parsed, gt, matches, table, TargetOptions(arrangement=rule))
+        num_kept = len(parsed.objects) - target.num_trimmed
+        assert parse_answer(target.answer_ids.tolist(), table).pred_objects == [DOG] * num_kept + [CAR]
+        assert (target.answer_ids == table.eos_id).sum() == 1
+
+
+@pytest.mark.parametrize("place", ["end", "order"])
+def test_a_special_token_in_the_data_is_still_refused_FAM_4(place):
+    """The user's text, unlike the model's, can be reworded."""
+    options = TargetOptions(arrangement=Arrangement(place=place))
+    with pytest.raises(ValueError, match="a desc of the ground truth spells a special token: .* reword it"):
+        build_target(parse_text(TWO_DOGS), [replace(CAR, desc=SPELLED), DOG], [(0, 1)], table_of(), options)
 
 
 def test_a_malformed_label_that_is_closed_stays_before_what_is_appended_TGT_3_FAM_4():

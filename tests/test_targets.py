@@ -324,6 +324,15 @@ def test_tgt_11_trim_everything() -> None:
     assert target.num_trimmed == 2 and target.text_index[0] == target.num_prefix > 0
 
 
+def test_tgt_11_trim_learns_a_header_that_the_model_did_not_write() -> None:
+    """TGT-6, TGT-11: as without `trim`; there is nothing to cut."""
+    table = make_table("qwen")
+    parsed = parse_answer(table.encode("I see a red circle."), table)
+    for options in (PLAIN, TargetOptions(arrangement=TRIM)):
+        target = build_target(parsed, [RED], [], table, options)
+        assert len(target.text_index) + len(target.coord_index) == len(target.answer_ids)
+
+
 def test_tgt_10_structure_around_matched_objects() -> None:
     """TGT-10: the comma before, keys and brackets of red learn themselves; green's do not, nor does any desc."""
     table = make_table("qwen")

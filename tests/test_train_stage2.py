@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import train_stage2
@@ -19,6 +20,8 @@ from utils.config.load import load_config
 from utils.data.encoding import encode_prompt
 from utils.dist import Ranks
 from utils.families import FAMILIES
+from utils.geometry import Object
+from utils.packing import CarryBuffer, collate_packed
 from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
 from utils.run.inputs import check_inputs
@@ -283,6 +286,93 @@ def test_what_is_not_annotated_is_neither_trimmed_nor_counted_TGT_12(folder, sta
     assert lengths[0] < lengths[1] and precisions[0] < precisions[1] == 1.0
 
 
+def text_of(run, segment) -> str:
+    return run.processor.tokenizer.decode(segment.input_ids[segment.answer_start :])
+
+
+@pytest.mark.parametrize(("duplicate_iou", "num_dropped"), [(0.5, 1), (0.95, 0)])
+def test_duplicates_are_dropped_by_the_overlap_of_the_config_TGT_11(folder, start_model, duplicate_iou, num_dropped):
+    """TGT-11 at the call site: the second object overlaps the first by 0.9."""
+    run = run_of(folder, start_model, targets={"unmatched": "drop_duplicates", "duplicate_iou": duplicate_iou})
+    first, again = (Object("red circle", "bbox_2d", (0, 0, 100, y2)) for y2 in (100, 90))
+    sample = replace(run.samples[0], objects=[first])
+    segment = segment_of(run, sample, answer_of(run, format_objects([first, again])), train_stage2.Rollouts())
+    expected = format_objects([first, again][: 2 - num_dropped])
+    assert text_of(run, segment).startswith(expected) and segment.stats["num_trimmed"] == num_dropped
+
+
+@pytest.mark.parametrize("place", ["end", "order"])
+@pytest.mark.parametrize("label_context", ["own", "truth"])
+def test_place_and_label_context_are_those_of_the_config_TGT_13_TGT_15(folder, start_model, place, label_context):
+    """TGT-13, TGT-15 at the call site: the first object is missed, the second has a wrong label."""
+    run = run_of(folder, start_model, targets={"place": place, "label_context": label_context})
+    missed, found = (Object("red circle", "bbox_2d", (x, 0, x + 99, 99)) for x in (0, 500))
+    wrong = replace(found, desc="blue square")
+    sample = replace(run.samples[0], objects=[missed, found])
+    segment = segment_of(run, sample, answer_of(run, format_objects([wrong])), train_stage2.Rollouts())
+    expected = [wrong if label_context == "own" else found, missed]
+    assert text_of(run, segment).startswith(format_objects(expected[:: -1 if place == "order" else 1]))
+
+
+def test_structure_is_supervised_where_the_config_says_so_TGT_10(folder, start_model):
+    """TGT-10 at the call site: what the model wrote around matched objects."""
+    found = []
+    for structure in (False, True):
+        run = run_of(folder, start_model, targets={"supervise_structure": structure})
+        sample = run.samples[0]
+        segment = segment_of(run, sample, answer_of(run, format_objects(sample.objects)), train_stage2.Rollouts())
+        learnt = segment.input_ids[segment.text_index]
+        assert (segment.text_label == learnt).all()
+        found.append(run.processor.tokenizer.decode(learnt))
+    assert "bbox_2d" in found[1] and "bbox_2d" not in found[0]
+
+
+@pytest.mark.parametrize("where", ["buffer", "ahead"])
+def test_a_teacher_that_is_new_in_a_resumed_run_is_refused_before_it_trains_TGT_16_LRN_5(folder, start_model, where):
+    """TGT-16, LRN-5: for what waits for a row, whether packed or prepared ahead, it was never asked. One that is gone
+    leaves what it said unread."""
+    run = run_of(folder, start_model)
+    sample, rollouts = run.samples[0], train_stage2.Rollouts()
+    plain = segment_of(run, sample, answer_of(run, format_objects(sample.objects)), rollouts)
+    assert (num_unlabelled := len(plain.unlabelled_index))
+    rows = {"teacher_ids": np.zeros((num_unlabelled, 20), dtype=np.int64)}
+    taught = replace(plain, **rows, teacher_logprobs=np.zeros((num_unlabelled, 20), dtype=np.float32))
+    forced = segment_of(run, sample, None, rollouts)  # learnt whole, so there is nothing to ask
+    teacher = {"base_url": "http://127.0.0.1:9", "weight": 0.5}
+
+    def resume(segments: list, **matching) -> train_stage2.Stage2:
+        buffer = CarryBuffer(1024, 8)
+        buffer.extend(segments if where == "buffer" else [])
+        micro_steps = [] if where == "buffer" else [train_stage2.MicroStep(segments, rollouts).state_dict()]
+        session = SimpleNamespace(
+            cfg=config_of(folder, start_model, folder / "data" / "train.jsonl", **matching),
+            run_dir=folder,
+            data=SimpleNamespace(table=run.table, stream=SimpleNamespace(load_state_dict=lambda state: None)),
+            ranks=SimpleNamespace(is_main=True),
+            learner=SimpleNamespace(start_head=None),
+            prefetch=lambda stages: None,
+            prefetcher=SimpleNamespace(restore=lambda step, prepared: restored.extend(prepared)),
+            steps_done=1,
+        )
+        restored: list = []
+        resumed = train_stage2.Stage2(session)
+        resumed.load_state_dict({"buffer": buffer.state_dict(), "stream": {}, "ahead": micro_steps})
+        assert len(resumed.buffer) + sum(len(own.segments) for own in restored) == len(segments)
+        return resumed
+
+    with pytest.raises(ValueError, match=r"rollout_matching.teacher: 2 sequences .* new training.output_dir"):
+        resume([plain, forced, plain], teacher=teacher)
+    resume([taught, forced], teacher=teacher)
+    resume([plain, forced])
+    gone = resume([taught, plain])
+    assert gone.objective.teacher_weight == 0
+    # Rows of both kinds can share a batch, whose loss does not read what the teacher said.
+    batch = collate_packed([taught, plain], lambda ids, _: torch.arange(len(ids))[None], run.table.coord_ids, plain)
+    assert len(batch.teacher.token_ids) == num_unlabelled < len(batch.unlabelled_pos)
+    hidden, head = torch.zeros(batch.input_ids.numel(), 4), torch.nn.Linear(4, len(run.table.bytes_of))
+    assert gone.objective.loss(hidden, head, batch, gone.objective.totals([batch]), 1)[0].isfinite()
+
+
 def test_supervised_training_opens_no_engine_and_prepares_rows_in_a_thread_LRN_10(folder, start_model):
     """LRN-10, LRN-8: unless the transformers backend evaluates, on all ranks together."""
     data = folder / "data" / "train.jsonl"
@@ -330,3 +420,22 @@ def test_evaluation_holds_no_label_against_the_model_that_is_not_annotated_TGT_1
         return found["precision"]
 
     assert evaluate(None) < evaluate(frozenset({"red circle"})) == 1.0
+
+
+def test_evaluation_scores_new_labels_apart_LRN_9(folder, start_model):
+    """LRN-9 at the call site."""
+    found = []
+    for settings in ({}, {"new_labels": ["grey cat"]}):
+        run = run_of(folder, start_model, eval=settings)
+        cat = replace(run.samples[0].objects[0], desc="grey cat")
+        sample = replace(run.samples[0], objects=[*run.samples[0].objects, cat])
+        response = answer_of(run, format_objects(run.samples[0].objects))
+        session = SimpleNamespace(
+            cfg=run.cfg,
+            data=SimpleNamespace(table=run.table),
+            ranks=SimpleNamespace(sum=dict),
+            score_validation=lambda step, score, pair=(sample, response): [score(*pair)],
+            log_evaluation=lambda step, result, predictions, more: found.append(result),
+        )
+        train_stage2.Stage2.evaluate(SimpleNamespace(session=session), 1)
+    assert "f1_new" not in found[0] and (found[1]["f1_new"], found[1]["f1_old"]) == (0.0, 1.0)

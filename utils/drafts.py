@@ -129,6 +129,8 @@ def continue_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: Token
         learnt_from = prefix.num_exact if is_joined else start
         data, ends = table.scan_text(ids[:-1]) if is_joined else (data, ends)
     else:
+        if table.is_stop[table.encode(opening)].any():  # internvl: the model spelled a special token there
+            opening = form.opening
         ids = np.array([*table.encode(form.write(missed, opening)), table.eos_id], dtype=np.int64)
         wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
         header = len(opening.encode()) if wrote_header else 0
@@ -137,16 +139,18 @@ def continue_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: Token
     return Draft(ids, is_ours, start, prefix.objects, data, ends, prefix.prefix_ends, opening, prefix.respelled)
 
 
-def rewrite_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: TokenTable) -> Draft:
+def rewrite_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: TokenTable) -> Draft | None:
     """All objects written anew in one tokenization, as if the model had written them so; malformed ones are left out.
 
-    Missed objects, with the comma before them, and what closes the answer are ours.
+    Missed objects, with the comma before them, and what closes the answer are ours. None if it does not read back: text
+    that the model spelled with ordinary tokens would become a special token, which ends the answer.
     """
     opening = parsed.opening or table.format.opening
     text = table.format.write([entry.object for entry in entries], opening)
     ids = np.array([*table.encode(text), table.eos_id], dtype=np.int64)
     objects = parse_answer(ids.tolist(), table).objects
-    assert len(objects) == len(entries), f"{len(objects)} of {len(entries)} objects read back from {text!r}"
+    if len(objects) != len(entries):
+        return None
     data, ends = table.scan_text(ids)
     missed = [
         (obj.lead, obj.byte_span[1] - 1) for obj, entry in zip(objects, entries, strict=True) if entry.pred is None
@@ -180,8 +184,8 @@ def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[Parse
 def trim(parsed: ParsedAnswer, num_kept: int, table: TokenTable) -> ParsedAnswer:
     """Cut after the first `num_kept` objects (TGT-11)."""
     if not num_kept:
-        opening = parsed.opening or table.format.opening
-        return ParsedAnswer(table.encode(opening) if parsed.prefix_ids else [])
+        ids = table.encode(parsed.opening or table.format.opening) if parsed.prefix_ids else []
+        return ParsedAnswer(ids, dropped=parsed.dropped, opening=parsed.opening)
     end = parsed.objects[num_kept - 1].byte_span[1]
     ids, ends, num_exact = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
     num_exact = min(num_exact, parsed.num_exact)

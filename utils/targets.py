@@ -151,6 +151,9 @@ def build_target(
     first = [(entry.pred, entry.object) for entry in entries[: len(parsed.objects)]]
     is_unchanged = first == list(enumerate(parsed.pred_objects))
     draft = (continue_answer if is_unchanged else rewrite_answer)(parsed, entries, table)
+    if draft is None:
+        entries = arrange(parsed.pred_objects, gt_objects, matches, Arrangement())  # the prefix as the model wrote it
+        draft = continue_answer(parsed, entries, table)
     labels = _Labels(draft.ids, table, options)
     labels.add_written(draft.is_ours)
     pairs = [

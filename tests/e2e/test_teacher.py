@@ -19,7 +19,7 @@ def folder(tmp_path) -> Path:
 
 def test_two_steps_with_a_teacher_of_its_own_server_TGT_16(folder, start_model, warm_model):
     """TGT-16: the start check passes, every step logs the divergence, and the teacher's weights stay its own."""
-    teacher_settings = {"vllm_max_model_len": 1024}  # a whole row
+    teacher_settings = {"vllm_max_model_len": 1025}  # a whole row, and a token more
     servers = [
         Server(folder, warm_model),
         Server(folder, start_model, **teacher_settings),

@@ -162,15 +162,15 @@ def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, rank
         model=SimpleNamespace(path=str(start_model)),
         rm=SimpleNamespace(teacher=SimpleNamespace(base_url=URL + "/")),
         connection=None,
-        global_max_length=64,
+        global_max_length=63,
     )
     processor = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
     with pytest.raises(DistributedError, match=r"reaching the teacher \(custom.extra.rollout_matching.teacher\)"):
         setup.reach_teacher(cfg, ranks, processor)
     assert "the teacher's server" in seen["ways_out"] and "rollout_matching.teacher.base_url" in seen["ways_out"]
     assert seen["url"] == URL and seen["client"].calls[1]["token_ids"] == [4]
-    cfg.global_max_length = 65
-    with pytest.raises(DistributedError, match="the teacher takes 64 tokens"):
+    cfg.global_max_length = 64
+    with pytest.raises(DistributedError, match="the teacher takes 63 tokens"):
         setup.reach_teacher(cfg, ranks, processor)
 
 
@@ -233,17 +233,17 @@ def test_a_reply_to_another_question_is_refused_TGT_16(segment, change, error, m
 
 
 def test_the_start_check_wants_the_same_tokens_TGT_16():
-    """TGT-16: the tokenizer by its digest, and prompt ids of every start prompt."""
+    """TGT-16: the tokenizer by its digest, and prompt ids of every start prompt. vLLM refuses a prompt as long as the
+    model's length: it wants room for one new token."""
     client = FixedClient(None, [])
     client.change = {"top_token_ids": [[*range(20)]], "top_logprobs": [[-1.0] * 20], "prompt_token_ids": [7, 8, 8]}
     teacher = teacher_of(client)
-    teacher.connect("same", [({}, [7, 8])], longest=64)
+    teacher.connect("same", [({}, [7, 8])], longest=63)
     assert client.calls[0] == "ready" and client.calls[1]["token_ids"] == [8]
     with pytest.raises(PromptMismatch, match="start check"):
         teacher.connect("same", [({}, [7, 9])], longest=None)
     with pytest.raises(RolloutError, match=f"{URL}: the teacher's tokenizer is not that of model.path; serve"):
-        teacher.connect("other", [], longest=64)
-    with pytest.raises(
-        RolloutError, match="takes 64 tokens, and a prompt with its answer may have 65; raise rollout_ser"
-    ):
-        teacher.connect("same", [], longest=65)
+        teacher.connect("other", [], longest=63)
+    message = r"takes 63 tokens, and a prompt with its answer may have 64; set rollout_server.\w+ to 65 or more"
+    with pytest.raises(RolloutError, match=message):
+        teacher.connect("same", [], longest=64)

@@ -286,7 +286,7 @@ LENGTHS = [
     ({"prompt": "word " * 500}, {"global_max_length": 400}, r"global_max_length=400: 1 of 8 samples do not fit"),
     (
         {},
-        {"global_max_length": 250},
+        {"global_max_length": 250, "training": {"eval_steps": 1}},
         r"global_max_length=250: 8 of 8 .*(\n\S+(changed|train).jsonl:\d: .* make 281 tokens){8}",
     ),
     ({"prompt": "an <|image_pad|>"}, {}, r"1 of 8 .*\n\S+changed.jsonl:3: the prompt has 2 image placeholders for 1"),

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.e2e.processes import config_of
@@ -13,7 +14,7 @@ from utils.config.load import build_config, load_config
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
 from utils.run.resume import Checkpoint
-from utils.run.setup import claim_run_dir, open_records, open_session, reach_servers
+from utils.run.setup import check_lengths, claim_run_dir, open_records, open_session, reach_servers
 
 HOST = socket.gethostname()
 
@@ -130,6 +131,46 @@ def test_a_node_that_others_cannot_reach_is_told_before_the_ranks_meet(
         open_session(config(tmp_path), metric="f1")
     message = f"node {HOST} cannot be reached by the other nodes: {reason}; set GLOO_SOCKET_IFNAME to one of net0, net1"
     assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "own", "training", "named"),
+    [
+        (1, 0, {}, ["train.jsonl"]),
+        (1, None, {}, []),
+        (0, 1, {}, []),
+        (0, None, {}, ["train.jsonl"]),
+        (1, None, {"eval_steps": 1}, ["val.jsonl"]),
+        (1, None, {"eval_at_start": True}, ["val.jsonl"]),
+        (0.5, 0.9, {"eval_steps": 1}, ["train.jsonl", "val.jsonl"]),
+    ],
+)
+def test_every_file_needs_room_for_what_is_generated_for_it_CFG_15_DAT_5(
+    tmp_path, monkeypatch, capsys, ratio, own, training, named
+):
+    """CFG-15, DAT-5: a prompt of 900 tokens and a response of 256 in a row of 1024; validation is never forced."""
+    data = config_of(tmp_path, tmp_path / "model", "http://127.0.0.1:8000", 8001, {})
+    data["custom"] |= {"train_jsonl": [{"path": "train.jsonl"}], "val_jsonl": [{"path": "val.jsonl"}]}
+    if own is not None:
+        data["custom"]["train_jsonl"][0]["teacher_forced_ratio"] = own
+    data["custom"]["extra"]["rollout_matching"] |= {"max_new_tokens": 256, "teacher_forced_ratio": ratio}
+    data["custom"]["extra"].pop("rollout_server", None)
+    data["training"] |= {"eval_steps": 0, "eval_at_start": False} | training
+
+    class File(list):
+        num_tokens = np.array([900])
+
+    train, val = (File([SimpleNamespace(source=f"{name}.jsonl:1")]) for name in ("train", "val"))
+    monkeypatch.setattr("utils.run.setup.num_prompt_tokens", lambda sample, processor: 900)
+    cfg = build_config(data)
+    assert cfg.global_max_length == 1024
+    if not named:
+        return check_lengths(cfg, True, [train], None, [val])
+    with pytest.raises(SystemExit) as end:
+        check_lengths(cfg, True, [train], None, [val])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and f"{len(named)} of 2 samples do not fit" in told
+    assert [line.split(":")[0].strip() for line in told.splitlines() if "make 1156 tokens" in line] == named
 
 
 @pytest.mark.parametrize("report_to", ["none", ["tensorboard"]])

@@ -51,10 +51,11 @@ class Teacher:
         self.client.wait_ready()
         url, health = self.client.url(0), self.client.health(0)
         theirs, taken = health.get("tokenizer_digest"), health.get("max_model_len")
-        if longest is not None and taken is not None and taken < longest:
+        if longest is not None and taken is not None and taken <= longest:  # vLLM wants room for one token more
             raise RolloutError(
-                f"{url}: the teacher takes {taken} tokens, and a prompt with its answer may have {longest}; raise "
-                "rollout_server.vllm_max_model_len in the teacher's config, or lower global_max_length here"
+                f"{url}: the teacher takes {taken - 1} tokens, and a prompt with its answer may have {longest}; set "
+                f"rollout_server.vllm_max_model_len to {longest + 1} or more in the teacher's config, or lower "
+                "global_max_length here"
             )
         if tokenizer_digest is not None and theirs != tokenizer_digest:
             raise RolloutError(

@@ -96,7 +96,7 @@ def open_session(
     lock, checkpoint = claim_run_dir(cfg, resume, ranks)
     inputs = check_inputs(cfg, checkpoint, accepted_changes, ranks)
     datasets, val_files = load_data(cfg, ranks, inputs["digests"], processor, rewards)
-    check_lengths(cfg, ranks.is_main, datasets + val_files, processor)
+    check_lengths(cfg, ranks.is_main, datasets, processor, val_files)
     val_samples: Sequence[Sample] = ConcatDataset(val_files) if val_files else []
     weights = [spec.weight for spec in cfg.custom.train_jsonl]
     num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
@@ -288,22 +288,34 @@ def check_reference(cfg: Config, is_main: bool) -> None:
     exit_with(problem(cfg, "model.reference_path", rule), is_main)
 
 
-def check_lengths(cfg: Config, is_main: bool, files: Sequence[IndexedFile], processor: Any) -> None:
-    """Exit with status 2 and name the samples whose prompt + `max_new_tokens` fits no row or engine (CFG-15)."""
-    (path, limit), key = length_limit(cfg), cfg.rollout_path("max_new_tokens")
-    new_tokens = cfg.rm.max_new_tokens if cfg.rm.teacher_forced_ratio < 1 else 0
+def check_lengths(
+    cfg: Config, is_main: bool, train: Sequence[IndexedFile], processor: Any, val: Sequence[IndexedFile] = ()
+) -> None:
+    """Exit with status 2 and name the samples whose prompt + `max_new_tokens` fits no row or engine (CFG-15).
 
-    def reason(sample: Sample) -> str:
+    Nothing is generated for a file that is only teacher-forced (DAT-5), nor for validation without an evaluation.
+    """
+    (path, limit), key = length_limit(cfg), cfg.rollout_path("max_new_tokens")
+    own, default = [spec.teacher_forced_ratio for spec in cfg.custom.train_jsonl], cfg.rm.teacher_forced_ratio
+    generates = [(default if ratio is None else ratio) < 1 for ratio in own]
+    generates += [bool(cfg.training.eval_steps or cfg.training.eval_at_start)] * len(val)
+    files = [(f, cfg.rm.max_new_tokens * is_asked) for f, is_asked in zip([*train, *val], generates, strict=True)]
+
+    def reason(sample: Sample, new_tokens: int) -> str:
         try:
             needed = num_prompt_tokens(sample, processor) + new_tokens
         except ValueError as error:
             return f"{sample.source}: {error}"
         return f"{sample.source}: prompt + {key}={new_tokens} make {needed} tokens"
 
-    found = [(file, index) for file in files for index in np.flatnonzero(file.num_tokens > limit - new_tokens)]
+    found = [
+        (file, index, new_tokens)
+        for file, new_tokens in files
+        for index in np.flatnonzero(file.num_tokens > limit - new_tokens)
+    ]
     if found:
-        reasons = [reason(file[index]) for file, index in found[:MAX_SHOWN]]
-        rule = f"{len(found)} of {sum(map(len, files))} samples do not fit; raise it, lower {key} or "
+        reasons = [reason(file[index], new_tokens) for file, index, new_tokens in found[:MAX_SHOWN]]
+        rule = f"{len(found)} of {sum(len(file) for file, _ in files)} samples do not fit; raise it, lower {key} or "
         line = problem(cfg, path, rule + "model.image_max_pixels or remove these samples")
         exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
 
