@@ -65,9 +65,39 @@ def test_copies_do_not_blame_each_other_GRP_8(order) -> None:
     assert found["object"] == pytest.approx([expected[obj] for obj in order])
 
 
-def test_what_is_not_annotated_earns_nothing_TGT_12() -> None:
-    """GRP-8, TGT-12."""
-    assert earned([A, FAR], [A], annotated=frozenset({"red car"}))["object"] == [1.0, 0.0]
+TWO = frozenset({"red car", "blue car"})  # no trees: they are neutral
+
+
+def words_of(text: str, found: Credit) -> list[str]:
+    """The text of each decision's tokens."""
+    spoken = [str(make_tokenizer("qwen").decode([token])) for token in completion_of(text).token_ids] + ["<stop>"]
+    return [
+        "".join(word for word, own in zip(spoken, found.decisions, strict=True) if own == decision)
+        for decision in range(len(found.kinds))
+    ]
+
+
+def test_what_is_not_annotated_decides_nothing_TGT_12() -> None:
+    """GRP-8, TGT-12: A, tree, B, tree, FAR_A is judged as A, B, FAR_A; going on to the first tree is going on to B,
+    and so on. What follows all objects that count is the rest."""
+    far_a = replace(A, coords=FAR.coords)
+    found = earned([A, FAR, B, FAR, far_a, FAR], [A, B], annotated=TWO)
+    assert found == earned([A, B, far_a], [A, B], annotated=TWO)
+    text = format_objects([A, FAR, B, FAR])
+    credit_found = credit(text, [A, B], annotated=TWO)
+    words = words_of(text, credit_found)
+    going_on = [words[i] for i in np.flatnonzero(credit_found.kinds == GO_ON)]
+    assert [part.count("{") for part in going_on] == [1, 2]
+    assert words[REST].count("tree") == 2 and not any("tree" in part for part in words[1:])
+    assert words[REST].count(", {") == 1
+
+
+def test_an_object_by_place_is_not_neutral_for_rewards_of_the_place_TGT_12() -> None:
+    """GRP-8, TGT-12: a tree where A is counts for `detection_mean_iou`, which ignores labels, and not for F1."""
+    there = replace(A, desc="tree")
+    names = ("detection_mean_iou", "detection_f1")
+    assert earned([there, B], [A, B], names=names, annotated=TWO)["object"] == pytest.approx([1 / 2, 1 / 2])
+    assert earned([there, B], [A, B], annotated=TWO)["object"] == pytest.approx([2 / 3])
 
 
 def test_rewards_of_the_text_count_in_full_for_every_decision_GRP_8() -> None:
@@ -85,11 +115,7 @@ def test_every_token_belongs_to_its_decision_GRP_8(text: str) -> None:
     """GRP-8: object tokens hold label and coordinates of their object; separators go on; the end closes."""
     completion = completion_of(text)
     found = credit(text, [A, B])
-    spoken = ["".join(map(str, make_tokenizer("qwen").decode([token]))) for token in completion.token_ids] + ["<stop>"]
-    by_decision = [
-        "".join(word for word, own in zip(spoken, found.decisions, strict=True) if own == decision)
-        for decision in range(len(found.kinds))
-    ]
+    by_decision = words_of(text, found)
     objects = [by_decision[i] for i in np.flatnonzero(found.kinds == OBJECT)]
     for words, obj in zip(objects, [A, B][: len(objects)], strict=True):
         assert obj.desc in words and all(f"<|coord_{value}|>" in words for value in obj.coords)
@@ -107,9 +133,9 @@ def test_every_token_belongs_to_its_decision_GRP_8(text: str) -> None:
 # advantages
 
 
-def answer_of(text: str, truth: list[Object], names=F1, **state) -> Answer:
+def answer_of(text: str, truth: list[Object], names=F1, annotated=None, **state) -> Answer:
     completion = completion_of(text)
-    found = credit(text, truth, names)
+    found = credit(text, truth, names, annotated)
     segment = policy_segment("s", [1, 2], [*completion.token_ids, 0], policy_version="r:0")
     return Answer(segment, text, found.rewards[0], [], credit=found, **state)
 
@@ -123,6 +149,9 @@ ONE_EACH = [
     [answer_of(format_objects([obj]), [A, B], ALL) for obj in (A, NEAR_A, FAR, B)],
     [answer_of(format_objects([FAR]), [A], ALL), answer_of(format_objects([A]) + " ", [A], ALL)],
     [answer_of(format_objects([A])[:-1], [A], ALL), answer_of(format_objects([A]), [A], ALL)],
+    [answer_of(format_objects([FAR]), [], ALL), answer_of(format_objects([A]) + " ", [], ALL)],  # nothing is there
+    [answer_of(format_objects([obj]), [A, B], ALL, TWO) for obj in (A, FAR, NEAR_A)],  # one is neutral
+    [answer_of(format_objects([obj]), [], ALL, TWO) for obj in (A, FAR, FAR)],
 ]
 
 
@@ -150,6 +179,29 @@ def test_baselines_are_those_of_the_kind_in_the_group_GRP_8() -> None:
     assert not left_out.any()
     closing = [own[answer.credit.kinds == CLOSE][0] for own, answer in zip(found, group, strict=True)]
     assert closing == pytest.approx([1 / 2 - 7 / 12, 2 / 3 - 7 / 12, 0])
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_neutral_objects_are_not_measured_against_others_TGT_12(scale_rewards: str) -> None:
+    """GRP-8, TGT-12: both answers are A and a tree, so neither is better. A tree beside another answer's A has the
+    advantage of its answer, and A the one it has without any tree."""
+    options = settings_of(scale_rewards=scale_rewards, max_new_tokens=64)
+
+    def advantages(*answers: list[Object]) -> tuple[list[Answer], list[np.ndarray]]:
+        group = [answer_of(format_objects(objects), [A, B], annotated=TWO) for objects in answers]
+        return group, weight_answers([group], np.ones(1), options, Alone()).advantages
+
+    assert not any(own.any() for own in advantages([A, FAR], [A, FAR])[1])
+    group, with_trees = advantages([A, FAR, FAR], [A, B, FAR], [NEAR_A, FAR])
+    plain, without = advantages([A], [A, B], [NEAR_A])
+    for answer, found, other, expected in zip(group, with_trees, plain, without, strict=True):
+        for kind in (REST, OBJECT, GO_ON, CLOSE):
+            own = found[np.isin(answer.decisions, np.flatnonzero(answer.credit.kinds == kind))]
+            other_own = expected[np.isin(other.decisions, np.flatnonzero(other.credit.kinds == kind))]
+            assert np.unique(own.round(9)).tolist() == np.unique(other_own.round(9)).tolist()
+    group, found = advantages([A], [FAR, FAR])  # as if the second had said one tree
+    assert found[0] == pytest.approx(np.full(len(found[0]), found[0][0])) and found[0][0] > 0
+    assert found[1] == pytest.approx(np.full(len(found[1]), -found[0][0]))
 
 
 def test_the_std_of_the_batch_is_each_kinds_own_over_all_ranks_GRP_8() -> None:
@@ -184,25 +236,30 @@ def test_a_group_with_equal_answers_may_still_teach_GRP_8() -> None:
 # the loss
 
 
-def gradient(logprob: torch.Tensor, lengths: list[int], advantages, old: torch.Tensor, **changes) -> torch.Tensor:
-    options = settings_of(importance_correction_cap=None, **changes)
+def gradient(
+    logprob: torch.Tensor, lengths: list[int], advantages, old: torch.Tensor, engine=None, **changes
+) -> torch.Tensor:
+    options = settings_of(**changes)
     weights, shares = token_weights(np.array(lengths), options.loss_type, 20)
     tokens = policy_tokens(lengths, advantages, weights)
-    tokens.old_logprob = old
+    tokens.old_logprob, tokens.engine_logprob = old, engine
     own = logprob.clone().requires_grad_()
     policy_loss(policy_sums(own, tokens, options), float(shares.sum()), options).backward()
     return own.grad
 
 
+@pytest.mark.parametrize("cap", [None, 1.05, 2.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_equal_advantages_give_the_answers_gradient_GRP_8(level: str, loss_type: str) -> None:
-    """GRP-8: with every clipping and normalisation of GRP-6; some ratios are clipped."""
+def test_equal_advantages_give_the_answers_gradient_GRP_8(level: str, loss_type: str, cap: float | None) -> None:
+    """GRP-8: with every clipping, correction and normalisation of GRP-6; some ratios are clipped."""
     torch.manual_seed(0)
     lengths, scalars = [5, 3, 7], [0.7, -1.2, 0.4]
     logprob = -torch.rand(15)
     old = logprob + 0.3 * torch.randn(15)
+    engine = old + 0.3 * torch.randn(15)
     common = {"importance_sampling_level": level, "loss_type": loss_type, "epsilon": 0.05, "epsilon_high": 0.1}
+    common |= {"importance_correction_cap": cap, "engine": engine}
     per_token = [np.full(length, value) for length, value in zip(lengths, scalars, strict=True)]
     ours = gradient(logprob, lengths, per_token, old, advantage="object", **common)
     theirs = gradient(logprob, lengths, scalars, old, **common)

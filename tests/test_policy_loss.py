@@ -108,7 +108,9 @@ def reference_gradient(
             ratio = torch.exp(sum(log_ratios) / len(log_ratios) if is_sequence else own)
             loss = -min(ratio * answer.advantage, torch.clamp(ratio, 1 - options.epsilon, 1 + high) * answer.advantage)
             if options.importance_correction_cap is not None:
-                loss = loss * min(math.exp(answer.old[t] - answer.engine[t]), options.importance_correction_cap)
+                gaps = answer.old - answer.engine
+                gap = gaps.mean() if is_sequence else gaps[t]
+                loss = loss * min(math.exp(gap), options.importance_correction_cap)
             towards = answer.ref[t].double() - log_p[t, int(answer.labels[t])]
             losses.append(loss + options.beta * (torch.exp(towards) - towards - 1))
         per_answer.append(losses)
@@ -129,6 +131,7 @@ VARIANTS = [
     settings_of(epsilon=0.05, importance_correction_cap=None),
     settings_of(epsilon=0.1, importance_correction_cap=1.1, beta=0.5),
     settings_of(importance_sampling_level="sequence", epsilon=3e-3, epsilon_high=4e-2),
+    settings_of(importance_sampling_level="sequence", epsilon=0.1, importance_correction_cap=1.02, beta=0.04),
 ]
 
 
@@ -269,6 +272,18 @@ def test_importance_correction_by_hand_grp_6():
     assert tokens.engine_logprob.isnan().tolist() == [False, False, True]
     sums = policy_sums(torch.full((3,), -1.0), tokens, options)
     assert float(sums.policy) == pytest.approx(-3.0) and float(sums.maxima["engine_gap_max"]) == 0.0
+
+
+@pytest.mark.parametrize("advantage", ["answer", "object"])
+def test_a_sequences_correction_by_hand_grp_6(advantage):
+    """GRP-6: gaps of 2, -1 and 0 (not reported) have the mean 1/3: the answer weighs e^(1/3); another is capped at 2.
+    With the ratio of the answer it is that of learner to engine, here e^(1/3 + 0.1)."""
+    options = settings_of(importance_sampling_level="sequence", advantage=advantage, epsilon=0.5)
+    tokens = policy_tokens([3, 2], [1.0, 1.0], [1.0, 1.0], [[-3.0, 0.0], [-9.0, -1.0]])
+    tokens.old_logprob = torch.full((5,), -1.0)
+    sums = policy_sums(torch.full((5,), -0.9), tokens, options)
+    assert float(sums.policy) == pytest.approx(-3 * math.exp(1 / 3 + 0.1) - 2 * 2 * math.exp(0.1))
+    assert float(sums.sums["correction_mean"]) == pytest.approx(3 * math.exp(1 / 3) + 2 * 2)
 
 
 def test_token_weights_by_hand_grp_6():

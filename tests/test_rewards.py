@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.answers import make_table, make_tokenizer, random_object
+from utils import detection_rewards
 from utils.data.samples import Sample, load_samples
 from utils.geometry import Object
 from utils.parsing import parse_answer
@@ -307,6 +309,49 @@ def test_each_penalty_by_hand_grp_9() -> None:
     assert value("detection_count", [TREE], [RED]) == 1 == value("detection_count", [], [])
     assert value("detection_no_giant_boxes", [GIANT, RED], [RED]) == 1 / 2
     assert value("detection_no_giant_boxes", [GIANT, RED], [GIANT]) == 1 == value("detection_no_giant_boxes", [], [RED])
+
+
+NEAR_GIANT, GIANT_TREE = Object("red car", "bbox_2d", (0, 0, 999, 890)), Object("tree", "bbox_2d", (0, 0, 999, 999))
+
+
+def test_a_giant_box_is_one_where_no_object_is_grp_9_TGT_12() -> None:
+    """GRP-9, TGT-12: neither one that matches (a truth of 0.89 of the image, IoU 0.97) nor one that may be there."""
+    slightly_larger = Object("red car", "bbox_2d", (0, 0, 999, 920))
+    assert value("detection_no_giant_boxes", [slightly_larger], [NEAR_GIANT]) == 1
+    assert value("detection_no_giant_boxes", [slightly_larger], [NEAR_GIANT], iou_threshold=0.98) == 0
+    assert value("detection_no_giant_boxes", [RED, GIANT_TREE], [RED], annotated=frozenset({"red car"})) == 1
+    assert value("detection_no_giant_boxes", [RED, GIANT_TREE], [RED]) == 1 / 2
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("detection_no_duplicates", RED), ("detection_no_giant_boxes", GIANT)])
+def test_what_is_not_annotated_does_not_dilute_a_penalty_grp_9_TGT_12(name: str, wrong: Object) -> None:
+    """GRP-9, TGT-12: one of two objects is wrong, whatever the number of trees."""
+    trees = [Object("tree", "bbox_2d", (100 * i, 900, 100 * i + 50, 950)) for i in range(8)]
+    annotated = frozenset({"red car"})
+    assert value(name, [RED, wrong], [RED], annotated) == value(name, [RED, wrong, *trees], [RED], annotated) == 1 / 2
+    assert value(name, trees, [RED], annotated) == 1
+
+
+def test_what_matches_by_place_counts_where_labels_do_not_TGT_12() -> None:
+    """TGT-12, GRP-9: a tree, of which no annotation is complete, where the red car is; the blue car is missed."""
+    there, annotated = replace(RED, desc="tree"), frozenset({"red car", "blue car"})
+    assert value("detection_mean_iou", [there], [RED, BLUE], annotated) == 1 / 2
+    assert value("detection_f1_no_label", [there], [RED, BLUE], annotated) == pytest.approx(2 / 3)
+    assert value("detection_f1", [there], [RED, BLUE], annotated) == 0
+
+
+def test_a_repeat_overlaps_by_the_completions_threshold_grp_9() -> None:
+    """GRP-9: of IoU 0.62 with the object it is a repeat at 0.6 and another, wrong object at 0.7."""
+    for threshold, expected in ((0.5, 1 / 2), (0.6, 1 / 2), (0.7, 1)):
+        assert value("detection_no_duplicates", [RED, HALF], [RED], iou_threshold=threshold) == expected
+    apart = Object("red car", "bbox_2d", (0, 0, 100, 40))
+    assert value("detection_no_duplicates", [RED, apart], [RED], iou_threshold=0.3) == 1 / 2
+
+
+def test_every_detection_reward_names_its_source_grp_9() -> None:
+    """GRP-9: a paper, by its number or its year."""
+    for function in detection_rewards.ALL:
+        assert re.search(r"arXiv:\d{4}\.\d{5}|\b(19|20)\d\d\b", function.__doc__), function.__name__
 
 
 @pytest.mark.parametrize("name", ["detection_f1_mean", "detection_no_duplicates", "detection_count"])

@@ -81,8 +81,9 @@ def test_parse_health_LRN_7():
 
 
 def test_nothing_there_and_nothing_said_is_perfect_LRN_7():
-    """LRN-7."""
-    assert scores(count_sample(parsed(), [], 0.5, False))["f1"] == 1.0
+    """LRN-7: by F1; precision and recall have nothing to count."""
+    found = scores(count_sample(parsed(), [], 0.5, False))
+    assert (found["f1"], found["precision"], found["recall"]) == (1.0, 0.0, 0.0)
 
 
 def test_duplicates_are_later_repeats_of_the_same_thing():
@@ -150,6 +151,16 @@ def test_counting_error_duplicates_and_giant_boxes_LRN_9():
     assert found["counting_error"] == pytest.approx(2 / 3) and found["duplicates_per_image"] == pytest.approx(1 / 3)
     assert evaluated(([giant, nearly], [RED]))["giant_rate"] == 0.5
     assert evaluated(([giant, nearly], [giant]))["giant_rate"] == 0.0
+
+
+def test_a_giant_box_matches_nothing_and_counts_as_wrong_LRN_9_TGT_12():
+    """LRN-9, TGT-12: neither one that finds a truth of 0.89 of the image nor one that is not annotated; of what counts
+    half is giant, whatever is neutral besides."""
+    large, larger = box("red", 0, 0, 999, 890), box("red", 0, 0, 999, 920)
+    assert evaluated(([larger], [large]))["giant_rate"] == 0 and evaluated(([larger], [RED]))["giant_rate"] == 1
+    green, whole = box("green", 0, 0, 999, 999), box("red", 0, 0, 999, 999)
+    assert evaluated(([RED, green], [RED]), annotated=frozenset({"red"}))["giant_rate"] == 0
+    assert evaluated(([RED, whole, green, green], [RED]), annotated=frozenset({"red"}))["giant_rate"] == 0.5
 
 
 def test_labels_apart_new_and_old_LRN_9():

@@ -10,8 +10,13 @@ decision, and a decision has rewards of its own:
     rest     everything else, a header or malformed text: R(S).
 
 Only the rewards of `detection_rewards.OF_OBJECTS` are a function of S. All others count in full for every decision.
-Baselines are taken over the group, for each kind of decision apart (`utils.grpo`). So with one object per answer every
-token's advantage is that of its answer.
+Baselines are taken over the group, for each kind of decision apart (`utils.grpo`). To `object` and `go on` R(no object)
+is added, which is the same in all of a group: advantages within it stay, and the std over several groups is that of
+rewards. So with one object per answer every token's advantage is that of its answer.
+
+A neutral object (TGT-12) decides nothing: measured against objects that found something, its 0 would count as a fault.
+Its tokens are rest, or `go on` where they lead to a later object that counts, and it is in no baseline. In an answer of
+neutral objects alone the first one stays in the baselines, for an answer that found nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import numpy as np
 
 from utils.detection_rewards import OF_OBJECTS, repeats
 from utils.rewards import Completion, RewardFunction, score
+from utils.scores import is_held_against
 from utils.token_table import touched
 
 if TYPE_CHECKING:
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 
 KINDS = ("rest", "object", "go on", "close")
 REST, OBJECT, GO_ON, CLOSE = range(len(KINDS))
+NONE = -1  # in place of a kind: no token belongs to the decision, and no baseline counts it
 
 
 @dataclass
@@ -38,7 +45,7 @@ class Credit:
     """The decisions of one answer.
 
     Attributes:
-        kinds: int64 `[D]`, index into `KINDS`; decision 0 is the rest.
+        kinds: int64 `[D]`, index into `KINDS` or `NONE`; decision 0 is the rest.
         rewards: float64 `[D, F]`, each decision's own rewards.
         decisions: int64 `[N]`, the decision that each scored token belongs to.
     """
@@ -78,15 +85,30 @@ def credit_of(
         return made
 
     kinds, values = [REST], [own]
-    whole, alone = worth(everything), worth(everything - again)
-    for index in sorted(everything):
+    neutral: set[int] = set()
+    whole, alone, nothing = worth(everything), worth(everything - again), worth(set())
+    for index, obj in enumerate(completion.parsed.pred_objects):
         others = everything if index in again else everything - again
+        part = (whole if index in again else alone) - worth(others - {index})
+        if not is_held_against(obj, sample.annotated) and np.allclose(part, 0):  # and no reward counts it
+            neutral.add(index)
         kinds += [OBJECT, GO_ON]
-        values.append(decision((whole if index in again else alone) - worth(others - {index})))
-        values.append(decision(whole - worth(set(range(index)))))
+        values.append(decision(nothing + part))
+        values.append(decision(nothing + whole - worth(set(range(index)))))
     kinds.append(CLOSE)
     values.append(own)
-    return Credit(np.array(kinds), np.array(values), token_decisions(completion, num_tokens))
+
+    decisions, go_on = token_decisions(completion, num_tokens), 0
+    for index in sorted(everything, reverse=True):
+        at = 2 * index + 1
+        if index in neutral:
+            decisions[decisions == at] = 0
+            decisions[decisions == at + 1] = go_on
+            if index or neutral != everything:
+                kinds[at : at + 2] = [NONE, NONE]
+        else:
+            go_on = at + 1
+    return Credit(np.array(kinds), np.array(values), decisions)
 
 
 def token_decisions(completion: Completion, num_tokens: int) -> np.ndarray:

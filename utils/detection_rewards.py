@@ -1,8 +1,9 @@
 """Rewards of detection answers (GRP-9): functions `(completion, sample) -> float in [0, 1]`, 1 is best.
 
 A penalty is 1 without any of what it counts. Objects are matched at `completion.iou_threshold` among equal labels
-(stripped, case-folded), and predictions whose label is not annotated for the image count nowhere unless they match
-(TGT-12). The functions of `OF_OBJECTS` read nothing but the objects, so each object's part in them is known (GRP-8).
+(stripped, case-folded), and predictions whose label is not annotated for the image count nowhere unless they match, not
+even in a penalty's denominator (TGT-12). The functions of `OF_OBJECTS` read nothing but the objects, so each object's
+part in them is known (GRP-8).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from utils.geometry import iou_matrix
 from utils.matching import match
-from utils.scores import IOUS, count_sample, is_giant, is_held_against, label_of, labelled_iou, scores
+from utils.scores import IOUS, count_giants, count_sample, is_held_against, label_of, labelled_iou, scores
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
@@ -37,7 +38,8 @@ def detection_f1(completion: Completion, sample: Sample) -> float:
 
 
 def detection_f1_no_label(completion: Completion, sample: Sample) -> float:
-    """F1 without regard to labels."""
+    """F1 without regard to labels: class-agnostic, as COCO's evaluation is with `useCats = 0` (Lin et al. 2014,
+    arXiv:1405.0312)."""
     return scores(_counts(completion, sample))["f1_no_label"]
 
 
@@ -58,7 +60,8 @@ def detection_mean_iou(completion: Completion, sample: Sample) -> float:
     """Mean IoU over all objects, predicted or true: a matched pair counts its IoU, any other object 0. Labels do not
     count.
 
-    The mean over matches alone would be largest for an answer with a single certain object.
+    The IoU reward of Visual-RFT (Liu et al. 2025, arXiv:2503.01785). That missed objects count as well is ours: the
+    mean over predictions alone would be largest for an answer with a single certain object.
     """
     counts = _counts(completion, sample)
     num_pred = counts["num_pred"] - counts["neutral_no_label"]
@@ -67,7 +70,8 @@ def detection_mean_iou(completion: Completion, sample: Sample) -> float:
 
 
 def detection_no_missed(completion: Completion, sample: Sample) -> float:
-    """1 less the share of true objects that were missed: recall."""
+    """1 less the share of true objects that were missed: recall at one IoU, as in PASCAL VOC (Everingham et al. 2010,
+    "The PASCAL visual object classes challenge", IJCV 88)."""
     counts = _counts(completion, sample)
     return counts["matched"] / counts["num_gt"] if counts["num_gt"] else 1.0
 
@@ -75,24 +79,22 @@ def detection_no_missed(completion: Completion, sample: Sample) -> float:
 def detection_no_duplicates(completion: Completion, sample: Sample) -> float:
     """1 less the share of predictions that say an object again (`repeats`). Duplicates are what Rex-Omni
     (arXiv:2510.12798) finds GRPO to remove."""
-    num_pred = len(completion.parsed.objects)
-    return 1 - len(repeats(completion, sample)) / num_pred if num_pred else 1.0
+    return 1 - len(repeats(completion, sample)) / max(_num_counted(_counts(completion, sample)), 1)
 
 
 def detection_count(completion: Completion, sample: Sample) -> float:
-    """1 less the counting error (LRN-9) as a share of the true number, 0 from there on."""
+    """1 less the counting error (LRN-9) as a share of the true number, 0 from there on. The error is that of Lempitsky
+    and Zisserman 2010, "Learning to count objects in images"; the scale is ours."""
     counts = _counts(completion, sample)
-    error = abs(counts["num_pred"] - counts["neutral"] - counts["num_gt"])
+    error = abs(_num_counted(counts) - counts["num_gt"])
     return max(0.0, 1 - error / max(counts["num_gt"], 1))
 
 
 def detection_no_giant_boxes(completion: Completion, sample: Sample) -> float:
-    """1 less the share of predictions that cover nearly the whole image, unless a true object does (LRN-9). Rex-Omni
+    """1 less the share of predictions that cover nearly the whole image where no true object does (LRN-9). Rex-Omni
     (arXiv:2510.12798) describes such boxes in place of many small ones."""
-    if any(is_giant(obj, sample.grid) for obj in sample.objects):
-        return 1.0
-    predicted = completion.parsed.pred_objects
-    return 1 - sum(is_giant(obj, sample.grid) for obj in predicted) / max(len(predicted), 1)
+    giants = count_giants(completion.parsed.pred_objects, sample, completion.iou_threshold)
+    return 1 - giants / max(_num_counted(_counts(completion, sample)), 1)
 
 
 def no_overlong(completion: Completion, sample: Sample) -> float:
@@ -127,6 +129,11 @@ def repeats(completion: Completion, sample: Sample) -> set[int]:
 
 def _counts(completion: Completion, sample: Sample) -> Counter[str]:
     return count_sample(completion.parsed, sample.objects, completion.iou_threshold, False, sample.annotated)
+
+
+def _num_counted(counts: Counter[str]) -> int:
+    """Predictions that match or count as wrong; the others are neutral (TGT-12)."""
+    return counts["num_pred"] - counts["neutral"]
 
 
 OF_OBJECTS = (

@@ -172,7 +172,8 @@ def policy_sums(logprob: Tensor, tokens: PolicyTokens, options: Rlhf, entropy: T
     `exp(ref - new) - (ref - new) - 1`. `r` is the ratio of new to old probability, of the token or, with
     `importance_sampling_level: sequence`, its geometric mean over the answer. `c = min(old / engine,
     importance_correction_cap)`, without gradient, corrects for an engine whose probabilities differ from the learner's
-    under the same weights.
+    under the same weights; `old / engine` is taken of the token or of the answer as `r` is, so that `c r` is the ratio
+    to the engine, up to the cap.
 
     Args:
         logprob: float32[N] with gradient, from `token_logprobs`.
@@ -181,7 +182,8 @@ def policy_sums(logprob: Tensor, tokens: PolicyTokens, options: Rlhf, entropy: T
     Source: clipping: Schulman et al. 2017, PPO (arXiv:1707.06347), eq. 7; separate upper bound: Yu et al. 2025, DAPO
     (arXiv:2503.14476), section 3.1; sequence ratio: Zheng et al. 2025, GSPO (arXiv:2507.18071), eq. 7; KL:
     Schulman 2020, "Approximating KL divergence", estimator k3; `c`: Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training" (truncated importance sampling).
+    secretly brings you off-policy RL training" (truncated importance sampling); of an answer: ms-swift's
+    `sequence_truncate`, a geometric mean. TRL's takes the product, whose spread grows with the length.
     """
     assert tokens.ref_logprob is not None or not options.beta, "a KL penalty needs the reference policy"
     old = logprob.detach() if tokens.old_logprob is None else tokens.old_logprob
@@ -190,7 +192,7 @@ def policy_sums(logprob: Tensor, tokens: PolicyTokens, options: Rlhf, entropy: T
     per_token = -torch.minimum(ratio * tokens.advantage, ratio.clamp(low, high) * tokens.advantage)
     gap = torch.zeros_like(old) if tokens.engine_logprob is None else (old - tokens.engine_logprob).nan_to_num(0.0)
     cap = options.importance_correction_cap
-    correction = torch.ones_like(old) if cap is None else gap.exp().clamp(max=cap)
+    correction = torch.ones_like(old) if cap is None else _log_ratio(gap, tokens, options).exp().clamp(max=cap)
     ref_gap = torch.zeros_like(logprob) if tokens.ref_logprob is None else tokens.ref_logprob - logprob
     kl = torch.expm1(ref_gap) - ref_gap
     sums = {

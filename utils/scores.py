@@ -83,8 +83,7 @@ def count_evaluation(
     for label in gt_labels:
         counts[f"label/{label}/num_gt"] += 1
     counts["counting_error"] = abs(counts["num_pred"] - counts["neutral"] - len(truth))
-    if not any(is_giant(obj, sample.grid) for obj in truth):
-        counts["giant"] = sum(is_giant(obj, sample.grid) for obj in predicted)
+    counts["giant"] = count_giants(predicted, sample, iou_threshold)
     return counts
 
 
@@ -107,7 +106,7 @@ def evaluation_scores(counts: Mapping[str, float], new_labels: Collection[str] =
         result[f"{name}_mean"] = float(np.mean([ratios[i] for ratios in at.values()]))
     result["counting_error"] = count["counting_error"] / images
     result["duplicates_per_image"] = count["duplicates"] / images
-    result["giant_rate"] = count["giant"] / max(count["num_pred"], 1)
+    result["giant_rate"] = count["giant"] / max(count["num_pred"] - count["neutral"], 1)
     if new_labels:
         wanted, table = set(map(normal_label, new_labels)), label_counts(counts)
         for name, is_new in (("f1_old", False), ("f1_new", True)):
@@ -131,9 +130,20 @@ def label_counts(counts: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def _ratios(num_pred: float, num_gt: float, matched: float) -> tuple[float, float, float]:
-    """Precision, recall and F1; nothing predicted and nothing there is perfect, not zero."""
+    """Precision, recall and F1. Nothing predicted and nothing there is an F1 of 1; precision and recall, which have
+    nothing to count then, are 0."""
     f1 = 2 * matched / (num_pred + num_gt) if num_pred + num_gt else 1.0
     return matched / max(num_pred, 1), matched / max(num_gt, 1), f1
+
+
+def count_giants(predicted: Sequence[Object], sample: "Sample", iou_threshold: float) -> int:
+    """Number of predictions that cover nearly the whole image where no true object does (LRN-9): neither a matched nor
+    a neutral one (TGT-12), and none at all if a true object is giant."""
+    if any(is_giant(obj, sample.grid) for obj in sample.objects):
+        return 0
+    matched = {p for p, _ in match(labelled_iou(predicted, sample.objects), iou_threshold)}
+    held = (obj for p, obj in enumerate(predicted) if p not in matched and is_held_against(obj, sample.annotated))
+    return sum(is_giant(obj, sample.grid) for obj in held)
 
 
 def is_giant(obj: Object, grid: Grid) -> bool:
