@@ -48,6 +48,12 @@ from utils.sync.weight_sync import Probe
 
 ANSWER = [40, 41, 42, 43, 44, 45]
 SIZES = {"odd": [(77, 50)], "two": [(64, 64), (30, 180)], "text": []}  # pixels of each sample's images
+TRAINED = {"freeze_vit": False, "freeze_aligner": False}
+TUNERS = {
+    "full": {"type": "full"} | TRAINED,
+    "lora": {"type": "lora", "rank": 4, "use_dora": False} | TRAINED,
+    "dora": {"type": "lora", "rank": 4, "use_dora": True} | TRAINED,
+}
 SLOTTED = Tuner(type="lora", rank=4, target_modules=["q_proj", "v_proj", "o_proj"])
 every_family = pytest.mark.parametrize("family", FAMILIES)
 WITH_SLOTS = [family for family in FAMILIES if not family.endswith("_moe")]  # experts with slots want a GPU in vLLM
@@ -362,16 +368,21 @@ def test_the_engine_follows_the_learner_FAM_3_SYN_6_SYN_7(served, folder, sample
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["stage2", "grpo"])
-def test_both_programs_take_three_steps_and_resume_FAM_3(served, folder, program):
-    """FAM-3: DoRA in all parts on two ranks, stage 2 under ZeRO-3, GRPO under ZeRO-2, every sync proven; stopped after
-    the second step and continued."""
+@pytest.mark.parametrize(
+    ("program", "tuner", "deepspeed"),
+    [("stage2", "dora", "zero3"), ("stage2", "full", "zero2"), ("grpo", "full", "zero3"), ("grpo", "lora", "zero2")],
+)
+def test_both_programs_take_three_steps_and_resume_FAM_3(served, folder, program, tuner, deepspeed):
+    """FAM-3: in all parts on two ranks, experts too where tuning is full, every sync proven; stopped after the second
+    step and continued."""
     path, dtype, server = served
+    run_dir = folder / f"{path.name}_{program}_{tuner}"
     for max_steps, resume in ((2, ()), (3, ("--resume", "auto"))):
-        config = program_config(folder, path, dtype, server, program, max_steps)
-        result = run_learner(f"train_{program}.py", config, num_ranks=2, arguments=resume)
+        config = program_config(run_dir, path, dtype, server, program, max_steps)
+        config["tuner"], config["deepspeed"] = TUNERS[tuner], deepspeed
+        written = write_yaml(folder / f"{run_dir.name}_{max_steps}.yaml", config)
+        result = run_learner(f"train_{program}.py", written, num_ranks=2, arguments=resume)
         assert result.returncode == 0, result.stdout[-6000:]
-    run_dir = folder / f"{path.name}_{program}"
     events = EventAccumulator(str(run_dir)).Reload()
     name = "loss/total" if "loss/total" in events.Tags()["scalars"] else events.Tags()["scalars"][0]
     assert [event.step for event in events.Scalars(name)] == [1, 2, 3]
@@ -382,17 +393,16 @@ def model_type_of(path: Path) -> str:
     return json.loads((path / "config.json").read_text())["model_type"]
 
 
-def program_config(folder: Path, model: Path, dtype: str, server: Server, program: str, max_steps: int) -> Path:
+def program_config(run_dir: Path, model: Path, dtype: str, server: Server, program: str, max_steps: int) -> dict:
+    folder = run_dir.parent
     config = processes.config_of(folder, model, server.url, server.group_port, {})
     config["model"]["dtype"] = dtype
-    config["tuner"] = {"type": "lora", "rank": 4, "use_dora": True, "freeze_vit": False, "freeze_aligner": False}
     training = {"max_steps": max_steps, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
-    config["training"] |= training | {"output_dir": str(folder / f"{model.name}_{program}")}
+    config["training"] |= training | {"output_dir": str(run_dir)}
     matching = config["custom"]["extra"]["rollout_matching"]
     if program == "stage2":
         matching |= {"max_new_tokens": 24, "decode_batch_size": 4}
         matching["vllm"]["sync"] = {"verify": "always"}
-        config["deepspeed"] = "zero3"
     else:
         (folder / "rewards.py").write_text(REWARDS)
         config["custom"]["trainer_variant"], config["global_max_length"] = "grpo", 512
@@ -407,7 +417,7 @@ def program_config(folder: Path, model: Path, dtype: str, server: Server, progra
             "reward_funcs": ["odd"],
             "reward_files": [str(folder / "rewards.py")],
         }
-    return write_yaml(folder / f"{model.name}_{program}_{max_steps}.yaml", config)
+    return config
 
 
 @pytest.mark.parametrize("family", WITH_SLOTS)
