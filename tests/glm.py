@@ -2,6 +2,7 @@
 
 pytest -p tests.glm -m "not e2e" tests/e2e/test_families.py -k glm4v      the conformance suite with it
 deepspeed --module tests.glm train_stage2.py --config FILE                a program of this project with it
+python -m tests.glm rollout_server.py --config FILE
 """
 
 import runpy
@@ -53,7 +54,9 @@ _IDS = [f"{kind}_{side}_token_id" for kind in ("image", "video") for side in ("s
 _IDS += ["image_token_id", "video_token_id"]
 FAMILIES["glm4v"] = Family("GLM-4.1V", "visual", frozenset({"merger"}))
 BUILDERS["glm4v"] = glm4v
-processes.RUN_THROUGH[:] = ["--module", "tests.glm"]
+processes.RUN_THROUGH[:] = ["tests.glm"]
 
 if __name__ == "__main__":
-    runpy.run_path(sys.argv.pop(2), run_name="__main__")  # behind this file and the launcher's --local_rank
+    program = next(argument for argument in sys.argv[1:] if argument.endswith(".py"))  # behind the launcher's own
+    sys.argv.remove(program)
+    runpy.run_path(program, run_name="__main__")

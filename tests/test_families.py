@@ -12,7 +12,7 @@ from torch import nn
 from tests.families import build_family
 from tools.add_coord_tokens import add_coord_tokens
 from utils.data.encoding import load_processor
-from utils.families import FAMILIES, Family, family_at, family_in, part_of
+from utils.families import FAMILIES, Family, family_from, family_in, part_of
 from utils.learner.model import fuse_kernels, load_model
 from utils.run import setup
 from utils.server import launch
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 def test_a_family_without_a_record_is_refused_by_name_FAM_2(model_type):
     """FAM-2."""
     with pytest.raises(ValueError, match=f"a {model_type} model, .* use one of Qwen3-VL .qwen3_vl., Qwen3-VL-MoE"):
-        family_at(model_type)
+        family_from({"model_type": model_type})
 
 
 def test_a_family_without_a_record_is_refused_before_anything_heavy_FAM_2(checkpoint, tmp_path, monkeypatch, capsys):
@@ -46,7 +46,7 @@ def test_a_family_without_a_record_is_refused_before_anything_heavy_FAM_2(checkp
 @pytest.mark.parametrize(("family", "reason"), [("gemma4", "sliding-window"), ("internvl_chat", "-HF checkpoint")])
 def test_a_family_is_refused_with_its_reason_FAM_2(family, reason):
     with pytest.raises(ValueError, match=rf"a {family} model, which is not supported \(.*{reason}.*\); use one of"):
-        family_at(family)
+        family_from({"model_type": family})
 
 
 def test_a_checkpoints_own_code_does_not_run_to_tell_its_family_FAM_2(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from utils.config.load import exit_with
-from utils.families import family_at
+from utils.families import family_from
 from utils.geometry import NUM_BINS
 
 TOKENS = [f"<|coord_{k}|>" for k in range(NUM_BINS)]
@@ -80,7 +80,7 @@ def read_config(source: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {source}: config.json cannot be read: {error}") from None
     try:
-        family_at(config.get("model_type"))
+        family_from(config)
     except ValueError as error:
         raise ValueError(f"--model {source}: {error}") from None
     if "quantization_config" in config:

@@ -9,6 +9,7 @@ engine takes those of the model in memory). `tests/e2e/test_families.py` proves 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,9 @@ REFUSED = {
 }
 
 
-def family_at(model_type: str | None) -> Family:
-    """The family of a config's `model_type`. Raises ValueError, with what would work, where it is not supported."""
+def family_from(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json. Raises ValueError, with what would work, where it is not supported."""
+    model_type = config.get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
         why = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
@@ -65,12 +67,12 @@ def family_in(path: str | os.PathLike[str]) -> Family:
     config, _ = PreTrainedConfig.get_config_dict(path)
     if "model_type" not in config:
         raise OSError(f"{path} has no config.json with a model_type")
-    return family_at(config["model_type"])
+    return family_from(config)
 
 
 def family_of(model: Any) -> Family:
     """The family of a transformers model."""
-    return family_at(model.config.model_type)
+    return family_from({"model_type": model.config.model_type})
 
 
 def transposed_in(module: Any) -> str:

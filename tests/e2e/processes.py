@@ -113,12 +113,16 @@ def launch(
     config: Path, log: Path, token: str | None = None, environment: dict[str, str] = ENVIRONMENT
 ) -> subprocess.Popen:
     environment = environment | ({"ROLLOUT_SERVER_TOKEN": token} if token else {})
-    command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(config)]
+    command = [sys.executable, *run_through("-m"), str(ROOT / "rollout_server.py"), "--config", str(config)]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
 
 
 RUN_THROUGH: list[str] = []  # a module that starts the program, after what it has to add to the process
+
+
+def run_through(option: str) -> list[str]:
+    return [option, *RUN_THROUGH] if RUN_THROUGH else []
 
 
 def run_learner(
@@ -143,7 +147,7 @@ def run_program(
     """Run `deepspeed --num_gpus N SCRIPT ARGUMENTS` to its end; output of all ranks in `stdout`."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks)]
     port = free_port()
-    command = [*launcher, "--master_port", str(port), *RUN_THROUGH, str(ROOT / script), *arguments]
+    command = [*launcher, "--master_port", str(port), *run_through("--module"), str(ROOT / script), *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment,
         start_new_session=True,

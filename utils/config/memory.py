@@ -15,7 +15,7 @@ from typing import Any
 
 from utils.config.released import MODELS, known_model
 from utils.config.schema import Config, Tuner
-from utils.families import FAMILIES, part_of
+from utils.families import family_from, part_of
 
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that a plan assumes
@@ -368,13 +368,14 @@ def _text_config(cfg: Config) -> dict[str, Any]:
 
 
 def parameter_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """Name -> shape of every parameter, from transformers' own classes, without allocating them; none for a family that
-    is not supported."""
+    """Name -> shape of every parameter, from transformers' own classes, without allocating them.
+
+    Raises ValueError for a family that is not supported.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    if config.get("model_type") not in FAMILIES:
-        return {}
+    family_from(config)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
-from utils.families import FAMILIES, family_at
+from utils.families import family_from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +117,10 @@ def problems_of(launch: Launch, token: str | None) -> list[str]:
 
 def cpu_problems(launch: Launch) -> list[str]:
     """List what vLLM 0.32's CPU kernels for recurrent mixers and for experts cannot do."""
-    config = json.loads((Path(launch.model.path) / "config.json").read_text())
-    family, settings = FAMILIES.get(config.get("model_type")), launch.settings
-    if launch.device == "cuda" or family is None:
+    if launch.device == "cuda":
         return []
+    config = json.loads((Path(launch.model.path) / "config.json").read_text())
+    family, settings = family_from(config), launch.settings
     problems = []
     if family.mixer is not None and launch.model.dtype != "bfloat16":
         problems.append(f"model.dtype={launch.model.dtype}: {family.name} on CPU needs bfloat16")
@@ -143,7 +143,7 @@ def model_problems(path: Path, max_model_len: int) -> list[str]:
     if not weights or unreadable:
         return [f"model.path={path}: {'cannot read ' + ', '.join(unreadable) if unreadable else 'holds no weights'}"]
     try:
-        family_at(config.get("model_type"))
+        family_from(config)
     except ValueError as error:
         return [f"model.path={path}: {error}"]
     text_config = config.get("text_config", config)
