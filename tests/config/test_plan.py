@@ -176,6 +176,23 @@ def test_CFG_16_adapters_lie_beside_the_weights() -> None:
     assert memory["DoRA norms"] == 14
 
 
+def test_CFG_16_zero_3_holds_the_experts_of_layers_that_are_not_recomputed() -> None:
+    """CFG-16: 128 experts of three matrices of 768 x 2048 in bf16, in each of 48 layers (tests/learner/test_learner.py
+    shows why). `auto` counts them."""
+    base = load_config("configs/stage2/qwen3vl_30b_a3b_native_4v4.yaml").model_dump()
+    cfg = build_config(base)
+    engine, size = engine_json(cfg, 4), model_size(Path(cfg.model.path), cfg.tuner)
+    layer, name = 128 * 3 * 768 * 2048 * 2, "experts until backward"
+    for num_checkpointed, expected in ((0, 48), (30, 18), (48, 0), (50, 0), (None, 0)):
+        assert learner_memory(cfg, engine, size, 4, num_checkpointed).get(name, 0) == expected * layer
+    plan = make_plan(cfg, 4)
+    assert 0 < plan.learner_memory[name] == (48 - plan.num_checkpointed) * layer
+    assert sum(plan.learner_memory.values()) <= 0.8 * 80 * 2**30
+    base["deepspeed"] = "zero2"
+    cfg = build_config(base)
+    assert name not in learner_memory(cfg, engine_json(cfg, 4), size, 4, 0)
+
+
 def test_TGT_16_CFG_16_a_plan_names_the_start_policy() -> None:
     """TGT-16, CFG-16."""
     assert "start policy" not in format_plan(make_plan(config(), 1))

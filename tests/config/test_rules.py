@@ -18,7 +18,7 @@ from utils.config.load import (
     engine_json,
 )
 from utils.config.plan import format_plan, make_plan
-from utils.config.rules import length_limit, read_deepspeed
+from utils.config.rules import launch_problems, length_limit, read_deepspeed
 from utils.config.schema import RM, RS
 
 
@@ -383,6 +383,24 @@ def test_ROL_5_a_colocated_engine_refuses_lora_slots() -> None:
     """ROL-5."""
     found = only_problem(edited(RM__vllm={"enable_lora": True, "tensor_parallel_size": 1}))
     assert "vllm.enable_lora=true" in found and "sync.mode: full" in found and "rollout_backend: hf" in found
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "dtype", "mode", "is_refused"),
+    [
+        ("zero3", "float16", "colocate", True),
+        ("zero2", "float16", "colocate", False),
+        ("zero3", "bfloat16", "colocate", False),
+        ("zero3", "float16", "server", False),
+    ],
+)
+def test_ROL_5_zero_3_in_float16_is_refused_beside_an_engine(deepspeed, dtype, mode, is_refused) -> None:
+    """ROL-5: the engine's stream is not the one behind which DeepSpeed looks for overflows."""
+    engine = {"RM__vllm": {"mode": mode, "tensor_parallel_size": 1}} if mode == "colocate" else {}
+    cfg = build_config(edited(deepspeed=deepspeed, model__dtype=dtype, **engine))
+    found = [rule for path, rule in launch_problems(cfg, 1) if path == "model.dtype"]
+    rule = "float16 under ZeRO-3 misses overflows beside a colocated engine; use bfloat16, or zero2"
+    assert found == [rule] * is_refused
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The learning-rate schedule, a function of the step alone; an optimizer step of GRPO against a plain one."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.families import build_family
 from tests.learner.test_model import coord_ids, make_segment, smallest_image
 from utils.config.load import build_config
 from utils.config.schema import Losses, Rlhf, Training, Tuner
 from utils.dist import Ranks
+from utils.learner import learner as learner_module
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
 from utils.learner.model import apply_tuner, base_model, load_model, param_groups, position_ids_for
 from utils.learner.objectives import MatchingObjective, PolicyObjective
@@ -94,6 +97,48 @@ def test_layers_that_backward_recomputes_by_setting_CFG_17(
     inner = base_model(learner.model).model
     parts = (inner.language_model.layers, inner.visual.blocks)
     assert " ".join("".join(str(int(layer.gradient_checkpointing)) for layer in part) for part in parts) == expected
+
+
+@pytest.mark.parametrize(("has_kernels", "expected"), [(True, 0), (False, 4)])
+def test_auto_recomputes_all_layers_where_mixers_lack_fast_kernels_CFG_17(
+    tmp_path, ranks, monkeypatch, has_kernels, expected
+):
+    """CFG-17: transformers' own recurrent mixers keep more than the estimate says. A GPU is pretended, as above."""
+    gpu = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(ranks, "device", torch.device("cuda"))
+    monkeypatch.setattr(learner_module, "kernels_take_borders", lambda: has_kernels)
+    model = build_family("qwen3_5", tmp_path / "model")
+    learner = learner_of(tmp_path, model, ranks, {"type": "full"}, gradient_checkpointing="auto")
+    layers = base_model(learner.model).model.language_model.layers
+    assert sum(layer.gradient_checkpointing for layer in layers) == expected <= len(layers) == 4
+
+
+def test_zero_3_cannot_free_the_experts_of_layers_that_backward_does_not_recompute_CFG_16(tmp_path, ranks):
+    """CFG-16: DeepSpeed empties the parameters; what torch keeps for backward is those, but for a view of experts."""
+    model = build_family("qwen3_vl_moe", tmp_path / "model")
+    learner = learner_of(tmp_path, model, ranks, {"type": "lora", "rank": 4}, "zero3", gradient_checkpointing=1)
+    gathered: dict[int, tuple[str, torch.Size]] = {}
+    views = set()
+
+    def note(name: str, module: nn.Module, args: tuple) -> None:
+        for own, parameter in module.named_parameters(recurse=False):
+            gathered[parameter.untyped_storage().data_ptr()] = (f"{name}.{own}", parameter.shape)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        name, shape = gathered.get(tensor.untyped_storage().data_ptr(), ("", tensor.shape))
+        if tensor.shape != shape:
+            views.add(name)
+        return tensor
+
+    for name, module in learner.model.named_modules():
+        module.register_forward_pre_hook(partial(note, name))
+    learner.engine.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        learner.engine.module.hidden_states(matching_rows(learner, is_bad=False)[0])
+    num_layers = len(base_model(learner.model).model.language_model.layers)
+    kept = [f"layers.{i}.mlp.experts.{name}" for i in range(1, num_layers) for name in ("gate_up_proj", "down_proj")]
+    assert {name[name.find("layers.") :] for name in views} == set(kept)
 
 
 def answers_of(model: nn.Module, num: int = 5) -> list[Segment]:

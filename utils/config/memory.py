@@ -199,10 +199,11 @@ def learner_memory(
 
     Weights are those of the model and its adapters. Optimizer: AdamW's two moments in float32, and a float32 copy of
     the trainable weights (not with ZeRO 0 in float32). Reduce buckets: DeepSpeed holds one from stage 1 on, and another
-    with `overlap_comm` below stage 3. Gathered: weights of other ranks that ZeRO-3 may hold. Logits exist for
-    `chunk_labels` labels at once (LRN-4), in the model's dtype and in float32, each with its gradient; those of
-    `reference_kl` with the start policy's log-probabilities and the divergence besides. DoRA's norms are freed after
-    each layer.
+    with `overlap_comm` below stage 3. Gathered: weights of other ranks that ZeRO-3 may hold. It cannot free the experts
+    of a layer that backward does not recompute: torch keeps a transposed view of them until then, where DeepSpeed's own
+    linear layers keep the parameter. Logits exist for `chunk_labels` labels at once (LRN-4), in the model's dtype and
+    in float32, each with its gradient; those of `reference_kl` with the start policy's log-probabilities and the
+    divergence besides. DoRA's norms are freed after each layer.
     """
     bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine.get("zero_optimization", {})
     stage, text = zero.get("stage", 0), _text_config(cfg)
@@ -219,6 +220,7 @@ def learner_memory(
         "optimizer": size.trainable * copies // (world_size if stage >= 1 else 1),
         "reduce buckets": num_buckets * int(zero.get("reduce_bucket_size", 5e8)) * bytes_each,
         "gathered": min(int(zero.get("stage3_max_live_parameters", 1e9)), num_weights) * bytes_each * (stage == 3),
+        "experts until backward": _num_kept(text, num_checkpointed) * _expert_values(text) * bytes_each * (stage == 3),
         "activations": _row_tokens(cfg) * _activations(cfg, num_checkpointed) * bytes_each,
         "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * per_logit,
         "DoRA norms": size.dora_values * bytes_each,
@@ -245,8 +247,18 @@ def _activations(cfg: Config, num_checkpointed: int | None) -> int:
     text = _text_config(cfg)
     hidden, kinds = text.get("hidden_size", 0), _layer_kinds(text)
     whole = sorted((_layer_values(cfg, text, kind) for kind in kinds), reverse=True)
-    num_whole = max(1, len(kinds) - (len(kinds) if num_checkpointed is None else num_checkpointed))
+    num_whole = max(1, _num_kept(text, num_checkpointed))
     return hidden * (len(kinds) - num_whole) + sum(whole[:num_whole])
+
+
+def _num_kept(text: dict[str, Any], num_checkpointed: int | None) -> int:
+    """Language-model layers that backward does not recompute."""
+    return 0 if num_checkpointed is None else max(0, len(_layer_kinds(text)) - num_checkpointed)
+
+
+def _expert_values(text: dict[str, Any]) -> int:
+    """Values of all experts of a layer: each maps the hidden size to two of its own, and one back."""
+    return text.get("num_experts", 0) * 3 * text.get("moe_intermediate_size", 0) * text.get("hidden_size", 0)
 
 
 def _layer_kinds(text: dict[str, Any]) -> list[str]:

@@ -439,7 +439,11 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     """Find why the DeepSpeed JSON cannot be used by `world_size` learners."""
     yield from _deepspeed_is_readable(cfg)
     yield from _deepspeed_agrees(cfg)
-    theirs, ours = read_deepspeed(cfg)[0].get("train_batch_size"), world_size * cfg.training.samples_per_rank
+    raw, _ = read_deepspeed(cfg)
+    if cfg.is_colocate and cfg.model.dtype == "float16" and value_at(raw, ("zero_optimization", "stage")) == 3:
+        # vLLM moves the process to a CUDA stream of its own; ZeRO-3 looks for overflows behind the default one.
+        yield "model.dtype", "float16 under ZeRO-3 misses overflows beside a colocated engine; use bfloat16, or zero2"
+    theirs, ours = raw.get("train_batch_size"), world_size * cfg.training.samples_per_rank
     if theirs not in (None, "auto", ours):
         rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
         yield "deepspeed", f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"

@@ -24,9 +24,12 @@ from utils.config.load import Config, engine_json
 from utils.config.memory import checkpointed_layers, chunk_labels, model_size
 from utils.config.schema import Training
 from utils.dist import DistributedError, Ranks, capture_error
+from utils.families import family_of
+from utils.learner.attention import kernels_take_borders
 from utils.learner.model import (
     RowModel,
     apply_tuner,
+    base_model,
     enable_gradient_checkpointing,
     fuse_kernels,
     load_model,
@@ -81,6 +84,9 @@ class Learner:
             on_gpu, size = ranks.device.type == "cuda", model_size(Path(cfg.model.path), cfg.tuner)
             memory = torch.cuda.get_device_properties(ranks.device).total_memory if on_gpu else 0
             num_layers = checkpointed_layers(cfg, config, size, ranks.world_size, min(ranks.gather(memory)))
+            has_mixers = family_of(base_model(self.model)).mixer is not None
+            if training.gradient_checkpointing == "auto" and has_mixers and not kernels_take_borders():
+                num_layers = None  # transformers' own mixers keep more than the estimate, which is for fast kernels
             logger.info("gradient checkpointing: %s language-model layers", "all" if num_layers is None else num_layers)
             enable_gradient_checkpointing(self.model, num_layers)
         groups = param_groups(self.model, training)
