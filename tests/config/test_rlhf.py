@@ -216,15 +216,19 @@ def test_GRP_2_without_packing_the_row_length_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("decoding", {"top_p": 0.5}), ("rollout_backend", "hf"), ("losses", {"w1": 2.0})]
+    ("key", "value"), [("decoding", {"top_p": 0.5}), ("rollout_backend", "hf"), ("losses", {"desc": 2.0})]
 )
 def test_GRP_2_settings_of_stage_2_have_no_say_in_grpo(key: str, value: Any) -> None:
     """GRP-2: what would be ignored is refused; what both trainers read is not."""
     data = grpo()
-    data["custom"]["extra"]["rollout_matching"] = {key: value, "monitor_dump": {"every_steps": 5}}
+    shared = {"monitor_dump": {"every_steps": 5}, "answer_format": "qwen3vl"}
+    data["custom"]["extra"]["rollout_matching"] = {key: value, **shared}
     assert f"{RM}.{key}=" in only_problem(data) and "is for stage 2" in only_problem(data)
     del data["custom"]["extra"]["rollout_matching"][key]
-    assert build_config(data).rm.monitor_dump.every_steps == 5
+    cfg = build_config(data)
+    assert cfg.rm.monitor_dump.every_steps == 5 and cfg.rm.answer_format == "qwen3vl"
+    assert cfg.rollout_path("answer_format") == f"{RM}.answer_format"
+    assert cfg.rollout_path("decode_batch_size") == "rlhf.decode_batch_size"
 
 
 @pytest.mark.parametrize(

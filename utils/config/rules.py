@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from utils.config.rlhf import Sampling, setting_at
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
-from utils.config.schema import RM, RS, Config, Losses, RolloutMatching
+from utils.config.schema import RM, RS, SHARED_WITH_STAGE2, Config, Losses, RolloutMatching
 from utils.config.section import brief, parse_path, value_at
 
 Found = Iterator[tuple[str, str]]
@@ -306,15 +306,11 @@ def _engine_reports_what_it_samples_from(cfg: Config) -> Found:
             yield f"{path}.vllm_engine_kwargs", rule + way_out
 
 
-# The keys that a GRPO file may set in the section of stage 2; all others are in `rlhf`.
-_SHARED_WITH_STAGE2 = ("max_failed_fraction", "monitor_dump", "eval", "async_")
-
-
 @_rule("custom.trainer_variant", RM)
 def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
     given, default = cfg.custom.extra.rollout_matching, RolloutMatching()
     for key, found in RolloutMatching.model_fields.items():
-        if cfg.is_grpo and key not in _SHARED_WITH_STAGE2 and getattr(given, key) != getattr(default, key):
+        if cfg.is_grpo and key not in SHARED_WITH_STAGE2 and getattr(given, key) != getattr(default, key):
             yield f"{RM}.{found.alias or key}", "is for stage 2, GRPO takes its settings from rlhf; delete it here"
 
 

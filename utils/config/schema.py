@@ -264,11 +264,11 @@ class Training(Section):
         "auto", "layers that backward recomputes to save memory: all, n of the language model, or as few as fit the GPU"
     )
     fused_kernels: bool = key(False, "liger-kernel's norms and rotary embedding; CUDA only")
-    eval_steps: int = key(0, "optimizer steps between evaluations; 0: only at the end", ge=0)
+    eval_steps: int = key(0, "optimizer steps between evaluations, the last step included; 0: none", ge=0)
     eval_at_start: bool = key(False, "also evaluate before the first step")
     eval_limit: PositiveInt | None = key(None, "evaluate on the first n samples; null: all")
     save_steps: int = key(0, "optimizer steps between checkpoints; 0: only at the end", ge=0)
-    save_total_limit: PositiveInt | None = key(None, "complete checkpoints kept; null: all")
+    save_total_limit: PositiveInt | None = key(None, "newest complete checkpoints kept, beside the best one; null: all")
     resume_from_checkpoint: str | None = key(None, "checkpoint, or auto: the newest complete one")
     metric_for_best_model: Literal[
         "f1", "precision", "recall", "f1_no_label", "precision_no_label", "recall_no_label", "mean_iou", "parse_rate"
@@ -289,6 +289,8 @@ class Training(Section):
         return max(1, int(self.num_train_epochs * num_samples / (self.samples_per_rank * world_size) + 1e-9))
 
 
+# The keys that a GRPO file sets in the section of stage 2; all others are in `rlhf`.
+SHARED_WITH_STAGE2 = ("answer_format", "max_failed_fraction", "monitor_dump", "eval", "async_")
 # The keys in `rlhf` of settings that stage 2 names otherwise.
 _RLHF_KEYS = {
     "rollout_backend": "use_vllm",
@@ -354,7 +356,8 @@ class Config(Section):
 
     def rollout_path(self, key: str) -> str:
         """Path of the setting `cfg.rm.<key>` in the file, for messages."""
-        return f"rlhf.{_RLHF_KEYS.get(key, key)}" if self.is_grpo else f"{RM}.{key}"
+        is_shared = key.split(".")[0] in SHARED_WITH_STAGE2
+        return f"rlhf.{_RLHF_KEYS.get(key, key)}" if self.is_grpo and not is_shared else f"{RM}.{key}"
 
     @property
     def answers_per_sample(self) -> int:
