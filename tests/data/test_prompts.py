@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import AutoProcessor
+from transformers import AutoProcessor, processing_utils
 
 from utils.data.prompts import render_prompt, to_chat_messages
 
@@ -31,6 +31,16 @@ def test_rol_3_render_prompt_takes_processor_or_tokenizer(start_model):
     ids_ = render_prompt(processor, chat)
     assert ids_ == render_prompt(processor.tokenizer, chat)
     assert processor.decode(ids_).endswith("<|im_start|>assistant\n") and ids_.count(processor.image_token_id) == 1
+
+
+def test_rol_3_a_template_gets_the_arguments_that_it_knows(start_model, monkeypatch):
+    """ROL-3: transformers warns of others, once a prompt."""
+    monkeypatch.setattr(processing_utils.logger, "warning", lambda text, *_: pytest.fail(text))
+    processor, chat = AutoProcessor.from_pretrained(start_model), [{"role": "user", "content": "hi"}]
+    plain = render_prompt(processor, chat)
+    processor.chat_template += "{% if enable_thinking is false %}no thinking{% endif %}"
+    own = processor.tokenizer("no thinking", add_special_tokens=False)["input_ids"]
+    assert render_prompt(processor, chat) == plain + own
 
 
 @pytest.mark.parametrize(

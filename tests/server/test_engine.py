@@ -114,6 +114,8 @@ class FakeLLM:
 
 
 class FakeTokenizer:
+    chat_template = None
+
     def apply_chat_template(self, messages, **_):
         if messages[0]["content"] == "bad":
             raise ValueError("bad prompt")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 IMAGE_MARKER = "<image>"
-# Of a template that knows it, as Qwen3.5's, the prompt closes the thinking; others ignore it.
+# Of a template that knows it, as Qwen3.5's, the prompt closes the thinking.
 TEMPLATE_ARGUMENTS = {"enable_thinking": False}
 CUT_TOKENS = 1024  # by so many at most, a cut text has more tokens than the same text inside a longer one
 MAX_REASON = 200  # characters of a template's own error, which may repeat the messages
@@ -62,11 +62,10 @@ def render_prompt(
             times the text's memory.
         ValueError: the template refuses these messages, or fails on them.
     """
-    chat = list(chat_messages)
+    chat, template = list(chat_messages), str(processor_or_tokenizer.chat_template)
+    known = {name: value for name, value in TEMPLATE_ARGUMENTS.items() if name in template}  # others make it warn
     try:
-        text = processor_or_tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True, **TEMPLATE_ARGUMENTS
-        )
+        text = processor_or_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **known)
     except Exception as error:  # a template is a program of the model's: besides jinja2's own errors it raises anything
         raise ValueError(f"the chat template does not take these messages: {str(error)[:MAX_REASON]}") from error
     tokenizer = getattr(processor_or_tokenizer, "tokenizer", processor_or_tokenizer)
