@@ -22,6 +22,7 @@ from utils.data.stream import SampleStream
 from utils.dist import DistributedError, Ranks
 from utils.packing import CarryBuffer
 from utils.run import resume
+from utils.run.monitor import write_evaluation
 from utils.run.resume import (
     RunLock,
     checkpoint_folders,
@@ -194,6 +195,14 @@ def test_save_total_limit_keeps_the_newest_complete_ones_LRN_5(tmp_path, ranks):
     assert names(tmp_path) == ["checkpoint-6", "checkpoint-4"]
     save(tmp_path, 8, ranks, limit=1)
     assert names(tmp_path) == ["checkpoint-8", "checkpoint-6"]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_LRN_5(tmp_path, ranks):
+    """LRN-5: by the evaluations so far; an earlier best one goes."""
+    for step, f1 in ((2, 0.5), (4, 0.7), (6, 0.6), (8, 0.65), (10, 0.6)):
+        save(tmp_path, step, ranks, limit=2)
+        write_evaluation(tmp_path, step, {"f1": f1}, [], is_best=step in (2, 4))
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-8", "checkpoint-4"]
 
 
 def test_a_deletion_interrupted_by_a_kill_is_finished_LRN_5(tmp_path, ranks):

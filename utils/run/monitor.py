@@ -150,6 +150,12 @@ def first_evaluation(run_dir: Path) -> dict[str, Any]:
     return json.loads(min(run_dir.glob("eval/step_*.json")).read_text())
 
 
+def best_step(run_dir: Path) -> int | None:
+    """The step whose evaluation was the best so far, by `metric_for_best_model`; None before the first one."""
+    made = [json.loads(path.read_text()) for path in run_dir.glob("eval/step_*.json")]
+    return max((scores["step"] for scores in made if scores.get("is_best")), default=None)
+
+
 def write_evaluation(
     run_dir: Path, step: int, result: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], is_best: bool
 ) -> None:

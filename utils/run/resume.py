@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from utils.dist import DistributedError, Ranks, capture_error
+from utils.run.monitor import best_step
 from utils.run.rollout_log import read_rollout_log
 
 logger = logging.getLogger(__name__)
@@ -151,12 +152,17 @@ def _fsync(path: Path) -> None:
 
 
 def delete_old(run_dir: Path, save_total_limit: int) -> None:
-    """Delete complete checkpoints but the newest `save_total_limit`; damaged ones are neither counted nor deleted."""
+    """Delete complete checkpoints but the newest `save_total_limit` and the best one so far.
+
+    Damaged ones are neither counted nor deleted.
+    """
     whole = [path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None]
     for path in run_dir.glob("checkpoint-*.deleting"):  # of a process killed halfway; in the way of a rename
         _delete(path)
+    best = best_step(run_dir)
     for path in whole[save_total_limit:]:
-        _delete(path)
+        if _step_of(path) != best:
+            _delete(path)
 
 
 def _delete(path: Path) -> None:
