@@ -21,7 +21,7 @@ from typing import Any
 
 import jinja2
 
-from tools.convert import convert
+from tools.convert import Report, convert
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.load import ConfigError, exit_with, load_config
 from utils.config.memory import GIB
@@ -39,6 +39,8 @@ MAX_ROOTS = 20  # folders of images that are named one by one
 ENGINES = ("zero2", "zero3", "zero3_offload")  # in the order in which they are tried
 FILL = 0.9  # of a row that a micro-step's samples take on average
 SAMPLES_PER_STEP = 32
+PARTIAL_TOKENS = 1024  # of an answer, at least, where the data list some of the objects
+PARTIAL_KL = 30.0  # there it holds the other objects to the start model's view, as in the demo
 MIN_STEPS = 200  # small data are repeated until there are as many
 
 
@@ -111,6 +113,7 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
         "roots": image_roots([*samples, *held_out]),
         "max_pixels": max_pixels,
         "unmatched": "drop_duplicates" if data.is_partial else "trim",
+        "reference_kl": PARTIAL_KL if data.is_partial else 0.0,
         "rank": 64 if args.gpus else 16,
     }
     plan = fit(args.output, args.gpus, data, settings)
@@ -141,7 +144,7 @@ def answer_form(model: Path, family: Family) -> tuple[AnswerFormat, str]:
     tokenizer = load_processor(str(model)).tokenizer
     try:
         TokenTable.from_tokenizer(tokenizer, COORD_TOKENS)
-        return COORD_TOKENS, "the tokenizer has the coordinate tokens"
+        return COORD_TOKENS, "the tokenizer has its tokens; a model that has not learnt them needs stage 1 first"
     except ValueError:
         if family.answer_format is None:
             raise
@@ -175,12 +178,23 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
         return train, val
     target = Path("data") / f"{_name_of(data)}.jsonl"
     outputs = [target.with_name(f"{target.stem}_{split}.jsonl") for split in SPLITS]
+    for output in outputs:
+        if output.exists():
+            raise ValueError(f"{output}: exists; train on it (--data {outputs[0]}), or remove it to convert again")
     if val is not None:
         for file, output in zip((train, val), outputs, strict=True):
-            convert(file, _images_of(file, images), output)
+            _convert(file, images, output)
         return outputs[0], outputs[1]
-    numbers = convert(train, _images_of(train, images), target, splits=SPLITS).images
+    numbers = _convert(train, images, target, SPLITS).images
     return outputs[0], outputs[1] if numbers[str(outputs[1])] else None
+
+
+def _convert(file: Path, images: Path | None, output: Path, splits: dict[str, float] | None = None) -> Report:
+    """Convert a COCO or LVIS file and print what was left out, and why."""
+    folder = _images_of(file, images)
+    report = convert(file, folder, output, splits=splits)
+    print("".join(f"# {line}\n" for line in f"{file}, images in {folder}:\n{report.text()}".splitlines()), end="")
+    return report
 
 
 def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:
@@ -198,7 +212,8 @@ def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:
 
 
 def _images_of(annotations: Path, images: Path | None) -> Path:
-    """The folder of a COCO file's images: the first near it that holds one of its first images."""
+    """The folder of a COCO file's images: the one near it that holds most of its first ones. Of several alike it is the
+    one whose name is in that of the file, as train2017 in instances_train2017.json."""
     if images is not None:
         return images
     with annotations.open(encoding="utf-8") as file:
@@ -206,10 +221,14 @@ def _images_of(annotations: Path, images: Path | None) -> Path:
     names = re.findall(r'"file_name"\s*:\s*"([^"]+)"', head)[:20]
     near = [annotations.parent, annotations.parent.parent]
     folders = [*near, *(child for folder in near for child in sorted(folder.iterdir()) if child.is_dir())]
-    for folder in folders:
-        if any((folder / name).is_file() for name in names):
-            return folder
-    raise ValueError(f"{annotations}: its images are not near it; name their folder with --images")
+    num_found = {folder: sum((folder / name).is_file() for name in names) for folder in folders}
+    found = [folder for folder, number in num_found.items() if number == max(num_found.values()) > 0]
+    if len(found) > 1:
+        found = [folder for folder in found if folder.name in annotations.stem] or found
+    if len(found) == 1:
+        return found[0]
+    where = f"are in several folders ({', '.join(map(str, found))})" if found else "are not near it"
+    raise ValueError(f"{annotations}: its images {where}; name their folder with --images")
 
 
 def measure(samples: Sequence[Sample], num_lines: int, processor: Any, form: AnswerFormat) -> DataFacts:
@@ -287,8 +306,9 @@ def samples_per_learner(gpus: int, data: DataFacts) -> int:
 
 
 def new_tokens(data: DataFacts) -> int:
-    """Room for answers half as long again as the longest true one."""
-    return _rounded(1.5 * data.answer_max, 64)
+    """Room for answers half as long again as the longest true one, and ample room where images show more than is
+    listed."""
+    return _rounded(max(1.5 * data.answer_max, PARTIAL_TOKENS * data.is_partial), 64)
 
 
 def _rounded(value: float, step: int) -> int:

@@ -22,6 +22,7 @@ from tests.run.test_program import (  # noqa: F401
     write_config,
 )
 from utils.config.load import build_config
+from utils.config.schema import RM
 from utils.data import index as index_module
 from utils.data.encoding import EncodedPrompt
 from utils.data.images import as_sent
@@ -163,6 +164,26 @@ def test_dat_6_images_that_were_missing_are_looked_for_again(tmp_path, capsys):
     assert ended.value.code == 2 and "later.png: no such image" in capsys.readouterr().err
     (tmp_path / "a.png").rename(tmp_path / "later.png")
     assert list(map(len, load(cfg)[0])) == [1]
+
+
+def test_labels_that_no_object_has_are_named_DAT_5(tmp_path, caplog, monkeypatch):
+    """DAT-5: a misspelt class would leave its false positives unpunished. Texts too varied to be classes are not."""
+    objects = [{"desc": name, "bbox_2d": [10, 5, 100, 50]} for name in ("Fork Lift", "dog")]
+    path = write(tmp_path, *[line(objects=[each]) for each in objects])
+    raw = config(tmp_path / "run", path).model_dump(by_alias=True)
+    raw["custom"]["train_jsonl"][0]["annotated"] = ["fork lift", "forklift"]
+    raw["custom"]["val_jsonl"][0]["annotated"] = ["dog"]
+    raw["custom"]["extra"]["rollout_matching"]["eval"]["new_labels"] = ["dog", "cat", "cow"]
+    load(build_config(raw))
+    assert [record.message for record in caplog.records] == [
+        f"annotated of {path}: no object there is called forklift; is it misspelt?",
+        f"{RM}.eval.new_labels: no object there is called cat, cow; is it misspelt?",
+    ]
+    caplog.clear()
+    monkeypatch.setattr(index_module, "MAX_LABELS", 1)
+    raw["training"]["output_dir"] = str(tmp_path / "other")
+    load(build_config(raw))
+    assert not caplog.records
 
 
 def test_dat_6_only_rank_0_reads(tmp_path, monkeypatch):

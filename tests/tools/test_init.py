@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.tools.test_report import sample_of
-from tools.init import DataFacts, answer_form, find_data, fit, geometry, image_roots, main, pixel_limit
+from tools.init import DataFacts, _images_of, answer_form, find_data, fit, geometry, image_roots, main, pixel_limit
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.config.memory import DEVICE_GIB, GIB
@@ -38,7 +39,7 @@ DATA = DataFacts(
 SETTINGS = {
     "answer_format": "qwen3vl", "format_reason": "a reason", "prompt": 'all "objects": # here', "model_name": "m",
     "data_name": "d", "train": "data/a: b.jsonl", "val": "data/val.jsonl", "roots": ["/a", "/b #c"],
-    "max_pixels": 1048576, "unmatched": "trim", "rank": 64,
+    "max_pixels": 1048576, "unmatched": "trim", "reference_kl": 0.0, "rank": 64,
 }  # fmt: skip
 
 
@@ -189,7 +190,7 @@ def test_data_are_found_in_folders_and_beside_each_other(tmp_path):
         find_data(tmp_path / "none", None, None)
 
 
-def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, monkeypatch):
+def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     annotations = write_coco(tmp_path / "photos")
     train, val = find_data(tmp_path / "photos", None, None)
@@ -201,8 +202,47 @@ def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, m
     train, val = find_data(tmp_path / "photos" / "few_train.json", None, tmp_path / "photos" / "images")
     assert [len(path.read_text().splitlines()) for path in (train, val)] == [3, 2]
     (tmp_path / "photos" / "few_val.json").unlink()
+    with pytest.raises(ValueError, match="few_train_train.jsonl: exists; train on it .* or remove it"):
+        find_data(tmp_path / "photos" / "few_train.json", None, None)
+    train.unlink(), val.unlink()
+    (tmp_path / "photos" / "images" / "1.png").unlink()
+    capsys.readouterr()
     train, val = find_data(tmp_path / "photos" / "few_train.json", None, None)
-    assert len(train.read_text().splitlines()) == 3 and val is None
+    assert len(train.read_text().splitlines()) == 2 and val is None
+    assert "# images left out: no such image file: 1 (first: image 1)\n" in capsys.readouterr().out
+
+
+def test_images_of_the_same_names_are_those_of_the_split(tmp_path):
+    for name in ("test", "train", "val", "annotations"):
+        (tmp_path / name).mkdir()
+        if name != "annotations":
+            (tmp_path / name / "1.png").touch()
+    files = {name: tmp_path / "annotations" / f"{name}.json" for name in ("instances_train", "val", "all")}
+    for file in files.values():
+        file.write_text('{"images": [{"file_name": "1.png"}]}')
+    assert _images_of(files["instances_train"], None) == tmp_path / "train"
+    assert _images_of(files["val"], None) == tmp_path / "val"
+    with pytest.raises(ValueError, match="its images are in several folders .*; name their folder with --images"):
+        _images_of(files["all"], None)
+    assert _images_of(files["all"], tmp_path / "test") == tmp_path / "test"
+
+
+def test_data_that_list_some_objects_get_long_answers_and_hold_the_others_TGT_12_TGT_16(
+    tmp_path, start_model, monkeypatch
+):
+    """TGT-12, TGT-16: one object is listed of the many that an image may show."""
+    monkeypatch.chdir(tmp_path)
+    for name, more in (("some", {"annotated": ["cat"]}), ("all", {})):
+        Image.new("RGB", (64, 64)).save("a.png")
+        line = {"images": ["a.png"], "width": 64, "height": 64, "objects": [{"desc": "cat", "bbox_2d": [1, 2, 30, 40]}]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line | more) + "\n")
+        arguments = ["init", "--data", f"{name}.jsonl", "--model", str(start_model), "--gpus", "0"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        main()
+    some, everything = (load_config(f"{name}.yaml").rm for name in ("some", "all"))
+    assert (some.max_new_tokens, some.losses.reference_kl, some.targets.unmatched) == (1024, 30.0, "drop_duplicates")
+    assert everything.max_new_tokens < 100 and everything.targets.unmatched == "trim"
+    assert everything.losses.reference_kl == 0.0
 
 
 def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):

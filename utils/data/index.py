@@ -8,7 +8,7 @@ that decides what it holds: the file's content and place, how lines are read, an
     images.bin    `IMAGE` of each of their images, in order
     bad.jsonl     lines that cannot be used, as `skipped.jsonl` of the run has them
     unfit.txt     `file:line: reason` where a good line lacks what a reward needs
-    about.json    numbers of all these, and of objects; written last
+    about.json    numbers of all these, and of objects, and the labels; written last
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ LINE = np.dtype(
 IMAGE = np.dtype([("height", "<i4"), ("width", "<i4"), ("offset", "<i8"), ("num_bytes", "<i8")])
 NO_SHARD = (0, -1)  # offset and num_bytes of an image that is not in a tar shard
 NO_LENGTH = np.iinfo(np.int32).max  # tokens of a prompt that cannot be encoded
+MAX_LABELS = 100_000  # of a file; more are free text, in which no label is expected to return
 CHUNK_BYTES = 256 << 10
 SMALL_BYTES = 32 << 20  # up to this size, worker processes take longer to start than they save
 
@@ -73,6 +74,7 @@ class Scanned:
     unfit: list[str] = field(default_factory=list)
     num_objects: int = 0
     num_polygons: int = 0
+    labels: set[str] = field(default_factory=set)  # as `normal_label` gives them
 
 
 # ---- the pass over a file ------------------------------------------------------------------------------------------
@@ -123,6 +125,7 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
         found.unfit += data_problems(checks.rewards, [item])
         found.num_objects += len(item.objects)
         found.num_polygons += sum(obj.kind == "poly" for obj in item.objects)
+        found.labels.update(normal_label(obj.desc) for obj in item.objects)
     return replace(found, lines=np.array(rows, LINE), images=np.array(images, IMAGE))
 
 
@@ -160,6 +163,7 @@ def write_index(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     numbers = dict.fromkeys(("lines", "images", "bad", "unfit", "objects", "polygons"), 0)
+    labels: set[str] = set()
     size = os.path.getsize(path)
     progress = {"total": size, "unit": "B", "unit_scale": True, "mininterval": 5, "disable": size <= SMALL_BYTES}
     with ExitStack() as stack:
@@ -177,19 +181,25 @@ def write_index(
             counts = (len(part.lines), len(part.images), len(part.bad), len(part.unfit))
             for name, number in zip(numbers, (*counts, part.num_objects, part.num_polygons), strict=True):
                 numbers[name] += number
+            if len(labels) <= MAX_LABELS:
+                labels |= part.labels
             bar.update(part.num_bytes)
             on_part()
         if not numbers["lines"] + numbers["bad"]:
             numbers["bad"] = 1
             write_bad_line(empty_file(path), bad)
-    (unfinished / "about.json").write_text(json.dumps(numbers))
+    known = sorted(labels) if len(labels) <= MAX_LABELS else None
+    (unfinished / "about.json").write_text(json.dumps({**numbers, "labels": known}))
     shutil.rmtree(target, ignore_errors=True)
     os.rename(unfinished, target)
 
 
 @dataclass
 class Index:
-    """An index on disk. Raises OSError, ValueError or KeyError if it is not whole."""
+    """An index on disk. Raises OSError, ValueError or KeyError if it is not whole.
+
+    `labels` are those of the file's objects; None if they are more than `MAX_LABELS`.
+    """
 
     folder: Path
 
@@ -197,6 +207,7 @@ class Index:
         numbers = json.loads((self.folder / "about.json").read_text())
         self.num_bad, self.num_unfit = numbers["bad"], numbers["unfit"]
         self.num_objects, self.num_polygons = numbers["objects"], numbers["polygons"]
+        self.labels = None if numbers["labels"] is None else frozenset(numbers["labels"])
         self.lines = _mapped(self.folder / "lines.bin", LINE, numbers["lines"])
         self.images = _mapped(self.folder / "images.bin", IMAGE, numbers["images"])
 

@@ -41,6 +41,7 @@ from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
 from utils.families import family_in
+from utils.geometry import normal_label
 from utils.learner.learner import Learner
 from utils.learner.model import position_ids_for
 from utils.packing import NO_IDS, Batch, collate_packed, collate_padded, place
@@ -64,6 +65,8 @@ from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe, WeightSync
 from utils.targets import Segment, TargetOptions
+
+logger = logging.getLogger(__name__)
 
 PROBE_TEXT = '{"probe": ["The quick brown fox jumps over the lazy dog.", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}'
 
@@ -250,6 +253,7 @@ def load_data(
         exit_with(problems, ranks.is_main)
     indexes = list(map(Index, targets))
     warn_of_polygons(sum(i.num_polygons for i in indexes), sum(i.num_objects for i in indexes), reader.form)
+    warn_of_unknown_labels(cfg, indexes)
     train, val, left = [], [], cfg.training.eval_limit
     for spec in cfg.custom.train_jsonl:
         train.append(IndexedFile(spec.path, indexes.pop(0), reader, spec.annotated, spec.teacher_forced_ratio))
@@ -257,6 +261,26 @@ def load_data(
         val.append(IndexedFile(spec.path, indexes.pop(0), reader, spec.annotated, spec.teacher_forced_ratio, left))
         left = None if left is None else left - len(val[-1])
     return train, val
+
+
+def warn_of_unknown_labels(cfg: Config, indexes: Sequence[Index]) -> None:
+    """Name labels of `annotated` and of `new_labels` that no object of their files has: they may be misspelt.
+
+    Args:
+        indexes: of the training files, then of the validation files.
+    """
+    files = [*cfg.custom.train_jsonl, *(cfg.custom.val_jsonl or [])]
+    for spec, index in zip(files, indexes, strict=True):
+        _warn_of_unknown(f"annotated of {spec.path}", spec.annotated or [], [index])
+    if validation := indexes[len(cfg.custom.train_jsonl) :]:
+        _warn_of_unknown(f"{RM}.eval.new_labels", cfg.rm.eval.new_labels, validation)
+
+
+def _warn_of_unknown(what: str, labels: Sequence[str], indexes: Sequence[Index]) -> None:
+    known = [index.labels for index in indexes]
+    unknown = [label for label in labels if not any(own is None or normal_label(label) in own for own in known)]
+    if unknown:
+        logger.warning("%s: no object there is called %s; is it misspelt?", what, ", ".join(unknown))
 
 
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
