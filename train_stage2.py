@@ -309,6 +309,7 @@ def log_step(
     ranks = session.gather_step(
         result,
         counts=counts,
+        buffer_length=len(run.buffer),
         lengths=[length for own in rollouts for length in own.lengths],
         # Of what was trained: time in the carry buffer counts.
         lags=policy_lags((segment.policy_version for row in rows for segment in row), step - 1),
@@ -322,12 +323,12 @@ def log_step(
         **{f"rollout/{name}": value for name, value in counts.items()},
         **{f"rollout/{name}": quality[name] for name in SHOWN_SCORES if counts["num_images"]},
         **step_metrics(result, ranks),
-        "train/buffer_length": len(run.buffer),
+        "train/buffer_length": max(ranks["buffer_length"]),
     }
     shown = {"loss": result.losses["total"], **({"f1": quality["f1"]} if counts["num_images"] else {})}
     session.log_step(step, metrics, quality if counts["num_images"] else None, **shown)
     run.dump.write(step, [example for own in rollouts for example in own.examples], session.monitor)
-    training, filled = session.cfg.training, result.fill_ratio
+    training, filled = session.cfg.training, metrics["train/fill_ratio"]
     if training.packing and filled < training.packing_min_fill_ratio:
         logger.warning("step %d: rows are only %.2f full; a shorter global_max_length wastes less", step, filled)
     return ranks["signal_name"]

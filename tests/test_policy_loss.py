@@ -196,6 +196,7 @@ def test_on_policy_ratios_are_one_and_the_gradient_is_reinforce_grp_6():
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     distribution = torch.distributions.Categorical(logits=head(states))
     assert metrics["entropy"] == pytest.approx(float(distribution.entropy().mean().detach()), rel=1e-5)
+    assert policy_metrics(dict.fromkeys(sums.sums, 0.0)) == {}  # an entropy of 0 would mean that answers collapsed
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])

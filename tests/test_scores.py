@@ -177,8 +177,10 @@ def test_labels_apart_new_and_old_LRN_9():
 def test_what_is_not_annotated_counts_nowhere_TGT_12_LRN_9():
     """TGT-12, LRN-9: the blue one may be there."""
     found = evaluated(([RED, BLUE], [RED]), annotated=frozenset({"red"}), new_labels=["blue"])
-    assert found["f1_mean"] == found["f1_new"] == 1.0 and found["counting_error"] == 0
-    assert found["labels"]["blue"]["num_pred"] == 0
+    assert found["f1_mean"] == found["f1_old"] == 1.0 and found["counting_error"] == 0
+    assert "f1_new" not in found and list(found["labels"]) == ["red"]  # nothing is known of blue ones
+    twice = evaluated(([RED, RED, *[BLUE] * 18], [RED]), annotated=frozenset({"red"}))
+    assert twice["duplicate_rate"] == 0.5
 
 
 # ---- TGT-14 ----------------------------------------------------------------------------------------------------------

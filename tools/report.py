@@ -313,9 +313,10 @@ def answers(
     return shown | {"errors": totals, "num_answers": len(after)}
 
 
-def _read_lines(path: Path) -> dict[str, dict[str, Any]]:
+def _read_lines(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Records by id and images: two files may count their lines alike."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {record["id"]: record for record in map(json.loads, lines)}
+    return {(record["id"], *record.get("images", [])): record for record in map(json.loads, lines)}
 
 
 def card(record: Mapping[str, Any], before: Judged | None, after: Judged) -> dict[str, Any]:

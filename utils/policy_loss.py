@@ -227,8 +227,10 @@ def policy_loss(sums: PolicySums, denominator: float, options: Rlhf) -> Tensor:
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means per scored token, from `PolicySums.sums` added up over micro-steps and ranks."""
-    means = {name: value / (sums["num_tokens"] or 1.0) for name, value in sums.items() if name != "num_tokens"}
+    """Means per scored token, from `PolicySums.sums` added up over micro-steps and ranks; none without such tokens."""
+    if not sums["num_tokens"]:
+        return {}
+    means = {name: value / sums["num_tokens"] for name, value in sums.items() if name != "num_tokens"}
     return {**means, "clip_fraction": means["clip_high"] + means["clip_low"]}
 
 

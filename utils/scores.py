@@ -97,7 +97,7 @@ def labelled_iou(predicted: Sequence[Object], truth: Sequence[Object], iou: np.n
 def evaluation_scores(counts: Mapping[str, float], new_labels: Collection[str] = ()) -> dict[str, float]:
     """`scores`, and those of LRN-9: F1, precision and recall at IoU 0.5, 0.75 and 0.95 and as their mean over 0.5:0.95,
     the mean absolute counting error, duplicates per image, the share of giant boxes. With `new_labels`, F1 of these
-    (`f1_new`) and of all others (`f1_old`)."""
+    (`f1_new`) and of all others (`f1_old`), where there are any."""
     count = defaultdict[str, float](int, counts)
     result, images = scores(counts), max(count["num_images"], 1)
     at = {t: _ratios(count[f"num_pred@{t}"], count["num_gt"], count[f"matched@{t}"]) for t in IOUS}
@@ -112,17 +112,21 @@ def evaluation_scores(counts: Mapping[str, float], new_labels: Collection[str] =
         for name, is_new in (("f1_old", False), ("f1_new", True)):
             rows = [row for label, row in table.items() if (label in wanted) == is_new]
             sums = [sum(row[key] for row in rows) for key in ("num_pred", "num_gt", "matched")]
-            result[name] = _ratios(*sums)[2]
+            result |= {name: _ratios(*sums)[2]} if rows else {}
     return result
 
 
 def label_counts(counts: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """`num_gt`, `num_pred`, `matched`, `precision`, `recall` and `f1` of each label, the most frequent one first."""
-    found: dict[str, dict[str, float]] = defaultdict(lambda: {"num_gt": 0, "num_pred": 0, "matched": 0})
+    """Of each label `num_gt`, `num_pred`, `matched`, `precision`, `recall` and `f1`, the most frequent one first.
+
+    Labels that neutral predictions alone have are left out.
+    """
+    found: Mapping[str, dict[str, float]] = defaultdict(lambda: {"num_gt": 0, "num_pred": 0, "matched": 0})
     for key, number in counts.items():
         if key.startswith("label/"):
             label, name = key.removeprefix("label/").rsplit("/", 1)
             found[label][name] = number
+    found = {label: row for label, row in found.items() if row["num_gt"] or row["num_pred"]}
     for row in found.values():
         ratios = _ratios(row["num_pred"], row["num_gt"], row["matched"])
         row |= dict(zip(("precision", "recall", "f1"), ratios, strict=True))
@@ -188,7 +192,7 @@ def scores(counts: Mapping[str, float]) -> dict[str, float]:
     result["mean_iou"] = count["iou_sum"] / max(count["matched_no_label"], 1)
     result["parse_rate"] = count["parsed"] / images
     result["truncated_rate"] = count["truncated"] / images
-    result["duplicate_rate"] = count["duplicates"] / max(count["num_pred"], 1)
+    result["duplicate_rate"] = count["duplicates"] / max(count["num_pred"] - count["neutral"], 1)
     return result
 
 

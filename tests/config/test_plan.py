@@ -233,6 +233,17 @@ def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
     assert "parameters:" in format_plan(plan) and "GiB" in format_plan(plan)
 
 
+def test_CFG_16_padded_rows_without_a_length_are_as_long_as_the_engine_lets_them_be() -> None:
+    """CFG-16: GRPO, a prompt of 8 answers on each of two learners."""
+    raw = load_config("configs/grpo/summary_1024.yaml").model_dump(by_alias=True)
+    raw["training"] |= {"packing": False, "packing_drop_last": False, "per_device_train_batch_size": 1}
+    given = make_plan(build_config(raw | {"global_max_length": 12000}), 2)
+    raw["global_max_length"] = None
+    plan = make_plan(build_config(raw), 2)
+    assert plan.max_tokens_per_step == given.max_tokens_per_step == 2 * 4 * 8 * 12000
+    assert plan.learner_memory["activations"] == given.learner_memory["activations"]
+
+
 def test_CFG_16_the_format_is_yaml_comments(tmp_path: Path) -> None:
     """CFG-16."""
     assert all(line.startswith("#") for line in format_plan(make_plan(config(), 1)).splitlines())

@@ -89,6 +89,11 @@ def test_dat_3_weights_mix_files():
     assert all(Counter(order)[f"1-{i}"] == 1 for i in range(6))  # half of the second file in each epoch
 
 
+def test_dat_3_the_size_of_an_epoch_counts_weights():
+    stream = SampleStream([list(range(1000)), list(range(7))], [0.1, 5.5])
+    assert stream.epoch_size == len(stream.epoch_order(0)) == 100 + 38
+
+
 def test_dat_3_fractional_parts_add_up():
     """DAT-3: 5 samples at weight 0.5 are 2, 3, 2, 3 per epoch, each sample once in two epochs."""
     assert [len(SampleStream(files(5), [0.5]).epoch_order(e)) for e in range(4)] == [2, 3, 2, 3]

@@ -21,7 +21,8 @@ from tests.run.test_program import (  # noqa: F401
     start,
     write_config,
 )
-from utils.config.load import build_config
+from utils.config.load import build_config, load_config
+from utils.config.plan import make_plan
 from utils.config.schema import RM
 from utils.data import index as index_module
 from utils.data.encoding import EncodedPrompt
@@ -223,6 +224,23 @@ def test_dat_6_a_run_counts_prompts_once(folder, start_model, server, start, res
         counted.clear()
         status, _, error = start(train_stage2, path, "--resume", "auto", sync=responses.sync)
         assert status == 0 and len(counted) == expected, error
+
+
+def test_weights_of_files_count_in_the_number_of_steps_CFG_16_LRN_1(
+    folder,  # noqa: F811
+    start_model,
+    server,  # noqa: F811
+    start,  # noqa: F811
+    responses,  # noqa: F811
+):
+    """CFG-16, LRN-1 at the call site: an epoch gives each of the four samples three times, as the plan says."""
+    data = [{"path": str(folder / "data" / "train.jsonl"), "weight": 3.0}]
+    training = {"output_dir": str(folder / "weighted"), "max_steps": None, "num_train_epochs": 1}
+    path = write_config(folder, start_model, server, data=data, training=training)
+    status, _, error = start(train_stage2, path, sync=responses.sync)
+    assert status == 0, error
+    steps = json.loads((folder / "weighted" / "finished.json").read_text())["steps"]
+    assert steps == 3 == make_plan(load_config(path), 1).num_steps
 
 
 def test_dat_6_the_probe_of_a_sync_sends_images_of_shards_as_bytes(tmp_path, monkeypatch):

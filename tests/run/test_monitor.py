@@ -2,10 +2,12 @@
 
 import io
 import json
+import math
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +15,8 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.config.test_load import edited
+from utils.config.load import build_config
 from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation, write_run_json
 from utils.run.records import LOGGED_PARTS
 from utils.run.session import Session
@@ -50,6 +54,22 @@ def test_progress_is_plain_lines_without_a_terminal_LOG_5(tmp_path, capsys):
     assert line.startswith("step 1/10 loss=2.5 f1=0.25 left=")
 
 
+def test_time_left_of_more_than_a_day_and_of_a_resumed_run_LOG_5(tmp_path, capsys, monkeypatch):
+    """LOG-5: from the steps of this process alone, on a line as on a terminal's bar."""
+    clock = iter([0.0, 100.0])
+    monkeypatch.setattr("utils.run.monitor.time.monotonic", lambda: next(clock))
+    monitor = Monitor(RunFacts(tmp_path), num_steps=2000, enabled=True, report_to=())
+    monitor.progress(901, loss=2.5)
+    monitor.close()
+    assert capsys.readouterr().out.endswith("left=1 day, 6:31:40\n")
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monitor = Monitor(RunFacts(tmp_path), num_steps=1000, enabled=True, report_to=())
+    monitor.progress(901, loss=2.5)
+    assert (monitor._bar.initial, monitor._bar.n) == (900, 901)
+    monitor.close()
+
+
 def test_progress_says_where_the_time_goes_LOG_5(tmp_path, capsys):
     """LOG-5: shares of the step, the largest first, without what is below 5 %."""
     monitor = Monitor(RunFacts(tmp_path), num_steps=10, enabled=True, report_to=())
@@ -70,7 +90,6 @@ def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp
         flush=lambda: None,
     )
     session = SimpleNamespace(
-        prefetcher=SimpleNamespace(num_remade=0),
         policy=SimpleNamespace(log_calls=lambda *_: {}, pop_sync_metrics=lambda: {}),
         watch=SimpleNamespace(pop_metrics=lambda: {}),
         cfg=SimpleNamespace(training=SimpleNamespace(collapse=SimpleNamespace(model_dump=lambda: BOUNDS))),
@@ -194,13 +213,30 @@ def test_an_evaluation_is_written_with_its_answers_by_id_LRN_7(tmp_path):
     assert len(list((tmp_path / "eval").iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("metric", "changes", "is_kept"),
+    [("f1", {}, True), ("recall", {}, False), ("f1", {"training__eval_limit": 3}, False)],
+)
+def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(monkeypatch, caplog, metric, changes, is_kept):
+    """LRN-7, LRN-5: a score of another metric, or on other samples, says nothing about this one."""
+    monkeypatch.setattr("utils.run.session.set_random_states", lambda *_: None)
+    before = SimpleNamespace(cfg=build_config(edited()), metric="f1")
+    resumed = {"best": 0.7, "best_of": Session._what_is_best(before), "owes_evaluation": False, "random": None}
+    now = SimpleNamespace(cfg=build_config(edited(**changes)), metric=metric, resumed=resumed, best=-math.inf)
+    now.ranks = SimpleNamespace(gather=lambda own: [own], is_main=True, device="cpu")
+    now._what_is_best = partial(Session._what_is_best, now)
+    Session.resume(now, SimpleNamespace(load_state_dict=lambda state: None))
+    assert now.best == (0.7 if is_kept else -math.inf)
+    assert ("the best one is looked for anew" in caplog.text) is not is_kept
+
+
 def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):
     """How to watch, look at and score what it made."""
     val = [SimpleNamespace(path="val.jsonl")]
     session = SimpleNamespace(
         ranks=SimpleNamespace(is_main=True, world_size=1),
         timer=SimpleNamespace(seconds={"train": 1.0}),
-        cfg=SimpleNamespace(custom=SimpleNamespace(val_jsonl=val)),
+        cfg=SimpleNamespace(custom=SimpleNamespace(val_jsonl=val), _origin=SimpleNamespace(file="mine.yaml")),
         policy=SimpleNamespace(engine=SimpleNamespace(ledger=None)),
         **{"num_steps": 7, "run_dir": tmp_path},
     )
@@ -210,6 +246,6 @@ def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):
     for command in (
         f"tensorboard --logdir {tmp_path}",
         f"python -m tools.report {tmp_path}",
-        f"python -m tools.evaluate --checkpoint {tmp_path}/checkpoint-7/merged --data val.jsonl",
+        f"python -m tools.evaluate --checkpoint {tmp_path}/checkpoint-7/merged --data val.jsonl --config mine.yaml",
     ):
         assert command in text

@@ -78,7 +78,7 @@ class NoLearner:
 
     def step(self, rows: list[Any], objective: Any, step: int) -> StepResult:
         losses = dict.fromkeys(("total", "text", "coord", "w1", "gate", "policy"), 1.0)
-        return StepResult(losses, grad_norm=0.5, learning_rates={"llm": 1e-3}, num_tokens=100, fill_ratio=0.75)
+        return StepResult(losses, grad_norm=0.5, learning_rates={"llm": 1e-3}, num_tokens=75, room=100)
 
 
 class NoSync:
@@ -202,6 +202,24 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return start
 
 
+# Evaluation in slices
+
+
+def test_an_evaluation_holds_some_samples_at_a_time_LRN_7(folder, start_model, server, start, responses, monkeypatch):
+    """LRN-7: images of a rank's whole share would not fit into memory; its last slice may be smaller, or empty."""
+    monkeypatch.setattr(session, "EVAL_SAMPLES", 3)
+    sizes, encode = [], session.Data.encode
+    monkeypatch.setattr(session.Data, "encode", lambda self, own: sizes.append(len(own)) or encode(self, own))
+    training = {"output_dir": str(folder / "sliced"), "eval_at_start": True}
+    path = write_config(folder, start_model, server, training=training)
+    status, _, error = start(train_stage2, path, sync=responses.sync)
+    assert status == 0, error
+    assert sizes[:2] == [3, 1]
+    lines = (folder / "sliced" / "eval" / "step_000000.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["id"] for line in lines}) == len(lines) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What stops a program before training
 
 

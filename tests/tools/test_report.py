@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tools.report import changed_keys, main, read_run, render, write_report
+from tools.report import _read_lines, changed_keys, main, read_run, render, write_report
 from tools.report_answers import MAX_JPEG_BYTES, choose, judge, photo, precision_recall
 from tools.report_charts import MAX_POINTS, Line, draw, thin, ticks
 from utils.config.load import load_config
@@ -227,6 +227,15 @@ def test_without_confidences_there_is_no_curve_and_neutral_predictions_cost_noth
     assert precision_recall([line], 0.5)[0].tolist() == [1.0]
     assert precision_recall([line | {"annotated": ["red"]}], 0.5)[0].tolist() == [0.0, 0.5]
     assert precision_recall([record([a], [])], 0.5) is None
+
+
+def test_answers_of_two_files_that_count_alike_are_two_LRN_7(tmp_path):
+    """LRN-7: ids are the user's; here each file numbers its lines from 1."""
+    red = [box("red", 0, 0, 9, 9)]
+    lines = [record(red, red) | {"images": ["a/1.png"]}, record(red, []) | {"images": ["b/1.png"]}]
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert list(_read_lines(path).values()) == lines
 
 
 def test_the_gallery_takes_the_worst_of_each_kind():

@@ -238,7 +238,12 @@ def learner_memory(
 
 def _row_tokens(cfg: Config) -> int:
     rows = 1 if cfg.training.packing else cfg.training.per_device_train_batch_size * cfg.answers_per_sample
-    return rows * (cfg.global_max_length or 0)
+    return rows * row_limit(cfg)
+
+
+def row_limit(cfg: Config) -> int:
+    """The most tokens of a row; without a length of their own, padded rows are as long as the engine lets them be."""
+    return cfg.global_max_length or (cfg.server_settings().vllm_max_model_len if cfg.rs else 0)
 
 
 def _activations(cfg: Config, num_checkpointed: int | None) -> int:

@@ -22,6 +22,7 @@ from utils.config.memory import (
     outside_memory,
     relative_flops,
     rollout_memory,
+    row_limit,
 )
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, RS, SCRIPTS, Config
@@ -136,7 +137,7 @@ def max_tokens_per_step(cfg: Config, world_size: int) -> int:
     training = cfg.training
     answers = training.per_device_train_batch_size * cfg.answers_per_sample
     rows = 1 if training.packing and not cfg.is_grpo else answers  # GRPO makes as many rows as it needs
-    return world_size * training.gradient_accumulation_steps * rows * (cfg.global_max_length or 0)
+    return world_size * training.gradient_accumulation_steps * rows * row_limit(cfg)
 
 
 def print_dry_run(cfg: Config, world_size: int) -> None:

@@ -98,7 +98,7 @@ DataFiles = Annotated[list[DataFile], BeforeValidator(_as_data_files)]
 class Matching(Section):
     """Which predicted objects match the ground truth."""
 
-    iou_threshold: Ratio = key(0.5, "smallest IoU of a matched pair")
+    iou_threshold: Annotated[float, Field(gt=0, le=1)] = key(0.5, "smallest IoU of a matched pair")
     label: Literal["correct", "ignore"] = key(
         "correct", "a matched object's desc is trained on the true one up to the first difference, or not"
     )

@@ -41,6 +41,12 @@ class SampleStream:
             raise ValueError("every file needs a positive weight and at least one sample")
 
     @property
+    def epoch_size(self) -> int:
+        """Samples of the first epoch, over all ranks; with fractional weights others may have one more of a file."""
+        weighted = zip(self.datasets, self.weights, strict=True)
+        return sum(math.floor(Fraction(str(weight)) * len(dataset)) for dataset, weight in weighted)
+
+    @property
     def position(self) -> int:
         """Global position of this rank's next sample."""
         return self._start + self._num_drawn * self.world_size + self.rank

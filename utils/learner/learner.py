@@ -58,7 +58,7 @@ class StepResult:
     grad_norm: float
     learning_rates: dict[str, float]  # by parameter group
     num_tokens: int
-    fill_ratio: float
+    room: int  # tokens that the rows could hold
 
 
 class _RowLoss(NamedTuple):
@@ -132,14 +132,15 @@ class Learner:
         rows = [_RowLoss(*row) for part in self._ranks.gather(rows) for row in part]
         self._check_finite(step, grad_norm is None or math.isfinite(grad_norm), rows)
         num_tokens = sum(batch.num_tokens for batch in batches)
-        # A padded batch without a limit holds what it does, padding included.
-        room = sum(self._cfg.global_max_length or batch.input_ids.numel() for batch in batches)
+        # A padded batch holds a sample a row; without a limit, what it does, padding included.
+        limit = self._cfg.global_max_length
+        room = sum(len(batch.input_ids) * (limit or batch.input_ids.shape[1]) for batch in batches)
         return StepResult(
             losses=objective.metrics([row.numbers for row in rows], totals),
             grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
             learning_rates=learning_rates,
             num_tokens=num_tokens,
-            fill_ratio=num_tokens / room,
+            room=room,
         )
 
     def _set_learning_rates(self, step: int) -> dict[str, float]:

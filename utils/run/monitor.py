@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -77,14 +78,14 @@ class Monitor:
         if not self.enabled:
             return
         if self._first_step is None:
-            self._first_step = step - 1
+            self._first_step = self._bar.initial = self._bar.n = step - 1
         text = " ".join([*(f"{name}={value:.4g}" for name, value in shown.items()), *_shares(seconds or {})])
         if self._is_terminal:
             self._bar.set_postfix_str(text)
             self._bar.update(step - self._bar.n)
         elif step % self.logging_steps == 0 or step == self.num_steps:
             per_step = (time.monotonic() - self._start) / max(step - self._first_step, 1)
-            left = time.strftime("%H:%M:%S", time.gmtime(per_step * (self.num_steps - step)))
+            left = timedelta(seconds=round(per_step * (self.num_steps - step)))
             print(f"step {step}/{self.num_steps} {text} left={left}", flush=True)
 
     def close(self) -> None:

@@ -70,7 +70,8 @@ def step_metrics(result: StepResult, ranks: Mapping[str, Sequence[Any]]) -> dict
         "rollout/new_tokens_p99": float(np.percentile(lengths, 99)),
         "train/grad_norm": result.grad_norm,
         "train/tokens_per_s": sum(ranks["num_tokens"]) / max(slowest["step"], 1e-9),
-        "train/fill_ratio": result.fill_ratio,
+        "train/fill_ratio": sum(ranks["num_tokens"]) / max(sum(ranks["room"]), 1),
+        "rollout/remade": float(sum(ranks["remade"])),
         "train/policy_lag": float(np.mean(lags)),
         "train/policy_lag_max": float(max(lags)),
     }

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -51,6 +52,11 @@ FIXED = (
     "training.packing",
     "deepspeed",
 )
+
+# Their product must stay: positions in the data and the schedule count steps of so many samples. Where micro-steps are
+# prepared ahead, a checkpoint holds some of the old size.
+BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
+AHEAD = "custom.extra.rollout_matching.async.enabled"
 
 
 @dataclass(frozen=True)
@@ -308,6 +314,9 @@ def check_compatible(checkpoint: Checkpoint, config: Mapping[str, Any], world_si
     old, new = _flatten(checkpoint.config), _flatten(json.loads(json.dumps(config, default=str)))
     changed = {key: (old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     fixed = [key for key in sorted(changed) if any(key == name or key.startswith(f"{name}.") for name in FIXED)]
+    sizes = {math.prod(flat.get(key, 1) for key in BATCH) for flat in (old, new)}
+    if len(sizes) > 1 or any(flat.get(AHEAD) for flat in (old, new)):
+        fixed += sorted(changed.keys() & set(BATCH))
     if fixed:
         listed = "; ".join("{} was {}, now {}".format(key, *map(json.dumps, changed[key])) for key in fixed)
         raise ValueError(f"{checkpoint.path}: has other settings: {listed}; set them back, or start a new run")

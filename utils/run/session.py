@@ -36,6 +36,8 @@ from utils.run.shutdown import Stopped, StopRequest
 from utils.targets import Segment
 
 logger = logging.getLogger(__name__)
+
+EVAL_SAMPLES = 512  # of a rank in memory at once, images included
 Score = TypeVar("Score")
 
 
@@ -137,7 +139,10 @@ class Session:
         """
         problem = None
         if self.resumed is not None:
-            self.best = self.resumed["best"]
+            if self.resumed.get("best_of", own := self._what_is_best()) == own:
+                self.best = self.resumed["best"]
+            else:
+                logger.warning("evaluations are scored otherwise than before; the best one is looked for anew")
             if self.resumed["owes_evaluation"] and not self.owes_evaluation:  # an earlier resumed process has made it
                 made = json.loads(evaluation_file(self.run_dir, self.steps_done).read_text())
                 self.best = max(self.best, made[self.metric])
@@ -193,9 +198,11 @@ class Session:
             own: this rank's; `lengths` (new tokens per response) and `lags` (of each trained response) among them.
 
         Returns:
-            `own` of all ranks, `seconds`, `num_tokens`, and as `signal_name` a signal that any rank has received.
+            `own` of all ranks, `seconds`, `num_tokens`, `room`, `remade` (of this process so far), and as `signal_name`
+            a signal that any rank has received.
         """
-        own |= {"seconds": self.timer.pop(), "num_tokens": result.num_tokens, "signal_name": self.stop.signal_name}
+        own |= {"seconds": self.timer.pop(), "num_tokens": result.num_tokens, "room": result.room}
+        own |= {"remade": self.prefetcher.num_remade, "signal_name": self.stop.signal_name}
         parts = self.ranks.gather(own)
         gathered: dict[str, Any] = {name: [part[name] for part in parts] for name in own}
         return gathered | {"signal_name": next(filter(None, gathered["signal_name"]), None)}
@@ -210,8 +217,9 @@ class Session:
             quality: of the responses; warns once when it passes a bound of `training.collapse`.
             shown: on the progress line, with the tokens per second.
         """
-        metrics = metrics | {"rollout/remade": float(self.prefetcher.num_remade)}
-        metrics |= self.policy.log_calls(step, "train") | self.watch.pop_metrics() | self.policy.pop_sync_metrics()
+        metrics = (
+            metrics | self.policy.log_calls(step, "train") | self.watch.pop_metrics() | self.policy.pop_sync_metrics()
+        )
         self.monitor.scalars(step, metrics)
         seconds = {part: metrics[f"seconds/{part}"] for part in LOGGED_PARTS}
         self.monitor.progress(step, seconds, **shown, **self.validation, tokens_per_s=metrics["train/tokens_per_s"])
@@ -243,6 +251,15 @@ class Session:
             self._save_unsaved()
             raise Stopped(self._stop_words(signal_name))
 
+    def _what_is_best(self) -> str:
+        """What the metric of evaluations depends on besides the weights: only those with the same can be compared."""
+        cfg = self.cfg
+        facts: list[Any] = [self.metric, cfg.training.eval_limit, cfg.rm.eval.iou_threshold]
+        facts += [file.model_dump(mode="json") for file in cfg.custom.val_jsonl or []]
+        if cfg.is_grpo and cfg.rlhf:
+            facts.append(cfg.rlhf.model_dump(mode="json", include={"reward_funcs", "reward_weights", "reward_iou"}))
+        return json.dumps(facts)
+
     def _evaluates_at(self, step: int) -> bool:
         every = self.cfg.training.eval_steps
         return bool(every) and (step == self.num_steps or step % every == 0)
@@ -262,12 +279,16 @@ class Session:
 
         def generate_and_score() -> list[Score]:
             with self.timed("eval"):
-                own = range(self.ranks.rank, len(self.data.val_samples), self.ranks.world_size)
-                samples = [self.data.val_samples[i] for i in own]
                 new_tokens, reports_logprobs = self.cfg.rm.max_new_tokens, self.cfg.uses_vllm
                 greedy = RolloutSampling(max_new_tokens=new_tokens, logprobs=reports_logprobs)
-                results = self.policy.generate(samples, self.data.encode(samples), greedy, step, EVAL_MICRO_STEP)
-                return [score(sample, result) for sample, result in zip(samples, results, strict=True)]
+                own = range(self.ranks.rank, len(self.data.val_samples), self.ranks.world_size)
+                largest_share, scored = -(-len(self.data.val_samples) // self.ranks.world_size), []
+                for start in range(0, largest_share, EVAL_SAMPLES):  # as many calls on each rank
+                    samples = [self.data.val_samples[i] for i in own[start : start + EVAL_SAMPLES]]
+                    prompts = self.data.encode(samples)
+                    results = self.policy.generate(samples, prompts, greedy, step, EVAL_MICRO_STEP)
+                    scored += [score(sample, result) for sample, result in zip(samples, results, strict=True)]
+                return scored
 
         with self._finished_steps_saved():
             return self.policy.with_current_weights(step, generate_and_score, f"evaluation at step {step}")
@@ -321,7 +342,7 @@ class Session:
             self.monitor.flush()  # a kill after the checkpoint must not lose the curves before it
             own.update(program.state_dict())
             own["random"] = random_states(self.ranks.device)
-            own["best"] = self.best
+            own["best"], own["best_of"] = self.best, self._what_is_best()
             own["owes_evaluation"] = self._evaluates_at(self.steps_done)
             own["sync"] = {"mode": self.policy.engine.mode, "fallback": self.policy.engine.fallback}
 
@@ -357,7 +378,8 @@ class Session:
         logger.info("checkpoint: %s; curves: tensorboard --logdir %s", checkpoint, self.run_dir)
         logger.info("look at it: python -m tools.report %s", self.run_dir)
         scored = self.cfg.custom.val_jsonl[0].path if self.cfg.custom.val_jsonl else "FILE"
-        logger.info("score it: python -m tools.evaluate --checkpoint %s/merged --data %s", checkpoint, scored)
+        how = f"--checkpoint {checkpoint}/merged --data {scored} --config {self.cfg._origin.file}"
+        logger.info("score it: python -m tools.evaluate %s", how)
 
     def close(self) -> None:
         """Leave servers and process groups; the servers stay up (GRP-4). What fails is raised when all is done."""

@@ -102,8 +102,8 @@ def open_session(
     check_lengths(cfg, ranks.is_main, datasets, processor, val_files)
     val_samples: Sequence[Sample] = ConcatDataset(val_files) if val_files else []
     weights = [spec.weight for spec in cfg.custom.train_jsonl]
-    num_steps = cfg.training.num_steps(sum(map(len, datasets)), ranks.world_size)
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
+    num_steps = cfg.training.num_steps(stream.epoch_size, ranks.world_size)
     resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
     teacher = reach_teacher(cfg, ranks, processor) if cfg.rm.teacher else None

@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from utils.dist import DistributedError
+from utils.dist import COMMAND_NAME, DistributedError
 from utils.run.resume import checkpoint_folders, problem_of_sizes
 
 STOPPED_STATUS = 75  # EX_TEMPFAIL: a supervisor may start the run again with --resume auto
@@ -93,11 +93,14 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def resume_command(config: str) -> str:
-    return f"{launch_command(config)} --resume auto"
+    command = launch_command(config)
+    return command if "--resume" in command.split() else f"{command} --resume auto"
 
 
 def launch_command(config: str) -> str:
-    """This process's launch command, as far as it is visible from inside."""
+    """What launched this process: as `tools.launch` says, else as far as it is visible from inside."""
+    if command := os.environ.get(COMMAND_NAME):
+        return command
     program = f"{Path(sys.argv[0]).name} --config {config}"
     if "LOCAL_WORLD_SIZE" not in os.environ and "WORLD_SIZE" not in os.environ:
         return f"python {program}"
