@@ -8,7 +8,7 @@ PORT   ?= 29500
 ARGS   ?=
 # Where learners run: the nodes of a hostfile (docs/scaling.md), these GPUs of this machine, or so many processes.
 HOSTFILE =
-LEARNERS = $(if $(HOSTFILE),--hostfile $(HOSTFILE),$(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)))
+LEARNERS = $(if $(HOSTFILE),$(if $(GPUS),$(error HOSTFILE says which GPUS of each node: give one of the two))--hostfile $(HOSTFILE),$(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)))
 # vLLM for CPU and for GPUs do not fit into one environment: a machine with GPUs has a second one for what runs on CPU.
 VENV    = $(if $(filter gpu-cpu,$(MACHINE)-$(DEVICE)),.venv-cpu,.venv)
 BIN     = $(VENV)/bin
@@ -32,9 +32,10 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv from the pinned requirements (skipped when up to date)
 
-$(READY): requirements.txt requirements-$(DEVICE).txt constraints-$(DEVICE).txt tools/torchvision_cpu.py
+PINS = requirements.txt requirements-$(DEVICE).txt constraints-$(DEVICE).txt tools/torchvision_cpu.py
+$(READY): $(PINS)
 	@for other in $(filter-out $(READY),$(wildcard $(VENV)/.ready-*)); do \
-	  echo "$(VENV) holds the set of $$other, which does not fit that of DEVICE=$(DEVICE); remove $(VENV) first"; exit 1; done
+	  echo "$(VENV) holds the set of $$other, which does not fit that of DEVICE=$(DEVICE); give DEVICE=$${other##*-}, or remove $(VENV) first"; exit 1; done
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements-$(DEVICE).txt -c constraints-$(DEVICE).txt $(EXTRA_INDEX)
 	$(if $(filter cpu,$(DEVICE)),$(BIN)/pip uninstall -q -y torchaudio torchcodec)
@@ -100,15 +101,22 @@ audit: ## known vulnerabilities of the locked packages of DEVICE, if PyPI's data
 	$$tmp/venv/bin/pip-audit --disable-pip --no-deps -r $$tmp/lock.txt
 
 ##@ Train (settings in CONFIG)
-server: $(READY) ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
+# Something may run from this environment for weeks, so only `make setup` changes what is installed.
+.PHONY: installed
+installed:
+	@test -e $(READY) || $(MAKE) --no-print-directory setup
+	@test -z "$$(find $(PINS) -newer $(READY))" || { \
+	  echo "the pinned requirements have changed; stop what runs from $(VENV), then: make setup"; exit 1; }
+
+server: installed ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
 	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)
 
-train: $(READY) ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
+train: installed ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
 	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
 	  train_stage2.py --config $(CONFIG) $(ARGS)
 
 grpo: CONFIG = configs/grpo/summary_1024.yaml
-grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
+grpo: installed ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
 	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
 	  train_grpo.py --config $(CONFIG) $(ARGS)
 
@@ -116,6 +124,6 @@ grpo: $(READY) ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on C
 docs: $(READY) ## docs/config.md from the schema
 	$(BIN)/python -m tools.make_config_docs
 
-clean: ## remove runs and caches (not the environment)
-	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean: ## remove caches (neither runs nor the environment)
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,37 @@ def test_what_runs_on_cpu_has_an_environment_of_its_own_on_gpu_machines_and_sees
 def test_server_and_train_use_the_environment_of_their_device(machine, device, venv):
     commands = commands_of(f"MACHINE={machine}", f"DEVICE={device}", "train", "CONFIG=a.yaml")
     assert f"exec {venv}/bin/python -m tools.launch" in commands
+
+
+def test_what_may_run_for_weeks_changes_no_installed_package(tmp_path):
+    """A server that is restarted after the pins changed must not install under a learner that runs."""
+    for name in ("Makefile", "requirements.txt", "requirements-cpu.txt", "constraints-cpu.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "torchvision_cpu.py").touch()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/echo")
+    command = ["make", "DEVICE=cpu", "MACHINE=cpu"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    (tmp_path / ".venv" / ".ready-cpu").touch()
+    assert "rollout_server.py --config a.yaml" in run("server", "CONFIG=a.yaml").stdout
+    later = time.time() + 60
+    os.utime(tmp_path / "constraints-cpu.txt", (later, later))
+    for target in ("server", "train", "grpo"):
+        refused = run(target, "CONFIG=a.yaml")
+        assert refused.returncode and "stop what runs from .venv, then: make setup" in refused.stdout
+        assert "--config" not in refused.stdout
+    assert "pip install" in run("-n", "setup").stdout and "pip install" in run("-n", "test").stdout
+
+
+def test_a_hostfile_and_gpus_are_not_given_together():
+    """DeepSpeed would ignore GPUS."""
+    command = ["make", "-n", "train", "HOSTFILE=hosts", "GPUS=4,5"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode and "HOSTFILE says which GPUS of each node: give one of the two" in refused.stderr
 
 
 def test_the_demos_hide_gpus_from_server_and_learner():

@@ -28,12 +28,12 @@ from types import FrameType
 
 import psutil
 
-from utils.dist import SECRET_NAME, check_master_port
+from utils.dist import COMMAND_NAME, SECRET_NAME, check_master_port
 
 MASTER_PORT = 29500  # DeepSpeed's default
 # Beginnings of names. DeepSpeed adds PYTHON*, and NCCL* where it runs on GPUs (launcher/runner.py, EXPORT_ENVS).
 FORWARDED = (
-    *("ROLLOUT_SERVER_TOKEN", SECRET_NAME),
+    *("ROLLOUT_SERVER_TOKEN", SECRET_NAME, COMMAND_NAME),
     *("GLOO_", "NCCL_", "UCX_", "OMP_", "DS_ACCELERATOR", "TORCH_", "PYTORCH_", "CUDA_HOME", "VLLM_"),
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "PATH", "LD_LIBRARY_PATH"),
 )
@@ -66,7 +66,8 @@ def run(command: list[str], environment: dict[str, str]) -> int:
                 target.send_signal(signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, forward)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, forward)
     return process.wait()
 
 
@@ -93,6 +94,7 @@ def environment_for(arguments: list[str]) -> Iterator[dict[str, str]]:
     nodes share, is deleted at the end. What stands in the user's own `.deepspeed_env` comes last and wins.
     """
     options, environment = options_of(arguments), dict(os.environ)
+    environment[COMMAND_NAME] = launched_as(arguments)
     if not options.no_ssh and (options.config or not options.has_hosts):  # other nodes read it in the run directory
         environment.setdefault(SECRET_NAME, secrets.token_hex(32))
     if options.no_ssh or not options.has_hosts:
@@ -157,6 +159,11 @@ def stop_other_nodes(pid: int, command: list[str]) -> bool:
     return False
 
 
+def launched_as(arguments: list[str]) -> str:
+    """The command that starts the same run again."""
+    return shlex.join(["python", "-m", "tools.launch", *arguments])
+
+
 def check_port_of(arguments: list[str]) -> None:
     """Raise OSError if the ranks could not meet at `--master_port`. A dry run needs no port; with a hostfile rank 0 may
     be on another node, and checks it there.
@@ -184,7 +191,7 @@ def killed_rank_message(number: int, arguments: list[str]) -> list[str]:
     run_dir = Path(load_config(options_of(arguments).config).training.output_dir)
     log, newest = run_dir / "rollouts.jsonl", newest_checkpoint(run_dir)
     lines = read_rollout_log(log) if log.exists() else []
-    command = f"python -m tools.launch {' '.join(arguments)}" + " --resume auto" * ("--resume" not in arguments)
+    command = launched_as(arguments) + " --resume auto" * ("--resume" not in arguments)
     return [
         f"run {run_dir}: a rank was ended by {signal.Signals(number).name}"
         + "; the kernel does this when memory runs out (see dmesg)" * (number == signal.SIGKILL),

@@ -21,7 +21,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-# Environment variable that tools.launch sets for the ranks of one run.
+# Environment variables that tools.launch sets for the ranks of one run.
+COMMAND_NAME = "LEARNER_COMMAND"
 SECRET_NAME = "LEARNER_SECRET"  # noqa: S105  (the name, not the secret)
 MAX_MESSAGE_BYTES = 1 << 30  # of one rank in one gather
 ALIVE_S = 5.0  # between signs of life of rank 0 while others wait for its work

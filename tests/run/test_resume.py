@@ -52,7 +52,7 @@ def ranks(monkeypatch) -> Ranks:
     return Ranks()
 
 
-def save(run: Path, step: int, ranks: Ranks, limit: int | None = None) -> Path:
+def save(run: Path, step: int, ranks: Ranks, limit: int | None = None, config: dict = CONFIG) -> Path:
     def write(folder: Path) -> None:
         (folder / "state").mkdir()
         (folder / "state" / "rank_00000.pt").write_bytes(bytes([step]) * 100)
@@ -60,7 +60,7 @@ def save(run: Path, step: int, ranks: Ranks, limit: int | None = None) -> Path:
 
     (run / "run.json").parent.mkdir(parents=True, exist_ok=True)
     (run / "run.json").write_text("{}")
-    return write_checkpoint(run, step, ranks, write, run_id="abc", config=CONFIG, save_total_limit=limit)
+    return write_checkpoint(run, step, ranks, write, run_id="abc", config=config, save_total_limit=limit)
 
 
 def names(run: Path) -> list[str]:
@@ -273,6 +273,27 @@ def test_settings_that_must_stay_are_named_with_both_values_LRN_5(tmp_path, rank
     with pytest.raises(ValueError) as caught:
         choose_checkpoint(tmp_path, "auto", changed, ranks)
     assert 'model.path was "m", now "n"; tuner.rank was 4, now 8' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "is_ahead", "is_refused"),
+    [(4, 3, False, False), (2, 6, False, False), (2, 3, False, True), (2, 6, True, True), (4, 3, True, False)],
+)
+def test_the_samples_of_a_step_must_stay_LRN_5(tmp_path, ranks, batch, accumulation, is_ahead, is_refused):
+    """LRN-5: or the schedule ends early; with micro-steps prepared ahead those must keep their size, too."""
+
+    def config_of(batch: int, accumulation: int) -> dict:
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        ahead = {"extra": {"rollout_matching": {"async": {"enabled": is_ahead}}}}
+        custom = CONFIG["custom"] | ahead
+        return CONFIG | {"training": CONFIG["training"] | sizes, "custom": custom}
+
+    save(tmp_path, 2, ranks, config=config_of(4, 3))
+    if not is_refused:
+        assert choose_checkpoint(tmp_path, "auto", config_of(batch, accumulation), ranks).step == 2
+        return
+    with pytest.raises(ValueError, match="training.per_device_train_batch_size was 4, now 2"):
+        choose_checkpoint(tmp_path, "auto", config_of(batch, accumulation), ranks)
 
 
 def test_settings_that_may_change_are_named_in_the_log_LRN_5(tmp_path, ranks, caplog):

@@ -55,6 +55,14 @@ def test_the_command_of_a_run_without_a_launcher_LRN_5(monkeypatch):
     assert resume_command("a.yaml") == "python train_stage2.py --config a.yaml --resume auto"
 
 
+@pytest.mark.parametrize("more", ["", " --resume auto"])
+def test_the_command_of_a_run_is_that_of_its_launcher_LRN_5(monkeypatch, more):
+    """LRN-5: with hostfile and port, which the ranks cannot see."""
+    command = "python -m tools.launch --hostfile hosts --master_port 29777 train_stage2.py --config a.yaml"
+    monkeypatch.setenv("LEARNER_COMMAND", command + more)
+    assert resume_command("a.yaml") == f"{command} --resume auto"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_only_asks_however_often_it_comes_LRN_5(number):
     """LRN-5: launchers send several."""

@@ -20,6 +20,8 @@ from tests.run.test_resume import ranks, save  # noqa: F401
 from tools.launch import check_port_of, environment_for, killed_rank_message
 from utils.dist import Ranks
 
+ROOT = Path(__file__).parents[2]
+
 
 def write_config(folder: Path) -> Path:
     """A config whose run directory is `folder/run`."""
@@ -207,12 +209,31 @@ def test_one_machine_needs_no_files(tmp_path, monkeypatch):
     for arguments in (["--num_gpus", "2"], ["--hostfile", str(tmp_path / "none")], [*hosts, "--no_ssh"]):
         with environment_for([*arguments, "train_stage2.py", "--config", str(write_config(tmp_path))]) as environment:
             secrets.add(environment.pop("LEARNER_SECRET", None))
+            command = environment.pop("LEARNER_COMMAND")
+            assert command.startswith(f"python -m tools.launch {arguments[0]} ") and command.endswith("/a.yaml")
             assert environment == dict(os.environ) and not (tmp_path / "run").exists()
     assert len(secrets) == 3 and None in secrets  # where each node is launched by hand there is none
     with environment_for([*hosts, "train_stage2.py", "--config", str(write_config(tmp_path))]) as environment:
         file = Path(environment["DS_ENV_FILE"])
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and f"PATH={os.environ['PATH']}\n" in file.read_text()
     assert not file.exists()
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path):
+    """LRN-12: `nohup make train` outlives its terminal; SIGTERM stops it still."""
+    code = "import signal, sys; from tools.launch import run; "
+    code += "signal.signal(signal.SIGHUP, signal.SIG_IGN); print('up', flush=True); sys.exit(-run(['sleep', '60'], {}))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    try:
+        assert process.stdout.readline() == "up\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == signal.SIGTERM
+    finally:
+        process.kill()
 
 
 def test_a_config_that_cannot_be_used_is_refused_before_any_node_hears_of_it(tmp_path, capsys):
