@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 from PIL import Image
 from rich.console import Console
@@ -136,12 +137,13 @@ def exit_on_sigterm() -> None:
 
 def run(command: list[str], environment: dict[str, str]) -> None:
     """Run the command to its end and exit if it fails; kill all its processes if this one is stopped first."""
-    process = subprocess.Popen(command, env=environment)
+    others = set(psutil.Process().children())
     try:
-        status = process.wait()
-    finally:
-        for left in process_tree(process.pid):
-            left.kill()
+        status = subprocess.Popen(command, env=environment).wait()
+    finally:  # a signal may also come while `Popen` starts it
+        for own in set(psutil.Process().children()) - others:
+            for left in process_tree(own.pid):
+                left.kill()
     if status:
         sys.exit(f"{' '.join(command)} ended with status {status}")
 

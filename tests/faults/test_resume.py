@@ -84,7 +84,8 @@ def test_a_killed_run_and_a_stopped_one_go_on_exactly_zero2_LRN_5_LRN_1_CFG_1(fo
     words = f"stopped by SIGTERM after step {step} of {NUM_STEPS}, saved"
     assert words in stopped.output and stopped.steps() == list(range(3, step + 1))
     assert f"newest complete checkpoint: {broken / f'checkpoint-{step}'}" in stopped.output
-    assert f"deepspeed --num_gpus 2 train_stage2.py --config {config} --resume auto" in stopped.output
+    command = f"train_stage2.py --config {config} --resume auto"
+    assert "resume from it with: python -m tools.launch --num_gpus 2" in stopped.output and command in stopped.output
 
     last = finish(config, "--resume", str(broken / f"checkpoint-{step}"))
     assert f"resuming from {broken / f'checkpoint-{step}'} (step {step})" in last.output
