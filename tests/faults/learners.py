@@ -134,7 +134,8 @@ def assert_clean_end(learner: LearnerProcess, family: list[psutil.Process], word
     assert re.search(rf"it ended after optimizer step ({step}|{step + 1}), generating weights ", last), last
     assert f"newest complete checkpoint: {run / f'checkpoint-{step}'}" in last, last
     config = learner.log.with_name(learner.log.name.split(".")[0] + ".yaml")
-    assert re.search(rf"resume from it with: deepspeed .*train_stage2.py --config {config} --resume auto", last), last
+    launcher = "(deepspeed|python -m tools.launch)"
+    assert re.search(rf"resume from it with: {launcher} .*train_stage2.py --config {config} --resume auto", last), last
     assert newest_step(run) == step
 
 
