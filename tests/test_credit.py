@@ -1,5 +1,6 @@
 """utils.credit: what each object and decision of an answer earns, by hand, and what the tokens make of it (GRP-8)."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from tests.answers import make_table, make_tokenizer
 from tests.test_grpo import Alone
 from tests.test_policy_loss import settings_of
 from tests.test_rewards import sample
-from utils.credit import CLOSE, GO_ON, KINDS, OBJECT, REST, Credit, credit_of
+from utils.credit import REST, Credit, attempts, close_decision, credit_of, go_on_decision, object_decision
 from utils.geometry import Object
 from utils.grpo import Answer, choose_rows, decision_advantages, has_signal, weight_answers
 from utils.policy_loss import policy_loss, policy_segment, policy_sums, policy_tokens, token_weights
@@ -36,33 +37,31 @@ def credit(text: str, truth: list[Object], names=F1, annotated=None) -> Credit:
     return credit_of(completion, image, rewards, own, len(completion.token_ids) + 1)
 
 
-def earned(objects: list[Object], truth: list[Object], **more) -> dict[str, list[float]]:
-    """The first reward of each decision by kind, in order."""
-    found = credit(format_objects(objects), truth, **more)
-    return {name: found.rewards[found.kinds == kind, 0].tolist() for kind, name in enumerate(KINDS)}
+def earned(objects: list[Object], truth: list[Object], **more) -> list[float]:
+    """What each object earned of the first reward."""
+    return credit(format_objects(objects), truth, **more).earned[:, 0].tolist()
 
 
 def test_right_and_wrong_objects_by_hand_GRP_8() -> None:
     """GRP-8: A is right, the tree is not, B is missed. F1 of both is 2/4, of A alone 2/3, of the tree alone 0."""
-    found = earned([A, FAR], [A, B])
-    assert found["object"] == pytest.approx([1 / 2 - 0, 1 / 2 - 2 / 3])
-    assert found["go on"] == pytest.approx([1 / 2 - 0, 1 / 2 - 2 / 3])
-    assert found["close"] == found["rest"] == [1 / 2]
-
-
-def test_going_on_is_worth_all_that_came_of_it_GRP_8() -> None:
-    """GRP-8: the tree before B is wrong, but going on behind A led to B: F1 of A, tree, B is 4/5, of A alone 2/3."""
-    found = earned([A, FAR, B], [A, B])
-    assert found["go on"] == pytest.approx([4 / 5, 4 / 5 - 2 / 3, 4 / 5 - 2 / 4])
-    assert found["object"] == pytest.approx([4 / 5 - 2 / 4, 4 / 5 - 1, 4 / 5 - 2 / 4])
+    assert earned([A, FAR], [A, B]) == pytest.approx([1 / 2 - 0, 1 / 2 - 2 / 3])
+    assert earned([A, FAR, B], [A, B]) == pytest.approx([4 / 5 - 2 / 4, 4 / 5 - 1, 4 / 5 - 2 / 4])
 
 
 @pytest.mark.parametrize("order", [(A, NEAR_A), (NEAR_A, A)])
 def test_copies_do_not_blame_each_other_GRP_8(order) -> None:
     """GRP-8: the better copy is the object, wherever it stands; without the other F1 is 1, with it 2/3."""
-    found = earned(list(order), [A])
     expected = {A: 1.0, NEAR_A: 2 / 3 - 1}
-    assert found["object"] == pytest.approx([expected[obj] for obj in order])
+    assert earned(list(order), [A]) == pytest.approx([expected[obj] for obj in order])
+
+
+def test_what_overlaps_a_missed_object_is_an_attempt_at_it_GRP_8() -> None:
+    """GRP-8: whatever its label; but what matches comes first, even if something of another label overlaps more."""
+    tree_at_a, part_of_a = replace(A, desc="tree"), replace(A, coords=(0, 0, 30, 50))  # IoU 1 and 0.15
+    assert attempts([part_of_a, B, FAR], [A, B], 0.5).tolist() == [0, 1, -1]
+    assert attempts([tree_at_a, NEAR_A], [A], 0.5).tolist() == [-1, 0]
+    assert attempts([tree_at_a, part_of_a], [A, B], 0.5).tolist() == [0, -1]
+    assert attempts([], [A], 0.5).tolist() == [] and attempts([A], [], 0.5).tolist() == [-1]
 
 
 TWO = frozenset({"red car", "blue car"})  # no trees: they are neutral
@@ -73,8 +72,12 @@ def words_of(text: str, found: Credit) -> list[str]:
     spoken = [str(make_tokenizer("qwen").decode([token])) for token in completion_of(text).token_ids] + ["<stop>"]
     return [
         "".join(word for word, own in zip(spoken, found.decisions, strict=True) if own == decision)
-        for decision in range(len(found.kinds))
+        for decision in range(found.num_decisions)
     ]
+
+
+def going_on(words: list[str]) -> list[str]:
+    return words[go_on_decision(0) :: 2]
 
 
 def test_what_is_not_annotated_decides_nothing_TGT_12() -> None:
@@ -82,12 +85,10 @@ def test_what_is_not_annotated_decides_nothing_TGT_12() -> None:
     and so on. What follows all objects that count is the rest."""
     far_a = replace(A, coords=FAR.coords)
     found = earned([A, FAR, B, FAR, far_a, FAR], [A, B], annotated=TWO)
-    assert found == earned([A, B, far_a], [A, B], annotated=TWO)
+    assert len(found) == 3 and found == earned([A, B, far_a], [A, B], annotated=TWO)
     text = format_objects([A, FAR, B, FAR])
-    credit_found = credit(text, [A, B], annotated=TWO)
-    words = words_of(text, credit_found)
-    going_on = [words[i] for i in np.flatnonzero(credit_found.kinds == GO_ON)]
-    assert [part.count("{") for part in going_on] == [1, 2]
+    words = words_of(text, credit(text, [A, B], annotated=TWO))
+    assert [part.count("{") for part in going_on(words)] == [1, 2]
     assert words[REST].count("tree") == 2 and not any("tree" in part for part in words[1:])
     assert words[REST].count(", {") == 1
 
@@ -96,15 +97,19 @@ def test_an_object_by_place_is_not_neutral_for_rewards_of_the_place_TGT_12() -> 
     """GRP-8, TGT-12: a tree where A is counts for `detection_mean_iou`, which ignores labels, and not for F1."""
     there = replace(A, desc="tree")
     names = ("detection_mean_iou", "detection_f1")
-    assert earned([there, B], [A, B], names=names, annotated=TWO)["object"] == pytest.approx([1 / 2, 1 / 2])
-    assert earned([there, B], [A, B], annotated=TWO)["object"] == pytest.approx([2 / 3])
+    assert earned([there, B], [A, B], names=names, annotated=TWO) == pytest.approx([1 / 2, 1 / 2])
+    assert earned([there, B], [A, B], annotated=TWO) == pytest.approx([2 / 3])
 
 
 def test_rewards_of_the_text_count_in_full_for_every_decision_GRP_8() -> None:
     """GRP-8: only functions of the objects are split."""
-    found = credit(format_objects([A, FAR]), [A, B], names=("detection_parse", "detection_f1", "no_overlong"))
-    assert set(found.rewards[:, 0]) == {1.0} and set(found.rewards[:, 2]) == {1.0}
-    assert found.rewards[found.kinds == OBJECT, 1] == pytest.approx([1 / 2, 1 / 2 - 2 / 3])
+    names = ("detection_parse", "detection_f1", "no_overlong")
+    found = credit(format_objects([A, FAR]), [A, B], names=names)
+    assert found.apart.tolist() == [1.0, 0.0, 1.0] and not found.earned[:, [0, 2]].any()
+    assert found.earned[:, 1] == pytest.approx([1 / 2, 1 / 2 - 2 / 3])
+    group = [answer_of(text, [A, B], names) for text in (format_objects([A]), format_objects([A])[:-1])]
+    closed, open_ = decision_advantages([group], np.array([1.0, 0.0, 0.0]), "none")
+    assert closed == pytest.approx(np.full(4, 0.5)) and open_ == pytest.approx(np.full(4, -0.5))
 
 
 BROKEN = '{"objects": [{"desc": "red car", "bbox_2d": [1]}, ' + format_objects([A, B])[len('{"objects": [') :]
@@ -114,19 +119,15 @@ BROKEN = '{"objects": [{"desc": "red car", "bbox_2d": [1]}, ' + format_objects([
 def test_every_token_belongs_to_its_decision_GRP_8(text: str) -> None:
     """GRP-8: object tokens hold label and coordinates of their object; separators go on; the end closes."""
     completion = completion_of(text)
-    found = credit(text, [A, B])
-    by_decision = words_of(text, found)
-    objects = [by_decision[i] for i in np.flatnonzero(found.kinds == OBJECT)]
-    for words, obj in zip(objects, [A, B][: len(objects)], strict=True):
-        assert obj.desc in words and all(f"<|coord_{value}|>" in words for value in obj.coords)
-    between = [by_decision[i] for i in np.flatnonzero(found.kinds == GO_ON)]
-    assert all("{" in words and "coord" not in words and "car" not in words for words in between)
-    (close,) = np.flatnonzero(found.kinds == CLOSE)
+    words = words_of(text, credit(text, [A, B]))
+    objects = words[object_decision(0) : -1 : 2]
+    for part, obj in zip(objects, [A, B][: len(objects)], strict=True):
+        assert obj.desc in part and all(f"<|coord_{value}|>" in part for value in obj.coords)
+    assert all("{" in part and "coord" not in part and "car" not in part for part in going_on(words))
     is_closed = completion.parsed.closed
-    assert by_decision[close].endswith("]}<stop>" if is_closed else "")
-    rest = by_decision[REST]
-    assert '"objects"' in rest and ("bbox_2d" in rest) == (text is BROKEN)
-    assert ("<stop>" in rest) != is_closed
+    assert words[close_decision(len(objects))].endswith("]}<stop>" if is_closed else "")
+    assert '"objects"' in words[REST] and ("bbox_2d" in words[REST]) == (text is BROKEN)
+    assert ("<stop>" in words[REST]) != is_closed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,10 +135,14 @@ def test_every_token_belongs_to_its_decision_GRP_8(text: str) -> None:
 
 
 def answer_of(text: str, truth: list[Object], names=F1, annotated=None, **state) -> Answer:
-    completion = completion_of(text)
-    found = credit(text, truth, names, annotated)
+    completion, image = completion_of(text), replace(sample(truth), annotated=annotated)
     segment = policy_segment("s", [1, 2], [*completion.token_ids, 0], policy_version="r:0")
-    return Answer(segment, text, found.rewards[0], [], credit=found, **state)
+    rewards = score(completion, image, load_rewards(names))
+    return Answer(segment, text, rewards, [], credit=credit(text, truth, names, annotated), **state)
+
+
+def group_of(*answers: list[Object], truth: list[Object], **more) -> list[Answer]:
+    return [answer_of(format_objects(objects), truth, **more) for objects in answers]
 
 
 def without_credit(groups: list[list[Answer]]) -> list[list[Answer]]:
@@ -156,55 +161,95 @@ ONE_EACH = [
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_with_one_object_an_advantage_is_the_answers_GRP_8(scale_rewards: str) -> None:
-    """GRP-8: every token's, whatever the scale, and rewards of the text among them."""
-    options = settings_of(scale_rewards=scale_rewards, max_new_tokens=64)
-    weights = np.array([1.0, 0.5, 0.25, 0.1, 0.3])
-    ours = weight_answers(ONE_EACH, weights, options, Alone())
-    theirs = weight_answers(without_credit(ONE_EACH), weights, options, Alone())
-    for own, expected in zip(ours.advantages, theirs.advantages, strict=True):
-        np.testing.assert_allclose(own, expected, atol=1e-12)
-    assert any(own.any() for own in ours.advantages)
-    np.testing.assert_array_equal(ours.weights, theirs.weights)
-    assert ours.denominator == theirs.denominator and ours.has_signal.tolist() == theirs.has_signal.tolist()
+def test_with_one_object_per_image_an_advantage_is_the_answers_GRP_8(scale_rewards: str) -> None:
+    """GRP-8: of the object and of going on to it, whatever the scale; nothing follows closing."""
+    small = replace(A, coords=(0, 0, 100, 30))  # a bad attempt at A
+    groups = [group_of([A], [small], [NEAR_A], truth=[A]), group_of([small], [A], [A], truth=[A])]
+    found = decision_advantages(groups, np.ones(1), scale_rewards)
+    expected = decision_advantages(without_credit(groups), np.ones(1), scale_rewards)
+    assert found == [pytest.approx(np.array([value, value, value, 0])) for (value,) in expected]
+    assert any(map(np.any, found))
 
 
-def test_baselines_are_those_of_the_kind_in_the_group_GRP_8() -> None:
-    """GRP-8: objects earn 1/2, -1/6 and 2/3, of mean 1/3; an answer that is left out counts nowhere."""
-    group = [answer_of(format_objects(objects), [A, B]) for objects in ([A, FAR], [A])]
-    group.append(answer_of(format_objects([B]), [A, B], is_valid=False))
-    found = decision_advantages([group], np.ones(1), "none")
-    first, second, left_out = (own[answer.credit.kinds == OBJECT] for own, answer in zip(found, group, strict=True))
-    assert first == pytest.approx([1 / 2 - 1 / 3, -1 / 6 - 1 / 3]) and second == pytest.approx([2 / 3 - 1 / 3])
+def test_advantages_by_hand_GRP_8() -> None:
+    """GRP-8: both find A. The first says a tree, which earns -1/6, and passes over B, which would earn 4/5 - 1/2 there:
+    one of three answers has it. In the second it would earn 1 - 2/3. An answer that is left out counts nowhere."""
+    group = group_of([A, FAR], [A], [A, B], [B], truth=[A, B])
+    group[3].is_valid = False
+    first, second, third, left_out = (own[1:] for own in decision_advantages([group], np.ones(1), "none"))
+    tree = -1 / 6 - (4 / 5 - 1 / 2) / 3  # it stands behind B
+    assert first == pytest.approx(np.array([0, tree, tree, tree, 0]))  # A, to go on to it, the tree, to go on, to close
+    assert second == pytest.approx(np.array([0, -1 / 9, -1 / 9]))
+    assert third == pytest.approx(np.array([0, 2 / 9, 2 / 9, 2 / 9, 0]))
     assert not left_out.any()
-    closing = [own[answer.credit.kinds == CLOSE][0] for own, answer in zip(found, group, strict=True)]
-    assert closing == pytest.approx([1 / 2 - 7 / 12, 2 / 3 - 7 / 12, 0])
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_neutral_objects_are_not_measured_against_others_TGT_12(scale_rewards: str) -> None:
-    """GRP-8, TGT-12: both answers are A and a tree, so neither is better. A tree beside another answer's A has the
-    advantage of its answer, and A the one it has without any tree."""
-    options = settings_of(scale_rewards=scale_rewards, max_new_tokens=64)
-
-    def advantages(*answers: list[Object]) -> tuple[list[Answer], list[np.ndarray]]:
-        group = [answer_of(format_objects(objects), [A, B], annotated=TWO) for objects in answers]
-        return group, weight_answers([group], np.ones(1), options, Alone()).advantages
-
-    assert not any(own.any() for own in advantages([A, FAR], [A, FAR])[1])
-    group, with_trees = advantages([A, FAR, FAR], [A, B, FAR], [NEAR_A, FAR])
-    plain, without = advantages([A], [A, B], [NEAR_A])
-    for answer, found, other, expected in zip(group, with_trees, plain, without, strict=True):
-        for kind in (REST, OBJECT, GO_ON, CLOSE):
-            own = found[np.isin(answer.decisions, np.flatnonzero(answer.credit.kinds == kind))]
-            other_own = expected[np.isin(other.decisions, np.flatnonzero(other.credit.kinds == kind))]
-            assert np.unique(own.round(9)).tolist() == np.unique(other_own.round(9)).tolist()
-    group, found = advantages([A], [FAR, FAR])  # as if the second had said one tree
-    assert found[0] == pytest.approx(np.full(len(found[0]), found[0][0])) and found[0][0] > 0
-    assert found[1] == pytest.approx(np.full(len(found[1]), -found[0][0]))
+@pytest.mark.parametrize("truth", [[A, B], [B, A]])
+def test_what_is_passed_over_is_taken_from_the_decision_that_did_GRP_8(truth: list[Object]) -> None:
+    """GRP-8: recall of A and B is 1/2 each, and each is found by two answers of three, 1/3 on the mean. The second
+    passes over A when it says B, the third over B when it closes. A wrong object before B passes over nothing."""
+    early = replace(FAR, coords=(300, 300, 400, 400))
+    group = group_of([A, B], [B], [A, early], truth=truth, names=("detection_no_missed",))
+    both, no_a, no_b = (own[1:] for own in decision_advantages([group], np.ones(1), "none"))
+    assert both == pytest.approx(np.array([1 / 6, 1 / 3, 1 / 6, 1 / 6, 0]))  # A, to go on to it, B, to go on, to close
+    assert no_a == pytest.approx(np.array([1 / 6 - 1 / 3, 1 / 6 - 1 / 3, 0]))
+    assert no_b == pytest.approx(np.array([1 / 6, 1 / 6 - 1 / 3, 0, -1 / 3, -1 / 3]))
 
 
-def test_the_std_of_the_batch_is_each_kinds_own_over_all_ranks_GRP_8() -> None:
+C = Object("red car", "bbox_2d", (600, 800, 700, 900))
+TREE = replace(FAR, coords=(300, 300, 400, 400))
+CANDIDATES = (A, TREE, B, C)  # said in this order, each or not
+NUM = len(CANDIDATES)
+
+
+@pytest.mark.parametrize(("name", "least"), [("detection_no_missed", 1 - 1e-9), ("detection_f1", 0.97)])
+def test_advantages_follow_the_gradient_of_the_reward_GRP_8(name: str, least: float) -> None:
+    """GRP-8: a policy says each candidate or not, in order. The mean over all pairs of answers, by their probability,
+    against the gradient of the expected reward, computed from all answers. Objects add up in recall, so there it is the
+    same; in F1 an object earns more in a worse answer."""
+    logits = torch.tensor([0.3, -0.6, 0.5, -0.2], dtype=torch.float64, requires_grad=True)
+    answers = [said for size in range(NUM + 1) for said in itertools.combinations(range(NUM), size)]
+
+    def choices_of(said: tuple[int, ...]) -> torch.Tensor:
+        """Log-probability of each choice of the next one, the last one to close: of all that are passed over."""
+        picked, passed = torch.nn.functional.logsigmoid(logits), torch.nn.functional.logsigmoid(-logits)
+        starts, ends = [0, *(index + 1 for index in said)], [*said, NUM]
+        spans = zip(starts, ends, strict=True)
+        return torch.stack([passed[start:end].sum() + picked[end : end + 1].sum() for start, end in spans])
+
+    logprobs = [choices_of(said) for said in answers]
+    probability = torch.stack([own.sum() for own in logprobs]).exp()
+    assert probability.sum().item() == pytest.approx(1)
+    for truth in ([A, B], [B], [TREE, C], [A, B, C], [A, B, C, NEAR_A]):
+        made = group_of(*([CANDIDATES[i] for i in said] for said in answers), truth=truth, names=(name,))
+        rewards = torch.tensor([answer.rewards[0] for answer in made])
+        (exact,) = torch.autograd.grad((probability * rewards).sum(), logits, retain_graph=True)
+        surrogate = torch.zeros(())
+        for pair in itertools.product(range(len(answers)), repeat=2):
+            weight = probability[list(pair)].prod().detach()
+            for i, own in zip(pair, decision_advantages([[made[i] for i in pair]], np.ones(1), "none"), strict=True):
+                surrogate = surrogate + weight * (torch.tensor(own[object_decision(0) :: 2]) * logprobs[i]).sum()
+        (estimated,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
+        assert torch.cosine_similarity(estimated, exact, dim=0) >= least
+        if name == "detection_no_missed":
+            torch.testing.assert_close(estimated, exact)
+
+
+def test_neutral_objects_are_not_measured_against_others_TGT_12() -> None:
+    """GRP-8, TGT-12: what counts has the advantage that it has without trees."""
+    more = {"truth": [A, B], "annotated": TWO}
+    assert not any(
+        own.any() for own in decision_advantages([group_of([A, FAR], [A, FAR], **more)], np.ones(1), "group")
+    )
+    with_trees = group_of([A, FAR, FAR], [A, B, FAR], [NEAR_A, FAR], [FAR], **more)
+    without = group_of([A], [A, B], [NEAR_A], [], **more)
+    for own, expected in zip(
+        *(decision_advantages([g], np.ones(1), "group") for g in (with_trees, without)), strict=True
+    ):
+        np.testing.assert_allclose(own, expected)
+
+
+def test_the_std_of_the_batch_is_that_of_all_answers_GRP_8() -> None:
     """GRP-8, GRP-6: what two ranks compute apart is what one computes of all groups."""
     groups = [[answer_of(format_objects(o), [A, B]) for o in ([A, FAR], [A])], ONE_EACH[0]]
     groups[1] = [answer_of(answer.text, [A, B]) for answer in groups[1]]

@@ -135,7 +135,7 @@ def test_rewards_are_weighted_and_compared_within_their_group_GRP_6():
 def test_the_std_of_the_batch_is_that_of_all_ranks_GRP_6():
     """GRP-6: rewards 0, 2 here and 4, 6 on the other rank."""
     groups = [[answer([0.0, 0.0]), answer([0.0, 1.0])]]
-    elsewhere = np.array([[2.0, 10.0, 52.0], *np.zeros((3, 3))])
+    elsewhere = np.array([2.0, 10.0, 52.0])
     weighted = weight_answers(groups, WEIGHTS, RLHF.model_copy(update={"scale_rewards": "batch"}), Alone(elsewhere))
     expected = np.array([-1, 1]) / (np.std([0, 2, 4, 6], ddof=1) + 1e-4)
     np.testing.assert_allclose(weighted.advantages, np.tile(expected[:, None], 3))
@@ -171,7 +171,9 @@ def test_all_ranks_run_equally_many_rows_PCK_5_PCK_8():
 
 def test_groups_survive_a_checkpoint_LRN_5(tmp_path):
     """LRN-5."""
-    credit = Credit(np.array([0, 1]), np.array([[1.0, 0.25], [0.5, 0.5]]), np.array([0, 1, 1]))
+    credit = Credit(
+        *np.ones((2, 2, 2)), np.array([3, -1]), *np.zeros((2, 2, 2)), np.array([0.0, 1.0]), np.array([0, 1, 1])
+    )
     groups = [[answer([1.0, 0.25], credit=credit), answer([0.0, 0.0], is_valid=False, is_truncated=True)]]
     torch.save(groups_to_state(groups), tmp_path / "state.pt")
     again = groups_from_state(torch.load(tmp_path / "state.pt", weights_only=True))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.answers import make_table, make_tokenizer
 from utils.answer_format import INTERNVL
-from utils.credit import CLOSE, GO_ON, KINDS, OBJECT, REST, token_decisions
+from utils.credit import close_decision, go_on_decision, object_decision, token_decisions
 from utils.data.samples import DataError, LineReader, load_samples
 from utils.drafts import Arrangement
 from utils.geometry import Object
@@ -337,19 +337,10 @@ def test_credit_of_objects_goes_to_their_own_tokens_GRP_8_FAM_4():
     texts: dict[int, str] = {}
     for token, decision in zip(ids, decisions.tolist(), strict=False):
         texts[decision] = texts.get(decision, "") + text_of([token])
-    kinds = [REST, *[OBJECT, GO_ON] * 3, CLOSE]
-    assert [KINDS[kinds[d]] for d in sorted(texts)] == [
-        "object",
-        "go on",
-        "object",
-        "go on",
-        "object",
-        "go on",
-        "close",
-    ]
-    assert texts[2] == "<ref>" and texts[4] == "], [" and texts[6] == "<ref>" and texts[7] == "."
-    assert "1, 2, 3, 4" in texts[3] and texts[5].endswith("</box>")
-    assert decisions[-1] == 7
+    assert [texts[go_on_decision(k)] for k in range(3)] == ["<ref>", "], [", "<ref>"]
+    assert "1, 2, 3, 4" in texts[object_decision(1)] and texts[object_decision(2)].endswith("</box>")
+    assert texts[close_decision(3)] == "." and decisions[-1] == close_decision(3)
+    assert len(texts) == 7  # nothing is the rest
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import train_grpo
 from tests.answers import make_table, make_tokenizer
 from tools.demo_grpo import make_data
 from utils.config.load import load_config
-from utils.credit import OBJECT
 from utils.data.encoding import load_processor
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
@@ -242,7 +241,7 @@ def test_objects_get_credit_where_the_config_says_so_GRP_8(folder, start_model):
     plain = detection_answer(folder, start_model, 0, **common)
     assert plain.credit is None and plain.rewards == pytest.approx([2 / 3])
     found = detection_answer(folder, start_model, 0, advantage="object", **common)
-    assert found.credit.rewards[found.credit.kinds == OBJECT, 0] == pytest.approx([2 / 3, 2 / 3 - 1])
+    assert found.credit.earned[:, 0] == pytest.approx([2 / 3, 2 / 3 - 1])
     assert len(found.credit.decisions) == found.num_tokens == len(found.segment.input_ids) - 2
 
 
@@ -256,7 +255,7 @@ def test_thresholds_and_weights_follow_the_step_GRP_9(folder, start_model):
     assert found == pytest.approx([2 / 3, 2 / 3, 0, 0])
     for step, earned in ((50, 2 / 3), (70, 0)):
         answer = detection_answer(folder, start_model, step, reward_funcs=["detection_f1"], advantage="object", **ramp)
-        assert answer.credit.rewards[answer.credit.kinds == OBJECT, 0][0] == pytest.approx(earned)
+        assert answer.credit.earned[0, 0] == pytest.approx(earned)
     run, truth, result = detection_run(folder, start_model, reward_funcs=["detection_f1"], **ramp)
     assert run.evaluation_record(truth, result)["rewards"] == {"detection_f1": 0.0}  # with the settings of the end
     weights = [1.0, {"start": 0.0, "end": 2.0, "steps": 4}]

@@ -1,58 +1,81 @@
 """Credit of an answer's objects and decisions (GRP-8).
 
-S is an answer's valid objects, R(S) the rewards of an answer with these objects. Each scored token belongs to one
-decision, and a decision has rewards of its own:
+S is an answer's valid objects, R(S) the rewards of an answer with these objects. An object earns R(S) - R(S without
+it). A matched object is judged as if nobody had repeated it: S without the repeats of others, else two right copies
+would blame each other. A repeat is judged in S, and so earns less than 0. Only the rewards of
+`detection_rewards.OF_OBJECTS` are a function of S; all others count in full for every decision.
 
-    object   R(S) - R(S without it). A matched object is judged as if nobody had repeated it: S without the repeats of
-             others, else two right copies would blame each other. A repeat is judged in S, and so is worth less than 0.
-    go on    the tokens that begin another object: R(S) - R(the objects before it), what came of going on.
-    close    the tokens that close the list, and the stop token: R(S).
-    rest     everything else, a header or malformed text: R(S).
-
-Only the rewards of `detection_rewards.OF_OBJECTS` are a function of S. All others count in full for every decision.
-Baselines are taken over the group, for each kind of decision apart (`utils.grpo`). To `object` and `go on` R(no object)
-is added, which is the same in all of a group: advantages within it stay, and the std over several groups is that of
-rewards. So with one object per answer every token's advantage is that of its answer.
+Each scored token belongs to one decision of its answer: an object, with label and coordinates; to go on to an object,
+the tokens that begin it; to close, with the stop token; or to the rest, a header or malformed text. `utils.grpo` makes
+advantages of what objects earn.
 
 A neutral object (TGT-12) decides nothing: measured against objects that found something, its 0 would count as a fault.
-Its tokens are rest, or `go on` where they lead to a later object that counts, and it is in no baseline. In an answer of
-neutral objects alone the first one stays in the baselines, for an answer that found nothing.
+Its tokens are rest, or go on where they lead to a later object that counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from utils.detection_rewards import OF_OBJECTS, repeats
+from utils.geometry import bounding_box, iou_matrix
+from utils.matching import match
 from utils.rewards import Completion, RewardFunction, score
-from utils.scores import is_held_against
+from utils.scores import is_held_against, labelled_iou
 from utils.token_table import touched
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
+    from utils.geometry import Object
 
-KINDS = ("rest", "object", "go on", "close")
-REST, OBJECT, GO_ON, CLOSE = range(len(KINDS))
-NONE = -1  # in place of a kind: no token belongs to the decision, and no baseline counts it
+REST = 0  # decision of an answer's other tokens
+SAME_OBJECT_IOU = 0.1  # from there on a prediction is an attempt at a true object; TIDE's threshold of the background
+
+
+def object_decision(k: int) -> int:
+    return 2 * k + 1
+
+
+def go_on_decision(k: int) -> int:
+    """To go on to object k."""
+    return 2 * k + 2
+
+
+def close_decision(num_objects: int) -> int:
+    return 2 * num_objects + 1
 
 
 @dataclass
 class Credit:
-    """The decisions of one answer.
+    """What one answer's objects earned, and might have. K objects count, T are true, F reward functions, N tokens.
 
     Attributes:
-        kinds: int64 `[D]`, index into `KINDS` or `NONE`; decision 0 is the rest.
-        rewards: float64 `[D, F]`, each decision's own rewards.
-        decisions: int64 `[N]`, the decision that each scored token belongs to.
+        earned: float64 `[K, F]`, by each object, in the order of the answer; 0 for rewards that do not read objects.
+        possible: float64 `[T, F]`, what each true object, said exactly, would earn in place of this answer's attempt at
+            it, or besides.
+        truths: int64 `[K]`, the true object that each is an attempt at, whatever its label; -1 for none.
+        corners: float64 `[K, 2]`, y and x of their upper left corners, in bins.
+        true_corners: float64 `[T, 2]`, those of the true objects.
+        apart: float64 `[F]`, the answer's rewards that do not read objects, 0 for the others.
+        decisions: int64 `[N]`, the decision that each scored token belongs to: `REST`, `object_decision`,
+            `go_on_decision` or `close_decision`.
     """
 
-    kinds: np.ndarray
-    rewards: np.ndarray
+    earned: np.ndarray
+    possible: np.ndarray
+    truths: np.ndarray
+    corners: np.ndarray
+    true_corners: np.ndarray
+    apart: np.ndarray
     decisions: np.ndarray
+
+    @property
+    def num_decisions(self) -> int:
+        return close_decision(len(self.truths)) + 1
 
 
 def credit_of(
@@ -72,65 +95,93 @@ def credit_of(
         RewardError: as `utils.rewards.score`.
     """
     of_objects = {name: function for name, function in rewards.items() if function in OF_OBJECTS}
-    columns = np.flatnonzero([name in of_objects for name in rewards])
-    everything = set(range(len(completion.parsed.objects)))
-    again = repeats(completion, sample)
+    reads_objects = np.array([name in of_objects for name in rewards])
+    predicted, again = completion.parsed.pred_objects, repeats(completion, sample)
+    everything = set(range(len(predicted)))
+    judged = everything - again
 
-    def worth(indices: set[int]) -> np.ndarray:
-        return score(completion.keeping(sorted(indices)), sample, of_objects)
-
-    def decision(values: np.ndarray) -> np.ndarray:
-        made = own.copy()
-        made[columns] = values
+    def worth(indices: set[int], *more: Object) -> np.ndarray:
+        made = np.zeros(len(rewards))
+        held = completion.holding([*(predicted[index] for index in sorted(indices)), *more])
+        made[reads_objects] = score(held, sample, of_objects)
         return made
 
-    kinds, values = [REST], [own]
-    neutral: set[int] = set()
-    whole, alone, nothing = worth(everything), worth(everything - again), worth(set())
-    for index, obj in enumerate(completion.parsed.pred_objects):
-        others = everything if index in again else everything - again
-        part = (whole if index in again else alone) - worth(others - {index})
-        if not is_held_against(obj, sample.annotated) and np.allclose(part, 0):  # and no reward counts it
-            neutral.add(index)
-        kinds += [OBJECT, GO_ON]
-        values.append(decision(nothing + part))
-        values.append(decision(nothing + whole - worth(set(range(index)))))
-    kinds.append(CLOSE)
-    values.append(own)
+    whole, without = worth(everything), {index: worth(judged - {index}) for index in judged}
+    alone = worth(judged)
+    earned = [whole - worth(everything - {i}) if i in again else alone - without[i] for i in sorted(everything)]
+    truths = attempts(predicted, sample.objects, completion.iou_threshold)
+    truths[sorted(again)] = -1
+    attempt = {truth: index for index, truth in enumerate(truths.tolist()) if truth >= 0}
+    possible = []
+    for truth, obj in enumerate(sample.objects):
+        index = attempt.get(truth)
+        rest, base = (judged, alone) if index is None else (judged - {index}, without[index])
+        possible.append(worth(rest, obj) - base)
+    counted = [
+        index
+        for index, obj in enumerate(predicted)
+        if is_held_against(obj, sample.annotated) or not np.allclose(earned[index], 0)  # or some reward counts it
+    ]
+    return Credit(
+        np.array(earned).reshape(-1, len(rewards))[counted],
+        np.array(possible).reshape(-1, len(rewards)),
+        truths[counted],
+        _corners(predicted)[counted],
+        _corners(sample.objects),
+        np.where(reads_objects, 0.0, own),
+        _without_neutral(len(predicted), counted)[token_decisions(completion, num_tokens)],
+    )
 
-    decisions, go_on = token_decisions(completion, num_tokens), 0
-    for index in sorted(everything, reverse=True):
-        at = 2 * index + 1
-        if index in neutral:
-            decisions[decisions == at] = 0
-            decisions[decisions == at + 1] = go_on
-            if index or neutral != everything:
-                kinds[at : at + 2] = [NONE, NONE]
-        else:
-            go_on = at + 1
-    return Credit(np.array(kinds), np.array(values), decisions)
+
+def _corners(objects: Sequence[Object]) -> np.ndarray:
+    """y and x of the upper left corners, float64 `[n, 2]`: they sort as objects are read."""
+    return np.array([bounding_box(obj)[1::-1] for obj in objects], dtype=np.float64).reshape(-1, 2)
+
+
+def attempts(predicted: Sequence[Object], truth: Sequence[Object], iou_threshold: float) -> np.ndarray:
+    """The true object that each prediction is an attempt at, or -1; int64 `[num_pred]`. First come the matches, then
+    what overlaps an object that is left by `SAME_OBJECT_IOU`, whatever its label."""
+    found = np.full(len(predicted), -1)
+    for index, at in match(labelled_iou(predicted, truth), iou_threshold):
+        found[index] = at
+    left, missed = np.flatnonzero(found < 0), np.setdiff1d(np.arange(len(truth)), found)
+    for row, column in match(iou_matrix(predicted, truth)[np.ix_(left, missed)], SAME_OBJECT_IOU):
+        found[left[row]] = missed[column]
+    return found
+
+
+def _without_neutral(num_objects: int, counted: Sequence[int]) -> np.ndarray:
+    """For each decision of all objects the one of those that count, int64 `[2 num_objects + 2]`."""
+    found = np.full(close_decision(num_objects) + 1, REST)
+    found[-1] = close_decision(len(counted))
+    before = 0  # the first object behind the last that counts
+    for k, index in enumerate(counted):
+        found[object_decision(index)] = object_decision(k)
+        found[[go_on_decision(i) for i in range(before, index + 1)]] = go_on_decision(k)
+        before = index + 1
+    return found
 
 
 def token_decisions(completion: Completion, num_tokens: int) -> np.ndarray:
-    """The decision of each scored token, int64 `[num_tokens]`: object k is decision 2 k + 1, to go on to it 2 k + 2, to
-    close is the last. A token that ends an object and goes on, or closes, belongs to that decision."""
+    """The decision of each scored token, int64 `[num_tokens]`, as if all objects counted. A token that ends an object
+    and goes on, or closes, belongs to that decision."""
     parsed, table = completion.parsed, completion.table
     assert table is not None, "`parsed` needs it"
     ids = table.until_stop(completion.token_ids)
     data, ends = table.scan_text(ids)
-    found = np.zeros(num_tokens, dtype=np.int64)
+    found = np.full(num_tokens, REST)
 
     def assign(decision: int, start: int, end: int) -> None:
         found[: len(ids)][touched(ends, [(start, end - 1)])] = decision
 
     for k, pred in enumerate(parsed.objects):
-        assign(2 * k + 1, *pred.byte_span)
+        assign(object_decision(k), *pred.byte_span)
     for k, pred in enumerate(parsed.objects):
         start = pred.byte_span[0]
-        assign(2 * k + 2, pred.lead if k else start, start + 1)
+        assign(go_on_decision(k), pred.lead if k else start, start + 1)
     if parsed.closed:
-        header = table.format.header.match(data)
+        header, close = table.format.header.match(data), close_decision(len(parsed.objects))
         assert header is not None, "a closed answer has a header"
-        assign(2 * len(parsed.objects) + 1, len(parsed.prefix_bytes) or header.end(), len(data))
-        found[len(ids) :] = 2 * len(parsed.objects) + 1
+        assign(close, len(parsed.prefix_bytes) or header.end(), len(data))
+        found[len(ids) :] = close
     return found

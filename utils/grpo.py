@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from utils.credit import KINDS, REST, Credit
+from utils.credit import REST, Credit, go_on_decision, object_decision
 from utils.dist import Ranks
 from utils.packing import Batch, fill_rows, segments_from_state, segments_to_state
 from utils.policy_loss import PolicyRow, policy_tokens, token_weights
@@ -141,34 +141,89 @@ def decision_advantages(
     scale_rewards: Literal["group", "batch", "none"],
     ranks: Ranks | None = None,
 ) -> list[np.ndarray]:
-    """Advantages of each answer's decisions, float64 `[D]`: `group_advantages` of all decisions of one kind (GRP-8).
-    Without credits an answer is one decision. Collective for `batch`, unless `ranks` is None."""
-    answers = [answer for group in groups for answer in group]
-    credits = [answer.credit or Credit(np.array([REST]), answer.rewards[None], np.zeros(0)) for answer in answers]
-    counts = [len(credit.kinds) for credit in credits]
-    kinds = np.concatenate([credit.kinds for credit in credits])
-    values = np.concatenate([credit.rewards @ reward_weights for credit in credits])
-    valid = np.repeat([answer.is_valid for answer in answers], counts)
-    group_of = np.repeat(np.repeat(np.arange(len(groups)), [len(group) for group in groups]), counts)
-    places = [_table(kinds == kind, group_of, len(groups)) for kind in range(len(KINDS))]
-    exists = [(place >= 0) & valid[place] for place in places]
-    stds: list[float | None] = [None] * len(KINDS)
-    if scale_rewards == "batch" and ranks is not None:
-        moments = np.array([reward_moments(values[place], own) for place, own in zip(places, exists, strict=True)])
-        stds = [std_of(total) for total in np.sum(ranks.gather(moments), axis=0)]
-    advantages = np.zeros(len(values))
-    for place, own, std in zip(places, exists, stds, strict=True):
-        advantages[place[own]] = group_advantages(values[place], own, scale_rewards, std)[own]
-    return np.split(advantages, np.cumsum(counts)[:-1])
+    """Advantages of each answer's decisions, float64 `[D]`, answer by answer (GRP-8). Without a credit an answer is one
+    decision. Collective for `batch`, unless `ranks` is None."""
+    rewards = [np.array([answer.rewards for answer in group]) @ reward_weights for group in groups]
+    valid = [np.array([answer.is_valid for answer in group]) for group in groups]
+    std = None
+    if scale_rewards == "batch":
+        moments = sum(map(reward_moments, rewards, valid), np.zeros(3))
+        std = std_of(moments if ranks is None else np.sum(ranks.gather(moments), axis=0))
+    found: list[np.ndarray] = []
+    for group, own, counts in zip(groups, rewards, valid, strict=True):
+        whole = group_advantages(own[None], counts[None], scale_rewards, std)[0]
+        credits = [answer.credit for answer in group if answer.credit and answer.is_valid]
+        split = iter(split_advantages(credits, reward_weights, scale_rewards, std))
+        for answer, value in zip(group, whole, strict=True):
+            if answer.credit is None:
+                found.append(np.array([value]))
+            elif answer.is_valid:
+                found.append(next(split))
+                found[-1][REST] = value
+            else:
+                found.append(np.zeros(answer.credit.num_decisions))
+    return found
 
 
-def _table(chosen: np.ndarray, group_of: np.ndarray, num_groups: int) -> np.ndarray:
-    """Indices of the chosen decisions, a row per group, filled with -1; int64 `[P, M]`."""
-    rows = [np.flatnonzero(chosen & (group_of == group)) for group in range(num_groups)]
-    table = np.full((num_groups, max(1, *map(len, rows))), -1)
-    for row, indices in zip(table, rows, strict=True):
-        row[: len(indices)] = indices
-    return table
+def split_advantages(
+    credits: Sequence[Credit],
+    reward_weights: np.ndarray,
+    scale_rewards: Literal["group", "batch", "none"] = "none",
+    batch_std: float | None = None,
+) -> list[np.ndarray]:
+    """Advantages of the decisions of a group's answers, float64 `[D]` each (GRP-8); 0 for the rest.
+
+    Each true object is a question that every answer of the group answers: by its attempt, or by passing over it. The
+    baseline is what the object would earn in this answer with the success that the group has with it on the mean. It is
+    taken from the attempt, or from the decision that passed over it: the one behind the last object that stands before
+    it, top to bottom, then left to right. Anything else is worth what it earned. To go on has the sum of all that came
+    of it. So no baseline depends on what was decided, which would favour one of the choices.
+    """
+    earned = [credit.earned @ reward_weights for credit in credits]
+    possible = [credit.possible @ reward_weights for credit in credits]
+    apart = np.array([credit.apart @ reward_weights for credit in credits])
+    successes = [_success(*parts) for parts in zip(credits, earned, possible, strict=True)]
+    split = [
+        _less_expected(credit, own, could * np.mean(successes, axis=0))
+        for credit, own, could in zip(credits, earned, possible, strict=True)
+    ]
+    common = apart - apart.mean() if credits else apart
+    scale = 1.0
+    if scale_rewards == "group":  # the answers' own std, if decisions were independent
+        squares = sum((own**2).sum() for own in split) + (common**2).sum()
+        scale = np.sqrt(squares / max(len(credits) - 1, 1)) + EPSILON
+    elif scale_rewards == "batch":
+        assert batch_std is not None
+        scale = batch_std + EPSILON
+    found = []
+    for own, value in zip(split, common, strict=True):
+        following = np.cumsum(own[::-1])[::-1]
+        advantages = np.zeros(2 * len(own))
+        advantages[object_decision(0) :: 2] = own + value  # closing is the last of them
+        advantages[go_on_decision(0) :: 2] = following[:-1] + value
+        found.append(np.where(np.abs(advantages) > TOLERANCE, advantages / scale, 0.0))
+    return found
+
+
+def _success(credit: Credit, earned: np.ndarray, possible: np.ndarray) -> np.ndarray:
+    """What an answer earned with each true object, as a share of what was possible, -1 to 1; float64 `[T]`."""
+    found = np.zeros(len(possible))
+    is_attempt = credit.truths >= 0
+    found[credit.truths[is_attempt]] = earned[is_attempt]
+    return np.divide(found, possible, out=np.zeros_like(found), where=np.abs(possible) > TOLERANCE).clip(-1, 1)
+
+
+def _less_expected(credit: Credit, earned: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """What an answer's objects earned and closing, which earns nothing, less what was expected of each true object;
+    float64 `[K + 1]`."""
+    found = np.append(earned, 0.0)
+    attempt = {truth: k for k, truth in enumerate(credit.truths.tolist())}
+    corners = credit.corners.tolist()
+    for truth, corner in enumerate(credit.true_corners.tolist()):
+        before = (k for k, own_corner in enumerate(corners) if own_corner < corner)
+        place = attempt[truth] if truth in attempt else max(before, default=-1) + 1
+        found[place] -= expected[truth]
+    return found
 
 
 def _with_signal(groups: Sequence[Group], advantages: Sequence[np.ndarray]) -> np.ndarray:

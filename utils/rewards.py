@@ -34,11 +34,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils import detection_rewards
-from utils.parsing import ParsedAnswer, parse_answer
+from utils.parsing import ParsedAnswer, PredObject, parse_answer
 from utils.token_table import TokenTable
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
+    from utils.geometry import Object
 
 TVERSKY_ALPHA, TVERSKY_BETA = 0.3, 0.7  # of invented and missing parts. Source: Salehi et al. 2017 (arXiv:1706.05721)
 
@@ -76,11 +77,11 @@ class Completion(str):
             raise ValueError("detection rewards need a tokenizer with coordinate tokens")
         return parse_answer(self.token_ids, self.table)
 
-    def keeping(self, indices: Iterable[int]) -> Completion:
-        """The same answer as if only these of its objects had been parsed (GRP-8)."""
-        kept = Completion(self, self.token_ids, self.table, self.iou_threshold, self.max_new_tokens)
-        kept.parsed = replace(self.parsed, objects=[self.parsed.objects[index] for index in indices])
-        return kept
+    def holding(self, objects: Iterable[Object]) -> Completion:
+        """The same answer as if exactly these objects had been parsed; where they stand is not known (GRP-8)."""
+        held = Completion(self, self.token_ids, self.table, self.iou_threshold, self.max_new_tokens)
+        held.parsed = replace(self.parsed, objects=[PredObject(obj, [], (0, 0), (0, 0), 0) for obj in objects])
+        return held
 
 
 KeyPath = tuple[str, ...]
