@@ -90,8 +90,8 @@ def count_evaluation(
 def labelled_iou(predicted: Sequence[Object], truth: Sequence[Object], iou: np.ndarray | None = None) -> np.ndarray:
     """IoU of each pair, 0 where labels differ; float64 `[num_pred, num_gt]`. `iou`: without regard to labels."""
     iou = iou_matrix(predicted, truth) if iou is None else iou
-    same = np.array([[label_of(p) == label_of(t) for t in truth] for p in predicted], dtype=bool)
-    return np.where(same.reshape(iou.shape), iou, 0.0)
+    ours, theirs = (np.array(list(map(label_of, objects)), dtype=object) for objects in (predicted, truth))
+    return np.where(ours[:, None] == theirs[None, :], iou, 0.0)
 
 
 def evaluation_scores(counts: Mapping[str, float], new_labels: Collection[str] = ()) -> dict[str, float]:
