@@ -32,10 +32,15 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv from the pinned requirements (skipped when up to date)
 
+# Possessive quantifiers went past a lookahead, and enums were pickled in a way that checkpoints must not hold.
+CHECK_PYTHON = import http, pickle, re, sys; sys.exit(sys.version_info[:2] != (3, 11) or \
+  re.match("(?:(?!x).)*+", "abx").end() != 2 or b"getattr" in pickle.dumps(http.HTTPStatus.OK))
 PINS = requirements.txt requirements-$(DEVICE).txt constraints-$(DEVICE).txt tools/torchvision_cpu.py
 $(READY): $(PINS)
 	@for other in $(filter-out $(READY),$(wildcard $(VENV)/.ready-*)); do \
 	  echo "$(VENV) holds the set of $$other, which does not fit that of DEVICE=$(DEVICE); give DEVICE=$${other##*-}, or remove $(VENV) first"; exit 1; done
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c '$(CHECK_PYTHON)' || { \
+	  echo "$(or $(wildcard $(BIN)/python),$(PYTHON)) is no Python 3.11 that works here. Early ones, 3.11.2 of Debian 12 among them, misread answers and cannot resume; 3.11.5 and newer do not. Install one (pyenv install 3.11, or uv python install 3.11),$(if $(wildcard $(BIN)/python), remove $(VENV),) and run: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements-$(DEVICE).txt -c constraints-$(DEVICE).txt $(EXTRA_INDEX)
 	$(if $(filter cpu,$(DEVICE)),$(BIN)/pip uninstall -q -y torchaudio torchcodec)

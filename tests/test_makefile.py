@@ -93,6 +93,23 @@ def test_an_environment_of_the_other_platform_is_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".ready-cpu"]
 
 
+@pytest.mark.parametrize(
+    "fault", ["re.match = lambda *_: re.compile('abx').match('abx')", "pickle.dumps = lambda _: b'getattr'"]
+)
+def test_a_python_with_faults_that_break_runs_is_refused_before_anything_is_installed(tmp_path, fault):
+    """That of Debian 12 among them: a possessive quantifier goes past a lookahead, and an enum is pickled as
+    a call of `getattr`, which no checkpoint may hold."""
+    python, fake = tmp_path / "python3.11", tmp_path / "faulty"
+    fake.mkdir()
+    (fake / "sitecustomize.py").write_text(f"import pickle, re\n{fault}\n")
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={fake} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    command = ["make", "setup", "DEVICE=cpu", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0 and "3.11.5 and newer do not" in result.stdout, result.stdout + result.stderr
+    assert "make setup PYTHON=" in result.stdout and not (tmp_path / "venv").exists()
+
+
 def test_ci_resolves_the_gpu_set():
     assert "make check-lock DEVICE=gpu\n" in (ROOT / ".ci/run").read_text()
     assert "tools/lock.py gpu --check" in commands_of("check-lock", "DEVICE=gpu")
