@@ -1,9 +1,9 @@
 """Credit of an answer's objects and decisions (GRP-8).
 
 S is an answer's valid objects, R(S) the rewards of an answer with these objects. An object earns R(S) - R(S without
-it). A matched object is judged as if nobody had repeated it: S without the repeats of others, else two right copies
-would blame each other. A repeat is judged in S, and so earns less than 0. Only the rewards of
-`detection_rewards.OF_OBJECTS` are a function of S; all others count in full for every decision.
+it). An object is judged as if nobody had repeated it: S without the repeats of others, else two right copies would
+blame each other. A repeat is judged in S, and so earns less than 0. Only the rewards of `detection_rewards.OF_OBJECTS`
+are a function of S; all others count in full for every decision.
 
 Each scored token belongs to one decision of its answer: an object, with label and coordinates; to go on to an object,
 the tokens that begin it; to close, with the stop token; or to the rest, a header or malformed text. `utils.grpo` makes
@@ -23,7 +23,7 @@ import numpy as np
 
 from utils.detection_rewards import OF_OBJECTS, repeats
 from utils.geometry import bounding_box, iou_matrix
-from utils.matching import match
+from utils.matching import TOLERANCE, match
 from utils.rewards import Completion, RewardFunction, score
 from utils.scores import is_held_against, labelled_iou
 from utils.token_table import touched
@@ -96,7 +96,8 @@ def credit_of(
     """
     of_objects = {name: function for name, function in rewards.items() if function in OF_OBJECTS}
     reads_objects = np.array([name in of_objects for name in rewards])
-    predicted, again = completion.parsed.pred_objects, repeats(completion, sample)
+    predicted = completion.parsed.pred_objects
+    truths, again = asked(completion, sample)
     everything = set(range(len(predicted)))
     judged = everything - again
 
@@ -109,8 +110,6 @@ def credit_of(
     whole, without = worth(everything), {index: worth(judged - {index}) for index in judged}
     alone = worth(judged)
     earned = [whole - worth(everything - {i}) if i in again else alone - without[i] for i in sorted(everything)]
-    truths = attempts(predicted, sample.objects, completion.iou_threshold)
-    truths[sorted(again)] = -1
     attempt = {truth: index for index, truth in enumerate(truths.tolist()) if truth >= 0}
     possible = []
     for truth, obj in enumerate(sample.objects):
@@ -136,6 +135,17 @@ def credit_of(
 def _corners(objects: Sequence[Object]) -> np.ndarray:
     """y and x of the upper left corners, float64 `[n, 2]`: they sort as objects are read."""
     return np.array([bounding_box(obj)[1::-1] for obj in objects], dtype=np.float64).reshape(-1, 2)
+
+
+def asked(completion: Completion, sample: Sample) -> tuple[np.ndarray, set[int]]:
+    """`attempts`, with -1 for the predictions that say an object again, and these: the duplicates, and what lies by
+    `iou_threshold` on a true object that another prediction is the attempt at, whatever the labels."""
+    predicted, threshold = completion.parsed.pred_objects, completion.iou_threshold
+    truths = attempts(predicted, sample.objects, threshold)
+    lies_on_one = (iou_matrix(predicted, sample.objects) >= threshold - TOLERANCE).any(axis=1)
+    again = repeats(completion, sample) | set(np.flatnonzero((truths < 0) & lies_on_one).tolist())
+    truths[sorted(again)] = -1
+    return truths, again
 
 
 def attempts(predicted: Sequence[Object], truth: Sequence[Object], iou_threshold: float) -> np.ndarray:

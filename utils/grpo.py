@@ -145,64 +145,70 @@ def decision_advantages(
     decision. Collective for `batch`, unless `ranks` is None."""
     rewards = [np.array([answer.rewards for answer in group]) @ reward_weights for group in groups]
     valid = [np.array([answer.is_valid for answer in group]) for group in groups]
+    credits = [[answer.credit for answer in group if answer.credit and answer.is_valid] for group in groups]
+    split = [split_advantages(own, reward_weights) for own in credits]
     std = None
     if scale_rewards == "batch":
-        moments = sum(map(reward_moments, rewards, valid), np.zeros(3))
+        moments = sum(map(_moments, rewards, valid, split), np.zeros(3))
         std = std_of(moments if ranks is None else np.sum(ranks.gather(moments), axis=0))
     found: list[np.ndarray] = []
-    for group, own, counts in zip(groups, rewards, valid, strict=True):
+    for group, own, counts, (parts, squares) in zip(groups, rewards, valid, split, strict=True):
         whole = group_advantages(own[None], counts[None], scale_rewards, std)[0]
-        credits = [answer.credit for answer in group if answer.credit and answer.is_valid]
-        split = iter(split_advantages(credits, reward_weights, scale_rewards, std))
+        group_std = np.sqrt(squares / max(len(parts) - 1, 1))
+        scale = {"group": group_std + EPSILON, "batch": (std or 0.0) + EPSILON, "none": 1.0}[scale_rewards]
+        scaled = (part / scale for part in parts)
         for answer, value in zip(group, whole, strict=True):
             if answer.credit is None:
                 found.append(np.array([value]))
             elif answer.is_valid:
-                found.append(next(split))
+                found.append(next(scaled))
                 found[-1][REST] = value
             else:
                 found.append(np.zeros(answer.credit.num_decisions))
     return found
 
 
-def split_advantages(
-    credits: Sequence[Credit],
-    reward_weights: np.ndarray,
-    scale_rewards: Literal["group", "batch", "none"] = "none",
-    batch_std: float | None = None,
-) -> list[np.ndarray]:
-    """Advantages of the decisions of a group's answers, float64 `[D]` each (GRP-8); 0 for the rest.
+def _moments(rewards: np.ndarray, valid: np.ndarray, split: tuple[list[np.ndarray], float]) -> np.ndarray:
+    """`reward_moments` of a group, with the squares of its decisions for those within the group."""
+    count, total, squares = reward_moments(rewards, valid)
+    parts, of_decisions = split
+    return np.array([count, total, total**2 / count + of_decisions if parts else squares])
+
+
+def split_advantages(credits: Sequence[Credit], reward_weights: np.ndarray) -> tuple[list[np.ndarray], float]:
+    """Advantages of the decisions of a group's n answers, not scaled, float64 `[D]` each (GRP-8), 0 for the rest; and
+    the sum of squares that rewards would have about their mean, if decisions were independent.
 
     Each true object is a question that every answer of the group answers: by its attempt, or by passing over it. The
     baseline is what the object would earn in this answer with the success that the group has with it on the mean. It is
     taken from the attempt, or from the decision that passed over it: the one behind the last object that stands before
-    it, top to bottom, then left to right. Anything else is worth what it earned. To go on has the sum of all that came
-    of it. So no baseline depends on what was decided, which would favour one of the choices.
+    it, top to bottom, then left to right. Anything else is worth what it earned, times (n - 1) / n: an answer is part
+    of its baselines, which take 1 / n of all the others. To go on has the sum of all that came of it. So no baseline
+    depends on what was decided, which would favour one of the choices. If all say one object about an image of one, the
+    answers' rewards are compared, as without credit.
     """
+    if not credits:
+        return [], 0.0
     earned = [credit.earned @ reward_weights for credit in credits]
     possible = [credit.possible @ reward_weights for credit in credits]
     apart = np.array([credit.apart @ reward_weights for credit in credits])
-    successes = [_success(*parts) for parts in zip(credits, earned, possible, strict=True)]
-    split = [
-        _less_expected(credit, own, could * np.mean(successes, axis=0))
-        for credit, own, could in zip(credits, earned, possible, strict=True)
-    ]
-    common = apart - apart.mean() if credits else apart
-    scale = 1.0
-    if scale_rewards == "group":  # the answers' own std, if decisions were independent
-        squares = sum((own**2).sum() for own in split) + (common**2).sum()
-        scale = np.sqrt(squares / max(len(credits) - 1, 1)) + EPSILON
-    elif scale_rewards == "batch":
-        assert batch_std is not None
-        scale = batch_std + EPSILON
+    if all(len(credit.truths) == len(credit.true_corners) == 1 for credit in credits):
+        split = [np.append(own, 0.0) for own in earned - np.mean(earned)]
+    else:
+        expected = np.mean([_success(*parts) for parts in zip(credits, earned, possible, strict=True)], axis=0)
+        split = [
+            _less_expected(credit, np.where(credit.truths < 0, 1 - 1 / len(credits), 1.0) * own, could * expected)
+            for credit, own, could in zip(credits, earned, possible, strict=True)
+        ]
+    common = apart - apart.mean()
     found = []
     for own, value in zip(split, common, strict=True):
         following = np.cumsum(own[::-1])[::-1]
         advantages = np.zeros(2 * len(own))
         advantages[object_decision(0) :: 2] = own + value  # closing is the last of them
         advantages[go_on_decision(0) :: 2] = following[:-1] + value
-        found.append(np.where(np.abs(advantages) > TOLERANCE, advantages / scale, 0.0))
-    return found
+        found.append(np.where(np.abs(advantages) > TOLERANCE, advantages, 0.0))
+    return found, float(sum((own**2).sum() for own in split) + (common**2).sum())
 
 
 def _success(credit: Credit, earned: np.ndarray, possible: np.ndarray) -> np.ndarray:
