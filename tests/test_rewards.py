@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.answers import make_table, make_tokenizer, random_object
 from utils import detection_rewards
 from utils.data.samples import Sample, load_samples
-from utils.geometry import Object
+from utils.geometry import Object, iou_matrix
 from utils.parsing import parse_answer
 from utils.rewards import NEEDS, REWARDS, Completion, RewardError, data_problems, load_rewards, score
 from utils.scores import count_sample, scores
@@ -389,6 +389,34 @@ def test_an_answer_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("utils.rewards.parse_answer", lambda ids, table: calls.append(ids) or parse_answer(ids, table))
     detect([RED], [RED])
     assert len(calls) == 1
+
+
+def test_overlaps_are_computed_once_for_all_rewards_and_objects_held_grp_8_grp_9(monkeypatch) -> None:
+    """GRP-8, GRP-9: and rewards of any of the answer's and the true objects are those of an answer that says them."""
+    rng, calls, table = random.Random(3), [], make_table("qwen")
+    rewards = {function.__name__: function for function in detection_rewards.OF_OBJECTS}
+
+    def said(objects: list[Object]) -> Completion:
+        return Completion("", make_tokenizer("qwen").encode(format_objects(objects), add_special_tokens=False), table)
+
+    def counted(*sides: Any) -> np.ndarray:
+        calls.append(sides)
+        return iou_matrix(*sides)
+
+    monkeypatch.setattr("utils.scores.iou_matrix", counted)
+    for annotated in [None, frozenset({"red car"})] * 10:
+        objects, gt = ([random_object(rng) for _ in range(rng.randint(1, 6))] for _ in range(2))
+        objects += rng.choices(objects + gt, k=3)
+        image, completion = replace(sample(gt), annotated=annotated), said(objects)
+        calls.clear()
+        score(completion, image, rewards)
+        choices = [rng.sample(objects + gt, k=rng.randint(0, 4)) for _ in range(8)]
+        found = [score(completion.holding(chosen), image, rewards) for chosen in choices]
+        assert len(calls) == 4  # the answer's with the truth and with itself, and the same of all objects
+        choices.append([random_object(rng)])
+        found.append(score(completion.holding(choices[-1]), image, rewards))
+        for chosen, own in zip(choices, found, strict=True):
+            assert own == pytest.approx(score(said(chosen), image, rewards), abs=1e-12)
 
 
 def test_detection_without_coordinate_tokens_says_so_grp_5() -> None:

@@ -29,11 +29,13 @@ from rich.table import Table
 from torch import nn
 from tqdm import tqdm
 
+from utils.answer_format import COORD_TOKENS
 from utils.config.load import exit_with, load_config_or_exit
 from utils.config.schema import Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, num_prompt_tokens, prompt_chat
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.dist import Ranks
+from utils.families import family_in
 from utils.geometry import Object, bins_to_pixels, bounding_box, normal_label, to_norm1000
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
@@ -55,7 +57,7 @@ def main() -> None:
     model, data, rm = settings(args.config, args.checkpoint)
     annotated = annotated_labels(args.config, args.data)
     try:
-        check_checkpoint(Path(args.checkpoint))
+        check_checkpoint(Path(args.checkpoint), rm.answer_format)
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
         reader = LineReader(data.prompt, data.object_order, rm.format, grid_of(processor, rm.format))
         samples = load_samples([args.data], reader=reader)[0][: args.limit]
@@ -124,13 +126,20 @@ def annotated_labels(config: str | None, data: str) -> frozenset[str] | None:
     return frozenset(map(normal_label, named[0].annotated)) if named and named[0].annotated is not None else None
 
 
-def check_checkpoint(folder: Path) -> None:
-    """Raise ValueError if `folder` is no checkpoint in Hugging Face form; the message names one inside it, if any."""
-    if (folder / "config.json").is_file():
-        return
-    inside = folder / "merged"
-    advice = f"use {inside}" if inside.is_dir() else "name a directory in Hugging Face form (checkpoint-N/merged)"
-    raise ValueError(f"--checkpoint {folder}: no config.json there; {advice}")
+def check_checkpoint(folder: Path, answer_format: str) -> None:
+    """Raise ValueError if `folder` is no checkpoint in Hugging Face form (the message names one inside it, if any), or
+    one of a family that is not supported, or not in this answer format (FAM-2)."""
+    if not (folder / "config.json").is_file():
+        inside = folder / "merged"
+        advice = f"use {inside}" if inside.is_dir() else "name a directory in Hugging Face form (checkpoint-N/merged)"
+        raise ValueError(f"--checkpoint {folder}: no config.json there; {advice}")
+    try:
+        family = family_in(folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--checkpoint {folder}: {error}") from None
+    if answer_format not in (COORD_TOKENS.name, family.answer_format):
+        rule = f"{family.name} does not ground in answer_format: {answer_format}"
+        raise ValueError(f"--checkpoint {folder}: {rule}; pass the --config that it was trained with")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

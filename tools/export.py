@@ -46,6 +46,9 @@ def main() -> None:
         args.output.write_text("".join(lines))
         print(f"{len(lines)} images: {args.output}")
         return
+    if num_bare := sum(not record["images"] for record in records):
+        print(f"{args.answers}: {num_bare} answers to no image are left out, as COCO needs one; --to jsonl keeps them")
+        records = [record for record in records if record["images"]]
     args.output.mkdir(parents=True, exist_ok=True)
     folder, files = coco_files(records)
     for name, content in files.items():

@@ -84,9 +84,11 @@ def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
     for path in sorted(folder.glob("*.xml")):
         try:
             root = xml.parse(path).getroot()  # noqa: S314
+            size = {side: int(float(root.findtext(f"size/{side}") or 0)) or None for side in ("width", "height")}
         except xml.ParseError as error:
             raise ValueError(f"{path}: not XML: {error}") from None
-        size = {side: int(float(root.findtext(f"size/{side}") or 0)) or None for side in ("width", "height")}
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{path}: size: {error}; correct it, or delete it and the image's own counts") from None
         items = []
         for item in root.iter("object"):
             ends = [_number(item.findtext(f"bndbox/{end}")) for end in ("xmin", "ymin", "xmax", "ymax")]
@@ -146,9 +148,10 @@ def _yolo_names(labels: Path, names: Path | None) -> dict[Any, str]:
 def _rex_omni(path: Path, images: Path, unit: int) -> Iterator[Item]:
     """Rex-Omni's JSON lines: {"image_name", "annotation": {"boxes": [{"bbox": [x0, y0, x1, y1], "phrase"}]}}."""
     for number, row in _json_lines(path):
-        boxes = (row.get("annotation") or {}).get("boxes")
-        if not isinstance(boxes, list):
-            raise ValueError(f"{path}:{number}: no annotation.boxes; points are not supported")
+        annotation = row.get("annotation")
+        boxes = annotation.get("boxes") if isinstance(annotation, dict) else None
+        if not _is_list_of_dicts(boxes):
+            raise ValueError(f"{path}:{number}: no annotation.boxes of {{bbox, phrase}}; points are not supported")
         yield (
             str(number),
             {"file_name": row.get("image_name")},
@@ -160,7 +163,12 @@ def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
     """ms-swift's lines with `objects`: {"ref": [...], "bbox": [...], "bbox_type"?}. One image each."""
     for number, row in _json_lines(path):
         objects, name = row.get("objects") or {}, _only_image(row, f"{path}:{number}")
+        if not isinstance(objects, dict):
+            rule = "objects must be {ref: [...], bbox: [...]}; a list of {desc, bbox_2d} needs no conversion"
+            raise ValueError(f"{path}:{number}: {rule}")
         refs, boxes = objects.get("ref") or [], objects.get("bbox") or []
+        if not isinstance(refs, list) or not isinstance(boxes, list):
+            raise ValueError(f"{path}:{number}: ref and bbox of objects must be lists; correct the line")
         if len(refs) != len(boxes) and len(refs) != 1:
             raise ValueError(f"{path}:{number}: {len(refs)} ref entries for {len(boxes)} bbox entries; pair them")
         unit = 1 if objects.get("bbox_type") == "norm1" else 0
@@ -173,10 +181,17 @@ def _sharegpt(path: Path, images: Path, unit: int) -> Iterator[Item]:
     or the reference and box marks of Qwen-VL, Qwen2-VL, InternVL and Rex-Omni."""
     for number, row in _json_lines(path):
         turns = row.get("conversations") or row.get("messages") or []
+        if not _is_list_of_dicts(turns):
+            rule = "conversations must be a list of {from, value}, or messages one of {role, content}"
+            raise ValueError(f"{path}:{number}: {rule}; correct the line")
         answers = [turn.get("value", turn.get("content")) for turn in turns if _speaker(turn) in ("gpt", "assistant")]
         found = chain.from_iterable(_boxes_in(answer) for answer in answers if isinstance(answer, str))
         items = [_object(label, box, unit) for label, box in found]
         yield str(row.get("id", number)), {"file_name": _only_image(row, f"{path}:{number}")}, items
+
+
+def _is_list_of_dicts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 def _speaker(turn: dict[str, Any]) -> str | None:
@@ -226,7 +241,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             rows = json.load(file) if is_list else map(json.loads, filter(str.strip, file))
             for number, row in enumerate(rows, 1):
                 if not isinstance(row, dict):
-                    raise ValueError("must be a JSON object")
+                    raise ValueError(f"{path}:{number}: must be a JSON object")
                 yield number, row
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not valid JSON: {error}") from None

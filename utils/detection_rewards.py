@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from utils.geometry import iou_matrix
-from utils.matching import match
-from utils.scores import IOUS, count_giants, count_sample, is_held_against, label_of, labelled_iou, scores
+from utils.scores import IOUS, count_giants, is_held_against, scores
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
@@ -28,29 +26,28 @@ LENGTH_MARGIN = 0.2  # share of `max_new_tokens` over which the reward of the le
 def detection_parse(completion: Completion, sample: Sample) -> float:
     """The answer is closed and nothing in it was malformed, as in `parse_rate`. The format reward of DeepSeek-R1
     (arXiv:2501.12948) and of VLM-R1 (arXiv:2504.07615)."""
-    return float(_counts(completion, sample)["parsed"])
+    return float(completion.counts(sample)["parsed"])
 
 
 def detection_f1(completion: Completion, sample: Sample) -> float:
     """F1 of the objects at one IoU with equal label; 1 if there are none and none is found. As Rex-Omni reports it
     (arXiv:2510.12798)."""
-    return scores(_counts(completion, sample))["f1"]
+    return scores(completion.counts(sample))["f1"]
 
 
 def detection_f1_no_label(completion: Completion, sample: Sample) -> float:
     """F1 without regard to labels: class-agnostic, as COCO's evaluation is with `useCats = 0` (Lin et al. 2014,
     arXiv:1405.0312)."""
-    return scores(_counts(completion, sample))["f1_no_label"]
+    return scores(completion.counts(sample))["f1_no_label"]
 
 
 def detection_f1_mean(completion: Completion, sample: Sample) -> float:
     """Mean of F1 over the IoUs 0.5, 0.55, ..., 0.95: COCO's thresholds (Lin et al. 2014, arXiv:1405.0312)."""
-    predicted = completion.parsed.pred_objects
-    iou = labelled_iou(predicted, sample.objects)
-    held = {p for p, obj in enumerate(predicted) if is_held_against(obj, sample.annotated)}
+    overlaps = completion.overlaps(sample)
+    held = {p for p, obj in enumerate(overlaps.predicted) if is_held_against(obj, sample.annotated)}
     values = []
     for threshold in IOUS:
-        matched = {p for p, _ in match(iou, threshold)}
+        matched = {p for p, _ in overlaps.matches(threshold)}
         num_objects = len(matched | held) + len(sample.objects)
         values.append(2 * len(matched) / num_objects if num_objects else 1.0)
     return float(np.mean(values))
@@ -63,7 +60,7 @@ def detection_mean_iou(completion: Completion, sample: Sample) -> float:
     The IoU reward of Visual-RFT (Liu et al. 2025, arXiv:2503.01785). That missed objects count as well is ours: the
     mean over predictions alone would be largest for an answer with a single certain object.
     """
-    counts = _counts(completion, sample)
+    counts = completion.counts(sample)
     num_pred = counts["num_pred"] - counts["neutral_no_label"]
     num_objects = num_pred + counts["num_gt"] - counts["matched_no_label"]
     return min(counts["iou_sum"] / num_objects, 1.0) if num_objects else 1.0  # areas of polygons are rounded
@@ -72,20 +69,20 @@ def detection_mean_iou(completion: Completion, sample: Sample) -> float:
 def detection_no_missed(completion: Completion, sample: Sample) -> float:
     """1 less the share of true objects that were missed: recall at one IoU, as in PASCAL VOC (Everingham et al. 2010,
     "The PASCAL visual object classes challenge", IJCV 88)."""
-    counts = _counts(completion, sample)
+    counts = completion.counts(sample)
     return counts["matched"] / counts["num_gt"] if counts["num_gt"] else 1.0
 
 
 def detection_no_duplicates(completion: Completion, sample: Sample) -> float:
     """1 less the share of predictions that say an object again (`repeats`). Duplicates are what Rex-Omni
     (arXiv:2510.12798) finds GRPO to remove."""
-    return 1 - len(repeats(completion, sample)) / max(_num_counted(_counts(completion, sample)), 1)
+    return 1 - len(repeats(completion, sample)) / max(_num_counted(completion.counts(sample)), 1)
 
 
 def detection_count(completion: Completion, sample: Sample) -> float:
     """1 less the counting error (LRN-9) as a share of the true number, 0 from there on. The error is that of Lempitsky
     and Zisserman 2010, "Learning to count objects in images"; the scale is ours."""
-    counts = _counts(completion, sample)
+    counts = completion.counts(sample)
     error = abs(_num_counted(counts) - counts["num_gt"])
     return max(0.0, 1 - error / max(counts["num_gt"], 1))
 
@@ -93,8 +90,8 @@ def detection_count(completion: Completion, sample: Sample) -> float:
 def detection_no_giant_boxes(completion: Completion, sample: Sample) -> float:
     """1 less the share of predictions that cover nearly the whole image where no true object does (LRN-9). Rex-Omni
     (arXiv:2510.12798) describes such boxes in place of many small ones."""
-    giants = count_giants(completion.parsed.pred_objects, sample, completion.iou_threshold)
-    return 1 - giants / max(_num_counted(_counts(completion, sample)), 1)
+    giants = count_giants(completion.overlaps(sample), sample, completion.iou_threshold)
+    return 1 - giants / max(_num_counted(completion.counts(sample)), 1)
 
 
 def no_overlong(completion: Completion, sample: Sample) -> float:
@@ -114,21 +111,12 @@ def no_repetition(completion: Completion, sample: Sample) -> float:
 
 def repeats(completion: Completion, sample: Sample) -> set[int]:
     """Unmatched predictions that overlap a matched or an earlier one of the same label by `iou_threshold`."""
-    predicted, threshold = completion.parsed.pred_objects, completion.iou_threshold
-    matched = {p for p, _ in match(labelled_iou(predicted, sample.objects), threshold)}
-    near = iou_matrix(predicted, predicted) >= threshold
-    labels = list(map(label_of, predicted))
-
-    def is_repeat(p: int) -> bool:
-        same = (q for q in np.flatnonzero(near[p]).tolist() if q != p and labels[q] == labels[p])
-        return any(q in matched or q < p for q in same)
-
-    held = (p for p, obj in enumerate(predicted) if p not in matched and is_held_against(obj, sample.annotated))
-    return set(filter(is_repeat, held))
-
-
-def _counts(completion: Completion, sample: Sample) -> Counter[str]:
-    return count_sample(completion.parsed, sample.objects, completion.iou_threshold, False, sample.annotated)
+    overlaps = completion.overlaps(sample)
+    matched = [p for p, _ in overlaps.matches(completion.iou_threshold)]
+    near = overlaps.mutual >= completion.iou_threshold
+    found = np.flatnonzero(np.tril(near, k=-1).any(axis=1) | near[:, matched].any(axis=1))
+    again = set(found.tolist()) - set(matched)
+    return {p for p in again if is_held_against(overlaps.predicted[p], sample.annotated)}
 
 
 def _num_counted(counts: Counter[str]) -> int:

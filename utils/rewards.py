@@ -35,6 +35,7 @@ import numpy as np
 
 from utils import detection_rewards
 from utils.parsing import ParsedAnswer, PredObject, parse_answer
+from utils.scores import Overlaps, count_sample
 from utils.token_table import TokenTable
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Completion(str):
     table: TokenTable | None  # the tokenizer's, for `parsed`; None if the tokenizer has no coordinate tokens
     iou_threshold: float  # smallest IoU of a pair that counts as found (`rlhf.reward_iou`)
     max_new_tokens: int | None  # of the sampling
+    _overlaps: Overlaps | None = None
+    _counts: tuple[Sample, Counter[str]] | None = None
 
     def __new__(
         cls,
@@ -77,10 +80,29 @@ class Completion(str):
             raise ValueError("detection rewards need a tokenizer with coordinate tokens")
         return parse_answer(self.token_ids, self.table)
 
+    def overlaps(self, sample: Sample) -> Overlaps:
+        """Those of the parsed objects with the sample's, shared by all functions and with answers that `holding` makes
+        afterwards."""
+        if self._overlaps is None or self._overlaps.truth is not sample.objects:
+            self._overlaps = Overlaps(self.parsed.pred_objects, sample.objects)
+        return self._overlaps
+
+    def counts(self, sample: Sample) -> Counter[str]:
+        """The answer's counts (LRN-7), shared by all functions."""
+        if self._counts is None or self._counts[0] is not sample:
+            self._counts = (
+                sample,
+                count_sample(
+                    self.parsed, sample.objects, self.iou_threshold, False, sample.annotated, self.overlaps(sample)
+                ),
+            )
+        return self._counts[1]
+
     def holding(self, objects: Iterable[Object]) -> Completion:
         """The same answer as if exactly these objects had been parsed; where they stand is not known (GRP-8)."""
         held = Completion(self, self.token_ids, self.table, self.iou_threshold, self.max_new_tokens)
         held.parsed = replace(self.parsed, objects=[PredObject(obj, [], (0, 0), (0, 0), 0) for obj in objects])
+        held._overlaps = self._overlaps and self._overlaps.of(held.parsed.pred_objects)
         return held
 
 

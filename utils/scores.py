@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,53 @@ from utils.parsing import ParsedAnswer
 from utils.token_table import touched
 
 IOUS = [round(0.5 + 0.05 * i, 2) for i in range(10)]  # COCO's thresholds
+DUPLICATE_IOU = 0.9  # from there on two predictions of a label are one and the same
 GIANT_SHARE = 0.9  # of the image's area, above which a box is giant (LRN-9)
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
+
+
+class Overlaps:
+    """IoU and matches of an answer's objects, each computed when it is first asked for, and once."""
+
+    def __init__(self, predicted: Sequence[Object], truth: Sequence[Object]) -> None:
+        self.predicted, self.truth = predicted, truth
+        self._matches: dict[float, list[tuple[int, int]]] = {}
+
+    @cached_property
+    def iou(self) -> np.ndarray:
+        """With the true objects, whatever the labels; float64 `[num_pred, num_gt]`."""
+        return iou_matrix(self.predicted, self.truth)
+
+    @cached_property
+    def labelled(self) -> np.ndarray:
+        """With the true objects, 0 where labels differ; float64 `[num_pred, num_gt]`."""
+        return labelled_iou(self.predicted, self.truth, self.iou)
+
+    @cached_property
+    def mutual(self) -> np.ndarray:
+        """With each other, 0 where labels differ; float64 `[num_pred, num_pred]`."""
+        return labelled_iou(self.predicted, self.predicted)
+
+    @cached_property
+    def _pool(self) -> tuple["Overlaps", dict[Object, int]]:
+        objects = [*self.predicted, *self.truth]
+        return Overlaps(objects, self.truth), {obj: row for row, obj in enumerate(objects)}
+
+    def matches(self, iou_threshold: float) -> list[tuple[int, int]]:
+        """`match` among pairs with equal label."""
+        if iou_threshold not in self._matches:
+            self._matches[iou_threshold] = match(self.labelled, iou_threshold)
+        return self._matches[iou_threshold]
+
+    def of(self, objects: Sequence[Object]) -> "Overlaps":
+        """Those of an answer with other objects; looked up if all are among these or the true ones."""
+        found, (pool, row_of) = Overlaps(objects, self.truth), self._pool
+        if row_of.keys() >= set(objects):
+            rows = np.array([row_of[obj] for obj in objects], dtype=np.int64)
+            found.iou, found.labelled, found.mutual = pool.iou[rows], pool.labelled[rows], pool.mutual[rows][:, rows]
+        return found
 
 
 def count_sample(
@@ -24,6 +68,7 @@ def count_sample(
     iou_threshold: float,
     truncated: bool,
     annotated: Collection[str] | None = None,
+    overlaps: Overlaps | None = None,
 ) -> Counter[str]:
     """Counts of one answer; counts of many samples (and ranks) add up. Objects are matched one to one at the threshold,
     once by geometry alone and once among pairs with equal label. `gated` predictions overlap some object, but none by
@@ -32,12 +77,14 @@ def count_sample(
     Args:
         annotated: the labels for which annotation is complete, as `label_of` gives them; None: all. Unmatched
             predictions of other labels count as `neutral` (TGT-12), and are no duplicates.
+        overlaps: of these objects, where they are known already.
     """
     pred_objects = parsed.pred_objects
-    iou = iou_matrix(pred_objects, gt_objects)
+    overlaps = overlaps or Overlaps(pred_objects, gt_objects)
+    iou, labelled = overlaps.iou, overlaps.matches(iou_threshold)
     pairs = match(iou, iou_threshold)
     best = iou.max(axis=1, initial=0.0)
-    labelled = match(labelled_iou(pred_objects, gt_objects, iou), iou_threshold)
+    held = [p for p, obj in enumerate(pred_objects) if is_held_against(obj, annotated)]
     counts: Counter[str] = Counter(
         num_images=1,
         num_pred=len(pred_objects),
@@ -47,11 +94,11 @@ def count_sample(
         parsed=int(parsed.closed and not parsed.dropped),
         truncated=int(truncated),
         gated=int(((best > 0) & (best < iou_threshold)).sum()),
-        duplicates=count_duplicates([obj for obj in pred_objects if is_held_against(obj, annotated)]),
+        duplicates=_count_later(overlaps.mutual[held][:, held], DUPLICATE_IOU),
         **{f"dropped/{reason}": number for reason, number in parsed.dropped.items()},
     )
     if annotated is not None:
-        neutral = {p for p, obj in enumerate(pred_objects) if not is_held_against(obj, annotated)}
+        neutral = set(range(len(pred_objects))) - set(held)
         counts["neutral"] = len(neutral - {p for p, _ in labelled})
         counts["neutral_no_label"] = len(neutral - {p for p, _ in pairs})
     counts["iou_sum"] = float(sum(iou[p, g] for p, g in pairs))  # type: ignore[assignment]  # Counter: int by its stub
@@ -66,24 +113,23 @@ def count_evaluation(
 ) -> Counter[str]:
     """`count_sample`, and what evaluations report besides (LRN-9): matches at each of COCO's thresholds, the counting
     error, giant boxes, and the counts of each label as `label/NAME/...`."""
-    counts = count_sample(parsed, sample.objects, iou_threshold, truncated, sample.annotated)
     predicted, truth = parsed.pred_objects, sample.objects
+    overlaps = Overlaps(predicted, truth)
+    counts = count_sample(parsed, truth, iou_threshold, truncated, sample.annotated, overlaps)
     pred_labels, gt_labels = list(map(label_of, predicted)), list(map(label_of, truth))
-    iou = labelled_iou(predicted, truth)
     counted = [is_held_against(obj, sample.annotated) for obj in predicted]
     for threshold in IOUS:
-        pairs = match(iou, threshold)
+        pairs = overlaps.matches(threshold)
         counts[f"matched@{threshold}"] = len(pairs)
         counts[f"num_pred@{threshold}"] = len({p for p, _ in pairs} | set(np.flatnonzero(counted).tolist()))
-    pairs = match(iou, iou_threshold)
-    matched = {p for p, _ in pairs}
+    matched = {p for p, _ in overlaps.matches(iou_threshold)}
     for p, label in enumerate(pred_labels):
         counts[f"label/{label}/num_pred"] += int(p in matched or counted[p])
         counts[f"label/{label}/matched"] += int(p in matched)
     for label in gt_labels:
         counts[f"label/{label}/num_gt"] += 1
     counts["counting_error"] = abs(counts["num_pred"] - counts["neutral"] - len(truth))
-    counts["giant"] = count_giants(predicted, sample, iou_threshold)
+    counts["giant"] = count_giants(overlaps, sample, iou_threshold)
     return counts
 
 
@@ -140,14 +186,14 @@ def _ratios(num_pred: float, num_gt: float, matched: float) -> tuple[float, floa
     return matched / max(num_pred, 1), matched / max(num_gt, 1), f1
 
 
-def count_giants(predicted: Sequence[Object], sample: "Sample", iou_threshold: float) -> int:
+def count_giants(overlaps: Overlaps, sample: "Sample", iou_threshold: float) -> int:
     """Number of predictions that cover nearly the whole image where no true object does (LRN-9): neither a matched nor
     a neutral one (TGT-12), and none at all if a true object is giant."""
     if any(is_giant(obj, sample.grid) for obj in sample.objects):
         return 0
-    matched = {p for p, _ in match(labelled_iou(predicted, sample.objects), iou_threshold)}
-    held = (obj for p, obj in enumerate(predicted) if p not in matched and is_held_against(obj, sample.annotated))
-    return sum(is_giant(obj, sample.grid) for obj in held)
+    giants = [p for p, obj in enumerate(overlaps.predicted) if is_giant(obj, sample.grid)]
+    matched = {p for p, _ in overlaps.matches(iou_threshold)} if giants else set()
+    return sum(p not in matched and is_held_against(overlaps.predicted[p], sample.annotated) for p in giants)
 
 
 def is_giant(obj: Object, grid: Grid) -> bool:
@@ -174,11 +220,14 @@ def confidences(parsed: ParsedAnswer, logprobs: Sequence[float] | None) -> list[
     return found
 
 
-def count_duplicates(objects: Sequence[Object], iou_threshold: float = 0.9) -> int:
+def count_duplicates(objects: Sequence[Object], iou_threshold: float = DUPLICATE_IOU) -> int:
     """Number of objects that repeat an earlier one of the same answer: same label, nearly the same place."""
-    iou = np.triu(iou_matrix(objects, objects), k=1)
-    earlier, later = np.nonzero(iou >= iou_threshold)
-    return len({int(j) for i, j in zip(earlier, later, strict=True) if label_of(objects[i]) == label_of(objects[j])})
+    return _count_later(labelled_iou(objects, objects), iou_threshold)
+
+
+def _count_later(mutual: np.ndarray, iou_threshold: float) -> int:
+    """Number of objects that overlap an earlier one by the threshold; `mutual` `[n, n]`."""
+    return int((np.triu(mutual, k=1) >= iou_threshold).any(axis=0).sum())
 
 
 def scores(counts: Mapping[str, float]) -> dict[str, float]:

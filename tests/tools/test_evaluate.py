@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -264,6 +265,33 @@ def test_a_directory_that_is_no_checkpoint_ends_with_2_and_one_line(tmp_path, ca
     change(tmp_path)
     with pytest.raises(SystemExit) as caught:
         call("--checkpoint", tmp_path / "model", "--data", "gone.jsonl")()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "answer_format", "message"),
+    [
+        ("glm4v", "coord_tokens", "a glm4v model, which is not supported; use one of"),
+        ("qwen3_vl", "internvl", "Qwen3-VL does not ground in answer_format: internvl; pass the --config that"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_another_family_or_form_is_refused_before_anything_heavy_FAM_2(
+    start_model, tmp_path, monkeypatch, capsys, model_type, answer_format, message, backend
+) -> None:
+    """FAM-2: as training refuses them. A table of zeros would be blamed on the model."""
+    data, config = run_files(tmp_path, start_model)
+    text = yaml.safe_load(config.read_text())
+    text["custom"]["extra"]["rollout_matching"]["answer_format"] = answer_format
+    config.write_text(yaml.safe_dump(text))
+    shutil.copytree(start_model, tmp_path / "model")
+    settings = json.loads((tmp_path / "model/config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "model/config.json").write_text(json.dumps(settings))
+    for name in ("generate_with_hf", "generate_with_vllm"):
+        monkeypatch.setattr(evaluate, name, lambda *args: pytest.fail("started"))
+    with pytest.raises(SystemExit) as caught:
+        call("--checkpoint", tmp_path / "model", "--data", data, "--config", config, "--backend", backend)()
     error = capsys.readouterr().err
     assert caught.value.code == 2 and message in error and error.count("\n") == 1
 

@@ -1,6 +1,7 @@
 """tools.convert with the formats of the field other than COCO (DAT-1), and images that EXIF turns."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,9 @@ def test_DAT_1_pascal_voc(folder):
     assert rows_of(folder, "voc", folder / "voc", options=Options(keep_crowd=True)) == {"a.png": [CAT, DOG]}
     (folder / "voc" / "b.xml").write_text("<annotation>")
     with pytest.raises(ValueError, match="b.xml: not XML"):
+        rows_of(folder, "voc", folder / "voc")
+    (folder / "voc" / "b.xml").write_text(VOC.replace("<width>100", "<width>x"))
+    with pytest.raises(ValueError, match="b.xml: size: .*delete it and the image's own counts"):
         rows_of(folder, "voc", folder / "voc")
 
 
@@ -116,7 +120,7 @@ def test_DAT_1_rex_omni(folder):
     boxes = [{"bbox": [10, 20, 40, 60], "phrase": "cat"}, {"bbox": [0, 0, 50, 40], "phrase": "dog"}]
     path = write_lines(folder, {"image_name": "a.png", "annotation": {"boxes": boxes}})
     assert rows_of(folder, "rex-omni", path) == {"a.png": [CAT, DOG]}
-    with pytest.raises(ValueError, match="lines.json:1: no annotation.boxes; points"):
+    with pytest.raises(ValueError, match="lines.json:1: no annotation.boxes of .*points"):
         rows_of(folder, "rex-omni", write_lines(folder, {"image_name": "a.png", "annotation": {"points": []}}))
 
 
@@ -153,6 +157,27 @@ def test_DAT_1_answers_that_spell_boxes(folder, form, is_chat):
     assert rows_of(folder, "sharegpt", path, unit=1000) == {"a.png": [CAT, DOG]}
     with pytest.raises(ValueError, match="--unit: 1000, 1, or 0 for pixels"):
         rows_of(folder, "sharegpt", path)
+
+
+BOX = [10, 20, 40, 60]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("swift", {"image": "a.png", "objects": [CAT]}, "a list of {desc, bbox_2d} needs no conversion"),
+        ("swift", {"image": "a.png", "objects": {"ref": "cat", "bbox": BOX}}, "ref and bbox of objects must be lists"),
+        ("sharegpt", {"image": "a.png", "conversations": ["Find", "a cat"]}, "conversations must be a list of {from"),
+        ("sharegpt", {"image": "a.png", "messages": "a cat"}, "or messages one of {role, content}"),
+        ("rex-omni", {"image_name": "a.png", "annotation": [{"bbox": BOX}]}, "no annotation.boxes of {bbox, phrase}"),
+        ("rex-omni", {"image_name": "a.png", "annotation": {"boxes": [BOX]}}, "no annotation.boxes of {bbox, phrase}"),
+        ("swift", "cat", "must be a JSON object"),
+    ],
+)
+def test_a_line_of_another_form_is_named_DAT_1(folder, kind, row, message):
+    """DAT-1."""
+    with pytest.raises(ValueError, match="lines.json:1: .*" + re.escape(message)):
+        rows_of(folder, kind, write_lines(folder, row), unit=0)
 
 
 def test_two_boxes_of_one_reference(folder):
