@@ -8,13 +8,13 @@ Endpoints: utils/server/app.py. Ctrl-C or SIGTERM ends it with all its processes
 import argparse
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import sys
 
 from utils.config.load import ConfigError, exit_with, load_config_or_exit
-from utils.config.plan import print_dry_run
+from utils.config.plan import num_learners, print_dry_run
+from utils.rollout.access import access_token
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
 from utils.server.process import (
     answer_loading,
@@ -35,11 +35,11 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--server-index", type=int, default=0, help="which of the config's servers to start")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and plan, start nothing")
-    parser.add_argument("--world-size", type=int, default=1, help="learner ranks to plan for (--dry-run only)")
+    parser.add_argument("--world-size", type=num_learners, default=1, help="learner ranks to plan for (--dry-run only)")
     args = parser.parse_args()
 
     escape_logs()  # before vLLM's own loggers are set up, which keep this
-    cfg = load_config_or_exit(args.config)
+    cfg, token = load_config_or_exit(args.config), access_token()
     try:
         launch = resolve(cfg, args.server_index)
     except ConfigError as error:
@@ -48,7 +48,7 @@ def main() -> None:
         print_dry_run(cfg, args.world_size)
     print(describe(launch), flush=True)
 
-    token = os.environ.get("ROLLOUT_SERVER_TOKEN") or None
+    set_environment(launch.device, launch.settings.cpu_kv_cache_gib, launch.world_size)  # before vLLM is imported
     problems = problems_of(launch, token)
     if args.dry_run:
         print("".join(f"would not start: {problem}\n" for problem in problems), end="")
@@ -61,7 +61,6 @@ def main() -> None:
         told = [f"{args.config}: {problem}" for problem in problems]
         exit_with("\n".join([*told, f"once mended, start again: python rollout_server.py --config {args.config}"]))
 
-    set_environment(launch.device, launch.settings.cpu_kv_cache_gib, launch.world_size)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(launch, server_socket, token))
     end_now()

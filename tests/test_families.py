@@ -60,6 +60,10 @@ def test_a_checkpoints_own_code_does_not_run_to_tell_its_family_FAM_2(tmp_path, 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(OSError, match="no config.json with a model_type"):
         family_in(tmp_path)
+    for content in ("[]", "3", '{"model_type": "qwen3_vl", "text_config": null}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match="config.json, and text_config in it, must be JSON objects"):
+            family_in(tmp_path)
 
 
 def test_a_new_record_names_its_own_parts_FAM_1(monkeypatch):
@@ -119,7 +123,7 @@ def test_what_cpu_kernels_cannot_do_is_refused_by_name_FAM_2(checkpoint):
 
     def problems(family: str, device="cpu", dtype="float32", cached=True, slots=False) -> list[str]:
         settings = SimpleNamespace(allow_remote=False, vllm_max_model_len=64, vllm_enable_lora=slots)
-        settings.vllm_enable_prefix_caching = cached
+        settings.vllm_enable_prefix_caching, settings.vllm_engine_kwargs = cached, {}
         model = SimpleNamespace(path=str(checkpoint(family)), dtype=dtype)
         address = SimpleNamespace(host="127.0.0.1")
         own = SimpleNamespace(settings=settings, model=model, device=device, address=address, world_size=1)

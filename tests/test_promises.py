@@ -33,6 +33,7 @@ SECURITY = [
     f"wait for a byte takes more than {images.URL_TIMEOUT_S:g} s",
     f"next step for `timeout_s` (at most {weight_updates.MAX_SILENCE_S:g} s)",
     f"Bodies of at most {app.MAX_BODY_BYTES >> 20} MiB and {app.MAX_VALUES:,} values (413)",
+    f"x `top_logprobs` of a call are at most {engine.MAX_LOGPROBS:,} (422)",
     f"one body of more than {app.LARGE_BODY_BYTES >> 20} MiB is parsed at a time",
     f"at most {weight_updates.MAX_UPDATE_BYTES >> 50} PiB, a communicator at most {weight_updates.MAX_RANKS} ranks",
     f"or the learner has not answered for {vllm_worker.LEARNER_TIMEOUT_S:g} s",

@@ -88,6 +88,9 @@ def test_model_directory_and_length_are_checked(model_dir, tmp_path):
     """SRV-2, CFG-15: all problems at once, before loading."""
     assert "config.json cannot be read" in model_problems(tmp_path / "nowhere", 10)[0]
     assert "ends at 4096 positions" in model_problems(model_dir, 4097)[0]
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[]")
+    assert "must be JSON objects" in model_problems(tmp_path / "list", 10)[0]
     assert model_problems(model_dir, 4096) == []
     (model_dir / "model.safetensors").unlink()
     assert "holds no weights" in model_problems(model_dir, 10)[0]
@@ -98,6 +101,14 @@ def test_model_directory_and_length_are_checked(model_dir, tmp_path):
     everywhere = ServerAddress("http://0.0.0.0:8080", 8081)
     both = launch_of(model_dir, address=everywhere, settings={"allow_remote": True})
     assert len(problems_of(both, None)) == 2
+
+
+def test_CFG_15_an_argument_that_vllm_does_not_know_is_no_start(model_dir):
+    """CFG-15, SRV-2: told before anything is loaded, in a dry run too."""
+    pytest.importorskip("vllm")
+    launch = launch_of(model_dir, settings={"vllm_engine_kwargs": {"max_num_batched_token": 1, "block_size": 16}})
+    reason = "vLLM has no such argument; did you mean max_num_batched_tokens?"
+    assert problems_of(launch, None) == [f"rollout_server.vllm_engine_kwargs.max_num_batched_token: {reason}"]
 
 
 def test_the_start_up_print_names_everything(model_dir):
@@ -119,6 +130,13 @@ def test_a_busy_port_is_an_error_that_names_its_process():
     finally:
         first.close()
     listen("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "a..b"])
+def test_a_host_without_an_address_is_an_error_that_names_it(host):
+    """SRV-2"""
+    with pytest.raises(OSError, match=rf"cannot listen on {host}:8000: no address of that name; change base_url"):
+        listen(host, 8000)
 
 
 def test_answers_are_not_held_back_by_nagle():
@@ -198,6 +216,16 @@ def test_dry_run_prints_the_learners_plan_and_starts_nothing(model_dir, tmp_path
     assert "# plan" in done.stdout and done.stdout.count("would not start: host 0.0.0.0 is not loopback") == 2
     real = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert real.returncode == 2 and real.stderr.count("not loopback") == 2 and "Traceback" not in real.stderr
+
+
+@pytest.mark.parametrize("token", ["hunter2\r", "hunter2\xe9"])
+def test_a_token_that_no_header_carries_is_no_start_SRV_3(model_dir, tmp_path, token):
+    """SRV-3: it would never match; its value is not shown."""
+    command = [sys.executable, str(ROOT / "rollout_server.py"), "--config", str(grpo_config(model_dir, tmp_path))]
+    environment = os.environ | {"ROLLOUT_SERVER_TOKEN": token}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2 and done.stderr.startswith("ROLLOUT_SERVER_TOKEN: must be printable ASCII")
+    assert "hunter2" not in done.stdout + done.stderr
 
 
 def grpo_config(model_dir: Path, tmp_path: Path, **settings) -> Path:

@@ -8,9 +8,11 @@ engine takes those of the model in memory). `tests/e2e/test_families.py` proves 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 PARTS = ("llm", "vit", "aligner", "embeddings")
@@ -47,7 +49,7 @@ REFUSED = {
 
 def family_from(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ValueError, with what would work, where it is not supported."""
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         known = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
         why = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
@@ -55,16 +57,30 @@ def family_from(config: Mapping[str, Any]) -> Family:
     return FAMILIES[model_type]
 
 
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json in a directory. Raises OSError, or ValueError where it is no model's."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+        raise ValueError("config.json, and text_config in it, must be JSON objects; use the checkpoint's own file")
+    return config
+
+
 def family_in(path: str | os.PathLike[str]) -> Family:
     """The family of a checkpoint, by its config.json alone: none of its code runs.
 
     Raises:
         OSError: it has no readable config.json.
-        ValueError: the family is not supported.
+        ValueError: that is no model's, or the family is not supported.
     """
-    from transformers import PreTrainedConfig
+    if (Path(path) / "config.json").is_file():
+        config = read_config(path)
+    else:
+        from transformers import PreTrainedConfig
 
-    config, _ = PreTrainedConfig.get_config_dict(path)
+        config, _ = PreTrainedConfig.get_config_dict(path)
     if "model_type" not in config:
         raise OSError(f"{path} has no config.json with a model_type")
     return family_from(config)

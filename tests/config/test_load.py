@@ -272,6 +272,9 @@ def test_CFG_3_unknown_key_names_path_file_and_nearest_key(tmp_path: Path) -> No
 def test_CFG_3_a_known_key_in_the_wrong_section_is_sent_home() -> None:
     """CFG-3."""
     assert f"did you mean {RM}.decode_batch_size?" in only_problem(edited(training__decode_batch_size=4))
+    rlhf = {"reward_funcs": ["detection_f1"], "temperature": 1.0}
+    found = problems(edited(custom__trainer_variant="grpo", rlhf=rlhf, **{RM: REMOVE}))
+    assert any("did you mean rlhf.decoding.temperature?" in problem for problem in found)
 
 
 def test_CFG_3_unknown_key_like_nothing_else_still_names_a_known_one() -> None:
@@ -336,6 +339,11 @@ def test_CFG_3_required_keys_of_an_empty_file_are_all_named() -> None:
         ({"RS": {"vllm_max_model_len": 0}}, "must be greater than or equal to 1"),
         ({"RS": {"vllm_max_model_len": 2048, "vllm_data_parallel_size": "all"}}, "must be a valid integer or must be"),
         ({"training__seed": -1}, "must be greater than or equal to 0"),
+        ({"training__seed": 2**32}, "must be less than or equal to 4294901759"),
+        ({"training__rank_timeout_s": 1e10}, "must be less than or equal to 2000000"),
+        ({"RM__vllm__server__timeout_s": 1e10}, "must be less than or equal to 2000000"),
+        ({"RM__vllm__server__infer_timeout_s": 1e10}, "must be less than or equal to 2000000"),
+        ({"RM__vllm__sync": {"timeout_s": 1e10}}, "must be less than or equal to 2000000"),
         ({"training__learning_rate": float("nan")}, "must be a finite number"),
         ({"training__packing": "yes"}, "must be a valid boolean"),
         ({"model__dtype": "fp8"}, "must be 'float32', 'bfloat16' or 'float16'"),
@@ -374,6 +382,22 @@ def test_CFG_3_whatever_a_file_holds_is_reported_and_never_crashes(value: Any) -
             build_config(edited(**changes))
         except ConfigError as error:
             assert error.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("deepspeed: !!int abc", "cannot be read as int: .*abc.* line 1, column 12"),
+        ("deepspeed: !!timestamp abc", "cannot be read as timestamp: .* line 1"),
+        (f"training: {{seed: {'9' * 5000}}}", "cannot be read as int: .* line 1"),
+        ('extends: "a\\0.yaml"', "cannot be read as str: .*a.x00.yaml' holds a NUL"),
+        ('custom: {train_jsonl: "a\\0.jsonl"}', "cannot be read as str: .*a.x00.jsonl' holds a NUL"),
+    ],
+)
+def test_CFG_3_a_value_that_yaml_cannot_make_is_told_with_its_line(tmp_path: Path, text: str, reason: str) -> None:
+    """CFG-3."""
+    with pytest.raises(ConfigError, match=f"top.yaml: not valid YAML: {reason}"):
+        load_config(write(tmp_path, top=text))
 
 
 def test_CFG_3_exit_status_2_without_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -525,6 +525,38 @@ def test_CFG_17_checkpointing_is_auto_yes_no_or_a_number(value: Any, message: st
         config(training={"output_dir": "o", "gradient_checkpointing": value})
 
 
+def test_CFG_16_the_plan_refuses_a_tuner_that_trains_nothing(tmp_path: Path) -> None:
+    """CFG-16, CFG-3: but not where the names are those of an adapter's own file."""
+    tuner = {"type": "lora", "target_modules": ["q_prj"]}
+    with pytest.raises(
+        ConfigError, match=r'tuner.target_modules=\["q_prj"\]: .*nothing would learn; correct the names'
+    ):
+        make_plan(config(model={"path": str(checkpoint(tmp_path))}, tuner=tuner), 1)
+    assert make_plan(config(model={"path": str(tmp_path)}, tuner=tuner | {"adapter_path": "a"}), 1)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '{"text_config": null}', "[" * 100_000])
+def test_CFG_16_a_config_json_of_no_model_leaves_sizes_unknown(tmp_path: Path, content: str) -> None:
+    """CFG-16."""
+    (tmp_path / "config.json").write_text(content)
+    assert make_plan(config(model={"path": str(tmp_path)}), 1).model_size is None
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_CFG_16_a_plan_is_for_at_least_one_learner(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    """CFG-16: in all programs."""
+    import rollout_server
+    import train_stage2
+
+    for program in (train_stage2, rollout_server):
+        monkeypatch.setattr("sys.argv", ["program", "--config", "gone.yaml", "--dry-run", "--world-size", number])
+        with pytest.raises(SystemExit, match="2"):
+            program.main()
+        assert "argument --world-size: " in capsys.readouterr().err
+
+
 def test_CFG_16_tensor_parallel_engines_share_weights_and_cache() -> None:
     """CFG-16: two devices hold half the weights each, and the cache of the engine is twice what one has left."""
     base = yaml_of("3v1")

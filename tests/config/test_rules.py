@@ -45,6 +45,7 @@ def server(**keys: Any) -> dict[str, Any]:
         ({"base_url": "http://127.0.0.1:8000", "group_port": 8000}, "where server 0 listens"),
         ({"base_url": "127.0.0.1:8000", "group_port": 1}, "must be http(s)://HOST"),
         ({"base_url": "http://h:99999", "group_port": 1}, "must be http(s)://HOST"),
+        ({"base_url": "http://h:0", "group_port": 1}, "must be http(s)://HOST"),
         ({"base_url": "http://h:1?x=1", "group_port": 1}, "must be http(s)://HOST"),
         ({"base_url": "http://h", "group_port": 0}, "must be greater than or equal to 1"),
         ({"servers": [{"base_url": "http://h"}]}, "servers[0].group_port: is required"),
@@ -160,12 +161,23 @@ def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, 
 
 
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
-def test_SYN_10_dora_without_fallback_is_refused_by_the_file(mode: str) -> None:
-    """SYN-10: only where servers take adapters; with plain LoRA the run may try."""
+def test_SYN_10_what_no_slot_holds_is_refused_without_fallback(mode: str) -> None:
+    """SYN-10, ROL-5: DoRA, whole modules and full fine-tuning are refused by the file, but only where servers take
+    adapters; with plain LoRA the run may try."""
     vllm = {"enable_lora": True, "sync": {"mode": mode, "fallback_to_full": False}}
     data = edited(RM__vllm=minimal()["custom"]["extra"]["rollout_matching"]["vllm"] | vllm)
     data["tuner"] = {"type": "lora", "use_dora": True}
     assert "fallback_to_full=false: adapter sync fails, vLLM has no LoRA slots for DoRA" in only_problem(data)
+    data["tuner"] = {"type": "lora", "modules_to_save": ["embed_tokens"]}
+    assert f"for whole modules (tuner.modules_to_save); set it to true, or mode: full, or use no server ({RM}" in (
+        only_problem(data)
+    )
+    data["tuner"] = {"type": "full"}
+    assert "no adapters to send (tuner.type: full)" in (found := only_problem(data))
+    assert f"{RM}.vllm.mode: colocate, or {RM}.rollout_backend: hf" in found  # ROL-5
+    vllm["sync"]["fallback_to_full"] = True
+    assert "full, as adapter sync fails: there are no adapters" in format_plan(make_plan(build_config(data), 1))
+    vllm["sync"]["fallback_to_full"] = False
     build_config(data | {"tuner": {"type": "lora"}})
     assert build_config(data | {"custom": hf_instead(data)}).connection is None
 
@@ -185,9 +197,19 @@ def test_CFG_15_the_shortest_of_row_and_servers() -> None:
     own = common | {"servers": [{"vllm_max_model_len": 1500}]}
     assert length_limit(build_config(edited(RS=own))) == (f"{RS}.servers[0].vllm_max_model_len", 1500)
     assert length_limit(build_config(edited(RS=own, global_max_length=1400))) == ("global_max_length", 1400)
+    longer = common | {"servers": [{"vllm_max_model_len": 8192}]}  # no server has the common length
+    assert length_limit(build_config(edited(RS=longer))) == ("global_max_length", 4096)
+    assert build_config(edited(RS=longer, RM__max_new_tokens=3000))
     without = edited(RS=own)
     without["custom"] = hf_instead(without)
     assert length_limit(build_config(without)) == ("global_max_length", 4096)
+
+
+@pytest.mark.parametrize("pattern", ["*.q_proj", "a{9999999999}"])
+def test_CFG_3_modules_by_a_pattern_that_is_none(pattern: str) -> None:
+    """CFG-3."""
+    found = only_problem(edited(tuner={"type": "lora", "target_modules": pattern}))
+    assert f'tuner.target_modules="{pattern}": is no regular expression: ' in found
 
 
 def test_CFG_17_the_answer_format_brings_its_own_prompt() -> None:
@@ -451,6 +473,11 @@ def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
         ({"fp16": {"enabled": True}}, 'says fp16.enabled=true, but model.dtype="bfloat16"'),
         ({"sequence_parallel_size": 2}, "sequence parallelism is not supported"),
         ([], "must hold a JSON object"),
+        (None, "must hold a JSON object"),
+        ({"zero_optimization": None}, "and so must its zero_optimization"),
+        ({"zero_optimization": {"stage": 7}}, "says zero_optimization.stage=7, which must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "3"}}, 'says zero_optimization.stage="3", which must'),
+        ({"zero_optimization": {"stage": True}}, "says zero_optimization.stage=true, which must"),
     ],
 )
 def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content: Any, message: str) -> None:
@@ -458,6 +485,22 @@ def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(content))
     assert message in only_problem(edited(deepspeed=str(path)))
+
+
+@pytest.mark.parametrize("content", [{}, {"zero_optimization": {}}, {"zero_optimization": {"offload_param": None}}])
+def test_CFG_17_a_deepspeed_json_without_a_stage_is_zero_0(tmp_path: Path, content: Any) -> None:
+    """CFG-17, CFG-16: for the plan and for the engine."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    cfg = build_config(edited(deepspeed=str(path), model__path="Qwen3-VL-2B-Instruct"))
+    assert engine_json(cfg, 1)["zero_optimization"]["stage"] == 0 == make_plan(cfg, 1).zero_stage
+
+
+def test_CFG_17_a_deepspeed_json_too_deep_to_read(tmp_path: Path) -> None:
+    """CFG-17."""
+    path = tmp_path / "ds.json"
+    path.write_text("[" * 100_000)
+    assert "cannot be read as JSON: maximum recursion depth" in only_problem(edited(deepspeed=str(path)))
 
 
 def test_deepspeed_json_may_repeat_the_yaml_or_say_auto(tmp_path: Path) -> None:

@@ -153,8 +153,9 @@ def test_nine_formats_are_read(kind):
     """SRV-5"""
     buffer = io.BytesIO()
     Image.new("RGB", (32, 24)).save(buffer, kind)
-    source = "data:image/x;base64," + base64.b64encode(buffer.getvalue()).decode()
-    assert ImageStore([]).open(source).size == (32, 24)
+    text = base64.b64encode(buffer.getvalue()).decode()
+    for source in (f"data:image/x;base64,{text}", text):
+        assert ImageStore([]).open(source).size == (32, 24)
     assert set(images.FORMATS) == {"PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"}
 
 
@@ -172,6 +173,15 @@ def test_base64_and_data_uris(root):
     for bad in ("data:image/png,xyz", "data:image/png;base64,!!!", "data:image/png;base64,aGVsbG8="):
         with pytest.raises(ValueError):
             store.open(bad)
+
+
+@pytest.mark.parametrize("path", ["UDUK", "P5" * 40, "UDYx" * 20, "UDUK.ppm/images/0000000000000001"])
+def test_paths_are_no_base64(root, path, monkeypatch):
+    """SRV-5: not even those that begin as an image of few magic bytes would."""
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_bytes(png())
+    monkeypatch.chdir(root)
+    assert ImageStore([root]).open(path).size == (8, 6)
 
 
 def declared(width: int, height: int) -> bytes:
@@ -255,6 +265,13 @@ def test_urls_are_fetched_when_allowed():
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("place", ["a b", "h:port", "127.0.0.1:99999999999999999999"])
+def test_an_url_that_names_no_server_is_unreadable_SRV_10(place):
+    """SRV-5, SRV-10: `http.client` has errors of its own."""
+    with pytest.raises(ValueError, match="cannot fetch image"):
+        ImageStore([], allow_urls=True).open(f"http://{place}/x.png")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L", "1", "I;16", "turned"])

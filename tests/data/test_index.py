@@ -21,7 +21,7 @@ from tests.data.test_samples import BAD_LINES, line, mixed, png, write
 from utils.answer_format import QWEN3VL
 from utils.data import images as images_module
 from utils.data import index as index_module
-from utils.data.images import open_image
+from utils.data.images import image_size, open_image
 from utils.data.index import (
     IMAGE,
     LINE,
@@ -303,6 +303,20 @@ def test_dat_3_what_stops_a_run(tmp_path, name):
     for problem, start in zip(caught.value.problems, expected, strict=True):
         assert problem.startswith(f"{tmp_path}/{start}")
     assert not (folder / "d").exists()
+
+
+@pytest.mark.parametrize("name", ["cut.jpg", "cut.bmp"])
+def test_dat_3_an_image_that_is_cut_off_is_found_in_the_pass(tmp_path, name):
+    """DAT-3, CON-3: with file and line, or left out with `on_bad_sample: skip`; its header alone is sound."""
+    Image.effect_noise((100, 50), 90).convert("RGB").save(tmp_path / name)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    assert image_size(tmp_path / name) == (50, 100)
+    path = write(tmp_path, line(), line(images=[name]))
+    assert len(indexed(path)) == 1
+    [problem] = Index(tmp_path / "index").problems(skips_bad=False)
+    assert problem.startswith(f"{path}:2: images[0]: {tmp_path / name}: image file is truncated")
+    assert not list(Index(tmp_path / "index").problems(skips_bad=True))
 
 
 def test_dat_3_all_missing_files_are_listed(tmp_path):

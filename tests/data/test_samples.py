@@ -244,13 +244,14 @@ BAD_LINES = {
     ),
     "no objects": (line(objects=...), "objects: missing; write []"),
     "objects is a number": (line(objects=3), "objects: must be a list, not a number"),
-    "width is a string": (line(width="100"), 'width: must be a positive integer, not "100"'),
-    "height is zero": (line(height=0), "height: must be a positive integer, not 0"),
+    "width is a string": (line(width="100"), 'width: must be a positive integer below 2**31, not "100"'),
+    "height is zero": (line(height=0), "height: must be a positive integer below 2**31, not 0"),
+    "width is huge": (line(width=10**400), "width: must be a positive integer below 2**31, not 1000"),
     "no size": (
         line(images=[], width=..., height=...),
         "objects[0]: there is no image size; the line needs width and height",
     ),
-    "height is missing": (line(height=...), "height: must be a positive integer, not null"),
+    "height is missing": (line(height=...), "height: must be a positive integer below 2**31, not null"),
     "outside": (
         line(objects=[{"desc": "cat", "bbox_2d": [0, 0, 150, 25]}]),
         "objects[0].bbox_2d: [0, 0, 150, 25] lies outside the image of 100 x 50",

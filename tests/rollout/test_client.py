@@ -484,6 +484,17 @@ def test_srv_3_the_token_goes_with_every_request(monkeypatch):
         assert all(path.startswith("/box7/") and path.endswith("/") for path in server.paths)
 
 
+@pytest.mark.parametrize("token", ["hunter2\r", "hunter2 ", "s3cr\xe9t hunter2", "hunter2€"])
+def test_srv_3_a_token_that_no_header_carries_is_told_and_not_shown(monkeypatch, capsys, token):
+    """SRV-3: before a library quotes the header in an error."""
+    monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", token)
+    with pytest.raises(SystemExit) as end:
+        RolloutClient([], 0, 1, 1)
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and told.startswith("ROLLOUT_SERVER_TOKEN: must be printable ASCII")
+    assert "hunter2" not in told and "s3cr" not in told
+
+
 def test_srv_3_the_run_token_goes_with_posts_to_its_server_and_no_token_is_ever_logged(monkeypatch, caplog):
     """SRV-3: not even at level DEBUG or by a call that fails."""
     monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "access-secret")

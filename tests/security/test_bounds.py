@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import gc
 import json
 import os
 import random
@@ -14,15 +15,18 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 import requests
+from fastapi import HTTPException
 from pydantic import ValidationError
 
 from tests.e2e.processes import free_port
 from utils.server import app, protocol
+from utils.server.engine import BadCall
 
 MAX_MODEL_LEN = 512  # of the fake engine
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -202,6 +206,77 @@ def test_commas_in_texts_are_no_values_SRV_10():
     body = json.dumps({"a": ['\\", [{' * 10**6, 1, 2]}).encode()
     assert app.num_values(body) > app.MAX_VALUES
     assert app.parse_json(body)["a"][1:] == [1, 2]
+
+
+@pytest.mark.parametrize("value", ['"",', '"\\\\",', '"\\"",'])
+def test_texts_are_counted_before_they_are_looked_through_SRV_10(value, monkeypatch):
+    """SRV-10: 32 MiB of empty texts took 4 s, in which nothing else ran."""
+    monkeypatch.setattr(app, "_STRING", None)
+    with pytest.raises(HTTPException, match="at most 524288 values"):
+        app.parse_json(b'{"a": [' + value.encode() * 2_200_000 + b"0]}")
+
+
+def test_as_many_texts_as_values_are_allowed_SRV_10():
+    body = json.dumps({f"{i}": f"{i}" for i in range(app.MAX_VALUES)}).encode()
+    assert len(app.parse_json(body)) == app.MAX_VALUES
+
+
+def test_large_answers_are_written_beside_the_loop_SRV_10():
+    """SRV-10: two hundred answers of a thousand tokens, with log-probabilities, that end at once."""
+    from tests.server.test_engine import ask, make
+    from utils.server.protocol import RequestConfig
+
+    llm, engine, updates = make()
+    over = asyncio.Event()
+
+    async def generate(prompt, *args, **kwargs):
+        await over.wait()
+        step = {7: SimpleNamespace(logprob=-1 / 3, decoded_token="x")}
+        output = SimpleNamespace(token_ids=[7] * 1000, text="text", logprobs=[step] * 1000, weight_versions=[])
+        output.finish_reason, output.stop_reason = "length", None
+        yield SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[output])
+
+    llm.generate = generate
+    body = call(*[HELLO] * 200, request_config={"logprobs": True})
+
+    async def run():
+        transport = httpx.ASGITransport(app.make_app(engine, updates, None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
+            headers = {"content-type": "application/json"}
+            answering = asyncio.create_task(client.post("/infer/", content=body, headers=headers))
+            while sum(engine.num_running) < 200:
+                await asyncio.sleep(0.01)
+            gc.freeze()  # of this process, not the server's
+            start, longest = time.monotonic(), 0.0
+            over.set()
+            while not answering.done():
+                began = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest = max(longest, time.monotonic() - began)
+            gc.unfreeze()
+            part = longest / (time.monotonic() - start)
+            return part, answering.result(), await engine.infer(ask("hello"), RequestConfig(logprobs=True))
+
+    part, answer, expected = asyncio.run(run())
+    assert part < 1 / 3 and answer.headers["content-type"] == "application/json"
+    found, expected = answer.json(), expected[0].model_dump(mode="json")
+    for output in (*found, expected):
+        assert output["response"].pop("id") and output["response"].pop("created")
+    assert found == [expected] * 200
+
+
+def test_the_most_likely_tokens_of_a_call_have_a_bound_SRV_10():
+    """SRV-10: 512 positions of the model, unless the call allows fewer tokens."""
+    from tests.server.test_engine import ask, make
+    from utils.server.protocol import RequestConfig
+
+    _, engine, _ = make()
+    many, limits = {"logprobs": True, "top_logprobs": 20}, [{}, {"max_tokens": 10**6}]
+    for limit in limits:
+        with pytest.raises(BadCall, match="103 requests x max_tokens x top_logprobs is at most 1048576; send fewer"):
+            asyncio.run(engine.infer(ask(*["bad"] * 103), RequestConfig(**many | limit)))
+    for config in (many | {"max_tokens": 509}, {"logprobs": True}, many | {"logprobs": False}):
+        assert len(asyncio.run(engine.infer(ask(*["bad"] * 103), RequestConfig(**config)))) == 103
 
 
 def test_one_large_body_is_parsed_at_a_time_SRV_10(monkeypatch):

@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.server.test_engine import INIT, START, make  # noqa: E402
+from tests.server.test_engine import INIT, START, UPDATE, ask, make  # noqa: E402
 from utils.server import weight_updates  # noqa: E402
+from utils.server.app import make_app  # noqa: E402
+from utils.server.protocol import RequestConfig  # noqa: E402
 from utils.sync import vllm_worker  # noqa: E402
 
 
@@ -75,3 +77,73 @@ def test_an_abandoned_update_ends_SRV_12(is_alive, why, monkeypatch):
         assert engine.weights.state == "dirty" and why in engine.weights.reason
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize(("end", "why"), [("dies", "the learner of run a is gone"), ("hangs up", "its caller hung up")])
+def test_a_start_that_waits_for_others_ends_with_its_learner_SRV_12(end, why, monkeypatch):
+    """SRV-12: another client's long answer is running. As long as the learner waits, the server does."""
+    monkeypatch.setattr(weight_updates, "WATCH_INTERVAL_S", 0.05)
+
+    async def run():
+        llm, engine, updates = make(seconds=60.0)
+        llm.learner_is_alive = True
+        await updates.init(INIT)
+        answer = asyncio.create_task(engine.infer(ask("x"), RequestConfig()))
+        await asyncio.sleep(0.1)
+        start = asyncio.create_task(updates.start(START))
+        await asyncio.sleep(2 * INIT.timeout_s)
+        assert engine.weights.state == "updating" and not start.done()
+        if end == "dies":
+            llm.learner_is_alive = False
+        else:
+            start.cancel()
+        await asyncio.wait({start}, timeout=5)
+        assert start.done() and engine.weights.state == "dirty" and why in engine.weights.reason
+        assert llm.aborted and llm.log[-1] == "resume" and not updates.lock.locked()
+        answer.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize(("path", "call"), [("start_weight_update", START), ("update_weights", UPDATE)])
+def test_a_step_whose_caller_hangs_up_ends_SRV_12(path, call):
+    """SRV-12: over HTTP; the engines never answer this step."""
+
+    async def run():
+        _, engine, updates = make()
+        await updates.init(INIT)
+        if call is UPDATE:
+            await updates.start(START)
+        on_all_workers, step = engine.on_all_workers, path.partition("_")[0]
+        stuck = lambda name, *args: asyncio.Event().wait() if name == step else on_all_workers(name, *args)  # noqa: E731
+        engine.on_all_workers = stuck
+        messages = [{"type": "http.request", "body": call.model_dump_json().encode()}]
+        headers = [(b"content-type", b"application/json"), (b"run-token", updates._token.encode())]
+        scope = {"type": "http", "method": "POST", "path": f"/{path}/", "headers": headers, "query_string": b""}
+
+        async def receive():
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message):
+            assert message.get("status", 503) == 503
+
+        await make_app(engine, updates, None)(scope, receive, send)
+        await asyncio.sleep(0.2)
+        assert engine.weights.state == "dirty" and "its caller hung up" in engine.weights.reason
+        assert not updates.lock.locked()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_bucket_has_a_limit_whatever_its_run_allows_SRV_12():
+    """SRV-12: an update with live buckets may take as long as the run says."""
+
+    async def run():
+        _, engine, updates = make()
+        payloads, on_all_workers = [], engine.on_all_workers
+        engine.on_all_workers = lambda *args: (payloads.append(args), on_all_workers(*args))[1]
+        for given_s, limit_s in ((86400.0, weight_updates.MAX_SILENCE_S), (0.2, 0.2)):
+            await updates.init(INIT.model_copy(update={"timeout_s": given_s}))
+            assert payloads[-1][1]["timeout_s"] == limit_s and engine.update_s == given_s
+
+    asyncio.run(run())

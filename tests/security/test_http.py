@@ -144,5 +144,27 @@ def test_an_image_that_drips_stalls_or_is_large_ends_SRV_10(monkeypatch, pause_s
             images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{server.server_port}/")
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000 + b"\r\n\r\n"]
+    + [
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 302 F\r\nLocation: http://a b/\r\n\r\n",
+    ],
+)
+def test_a_server_of_images_that_speaks_no_http_spoils_its_image_only_SRV_10(answer):
+    """SRV-5, SRV-10: while the head is read, while the body is, and where a redirect leads nowhere."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as client:
+                client.recv(65536)
+                client.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ValueError, match="cannot fetch image"):
+            images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+
+
 def test_a_learner_reaches_an_ipv6_server():
     assert learner_host("http://[::1]:8000") == "::1"

@@ -462,8 +462,9 @@ def test_gloo_listens_on_loopback_only_for_a_local_learner(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with loopback_if_local("10.1.2.3"):
         assert "GLOO_SOCKET_IFNAME" not in os.environ
-    with loopback_if_local("127.0.0.1"):
-        assert os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
+    for address in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        with loopback_if_local(address):
+            assert os.environ.get("GLOO_SOCKET_IFNAME") == "lo", address
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as `Ranks.open` sets it: a remote server is not reached there
     with loopback_if_local("10.1.2.3"):

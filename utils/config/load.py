@@ -41,6 +41,15 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:  # any kind, as for `!!timestamp abc`
+            reason = f"cannot be read as {node.tag.rpartition(':')[2]}: {error}"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         mapping = super().construct_mapping(node, deep)
         seen = set()
@@ -69,6 +78,13 @@ for _tag, _pattern, _first in (
         _resolvers.append((f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z")))
 
 
+def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    if re.search("[\0\ud800-\udfff]", node.value):
+        raise ValueError(f"{node.value!r} holds a NUL or half a character, as no path may")
+    return loader.construct_scalar(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _text)
 # YAML 1.1 would read 010 as 8.
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
@@ -347,7 +363,9 @@ def _unknown_key(keys: Keys) -> str:
     parent = _field_at(keys[:-1])
     section = section_of(parent.annotation) if parent else Config
     siblings = list(section_keys(section)) if section else []
-    elsewhere = {path.rsplit(".", 1)[-1]: path for path, _ in reversed(list(iter_fields(Config)))}
+    # Of a name in several sections the one that shares most of the path, or else the first.
+    paths = sorted(reversed([path for path, _ in iter_fields(Config)]), key=lambda path: _num_shared(path, keys))
+    elsewhere = {path.rsplit(".", 1)[-1]: path for path in paths}
     if name in elsewhere:
         return f"unknown key here; did you mean {elsewhere[name]}?"
     if near := difflib.get_close_matches(name, siblings, 1):
@@ -356,6 +374,10 @@ def _unknown_key(keys: Keys) -> str:
         return f"unknown key; did you mean {elsewhere[near[0]]}?"
     nearest = difflib.get_close_matches(name, siblings, 1, cutoff=0)
     return f"unknown key; delete it (nearest known key: {', '.join(nearest)}; all of them: docs/config.md)"
+
+
+def _num_shared(path: str, keys: Keys) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parse_path(path), keys, strict=False)))
 
 
 def _set_aside(data: dict[str, Any], keys: Keys) -> None:
@@ -385,6 +407,7 @@ def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "gradient_clipping": training.max_grad_norm,
+        "zero_optimization": {"stage": 0} | raw.get("zero_optimization", {}),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -15,7 +15,8 @@ from typing import Any
 
 from utils.config.released import MODELS, known_model
 from utils.config.schema import Config, Tuner
-from utils.families import family_from, part_of
+from utils.config.section import value_at
+from utils.families import family_from, part_of, read_config
 
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that a plan assumes
@@ -125,7 +126,7 @@ def relative_flops(size: ModelSize, num_checkpointed: int | None, zero_stage: in
 def _architecture(path: Path) -> tuple[dict[str, Any], str]:
     """Return `config.json`, or that of the released model the path names, and its source; empty without either."""
     try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8")), "config.json"
+        return read_config(path), "config.json"
     except (OSError, ValueError):
         name = known_model(str(path))
         return (MODELS[name], f"{name} as released") if name else ({}, "")
@@ -205,8 +206,8 @@ def learner_memory(
     in float32, each with its gradient; those of `reference_kl` with the start policy's log-probabilities and the
     divergence besides. DoRA's norms are freed after each layer.
     """
-    bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine.get("zero_optimization", {})
-    stage, text = zero.get("stage", 0), _text_config(cfg)
+    bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine["zero_optimization"]
+    stage, text = zero["stage"], _text_config(cfg)
     copies = 8 if cfg.model.dtype == "float32" and stage == 0 else 12
     num_weights = size.total + (size.trainable if cfg.tuner.type == "lora" else 0)
     has_kl, share = cfg.rm.losses.reference_kl > 0, world_size if stage == 3 else 1
@@ -231,7 +232,7 @@ def learner_memory(
         ("start policy", "offload_param"),
         ("optimizer", "offload_optimizer"),
     ):
-        if zero.get(knob, {}).get("device", "none") != "none":
+        if value_at(zero, (knob, "device"), "none") != "none":
             memory[part] = 0
     return {name: value for name, value in memory.items() if value}
 

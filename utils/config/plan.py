@@ -3,6 +3,7 @@
 Numbers that depend on files (samples, weights) are known once the files exist.
 """
 
+import argparse
 import os
 from dataclasses import dataclass
 from fractions import Fraction
@@ -95,7 +96,7 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
     num_checkpointed = checkpointed_layers(cfg, engine, size, world_size, device_bytes)
     plan = Plan(
         world_size=world_size,
-        zero_stage=engine.get("zero_optimization", {}).get("stage", 0),
+        zero_stage=engine["zero_optimization"]["stage"],
         servers=servers,
         own_rollouts=_own_rollouts(cfg, world_size),
         sync_mode=_sync_mode(cfg),
@@ -114,14 +115,18 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         outside_memory=_outside(cfg, servers, size or ModelSize(0, 0)),
         start_policy=(cfg.model.reference_path or "the adapters disabled") if cfg.has_reference else None,
     )
-    if found := _too_large(cfg, plan, device_bytes):
+    if found := _impossible(cfg, plan, device_bytes):
         raise ConfigError(found)
     return plan
 
 
-def _too_large(cfg: Config, plan: Plan, device_bytes: int) -> list[str]:
-    """What no GPU of `device_bytes` holds (0: there are none), with the ways out."""
-    found = []
+def _impossible(cfg: Config, plan: Plan, device_bytes: int) -> list[str]:
+    """A tuner that trains nothing, and what no GPU of `device_bytes` holds (0: there are none), with the ways out."""
+    found, size = [], plan.model_size
+    # A regular expression goes by the model's own names, from which those in files may differ.
+    if size and not size.trainable and cfg.tuner.adapter_path is None and isinstance(cfg.tuner.target_modules, list):
+        rule = "no weight of the parts that are not frozen is selected, so nothing would learn; correct the names"
+        found.append(problem(cfg, "tuner.target_modules", rule))
     if device_bytes and plan.learner_memory and sum(plan.learner_memory.values()) > device_bytes:
         way_out = "use zero3" if plan.zero_stage < 3 else "use zero3_offload or more learners"
         needs = f"a learner needs {_format_memory(plan.learner_memory)}, and a GPU has {DEVICE_GIB} GiB"
@@ -138,6 +143,13 @@ def max_tokens_per_step(cfg: Config, world_size: int) -> int:
     answers = training.per_device_train_batch_size * cfg.answers_per_sample
     rows = 1 if training.packing and not cfg.is_grpo else answers  # GRPO makes as many rows as it needs
     return world_size * training.gradient_accumulation_steps * rows * row_limit(cfg)
+
+
+def num_learners(text: str) -> int:
+    """Type of `--world-size` for argparse, which reports what it raises."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} learners; give at least 1")
+    return number
 
 
 def print_dry_run(cfg: Config, world_size: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from utils.config.rollout import Decoding, Server, Sync, Vllm
-from utils.config.section import NonNegative, Port, PositiveFloat, PositiveInt, Section, key
+from utils.config.section import NonNegative, Port, PositiveFloat, PositiveInt, Seconds, Section, key
 
 
 class Sampling(Decoding):
@@ -37,7 +37,7 @@ class Rlhf(Section):
     vllm_server_host: list[str] = key(["127.0.0.1"], "server mode: exactly one loopback host")
     vllm_server_port: list[Port] = key([8080], "server mode: exactly one port")
     vllm_server_group_port: Port = key(51216, "port of the weight communicator")
-    vllm_server_timeout: PositiveFloat = key(
+    vllm_server_timeout: Seconds = key(
         240.0, "seconds to reach the server; an engine silent for half of it is reported dead"
     )
     vllm_gpu_memory_utilization: float = key(0.45, "colocate: fraction of a device's memory for vLLM", gt=0, le=1)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_serializer
 
-from utils.config.section import NonNegative, Port, PositiveFloat, PositiveInt, Section, key
+from utils.config.section import NonNegative, Port, PositiveFloat, PositiveInt, Seconds, Section, key
 
 MAX_IMAGE_PIXELS = 16 << 20  # 18 bytes a pixel on the way into the engine, measured: 300 MiB
 
@@ -49,10 +49,12 @@ class Server(Section):
     servers: list[ServerEntry] | None = key(None, "one entry per server")
     base_url: str | list[str] | None = key(None, "paired form: the url or urls of the servers")
     group_port: Port | list[Port] | None = key(None, "paired form: a list, or one port that counts up over the urls")
-    timeout_s: PositiveFloat = key(
+    timeout_s: Seconds = key(
         240.0, "seconds to reach a server or open its communicator; an engine silent for half of it is reported dead"
     )
-    infer_timeout_s: float | None = key(None, "seconds for one /infer/ request; null, zero or negative: no limit")
+    infer_timeout_s: float | None = key(
+        None, "seconds for one /infer/ request; null, zero or negative: no limit", le=2_000_000
+    )
 
     @field_validator("infer_timeout_s")
     @classmethod
@@ -82,7 +84,7 @@ class Sync(Section):
     mode: Literal["full", "adapter", "auto"] = key("full", "merged weights; adapters; auto: adapters with enable_lora")
     fallback_to_full: bool = key(True, "if adapter sync fails, warn once and use full sync from then on")
     bucket_mib: PositiveInt = key(256, "size of one bucket in MiB; rank 0 needs memory for two")
-    timeout_s: PositiveFloat = key(300.0, "limit for one sync in seconds; beyond it every rank stops")
+    timeout_s: Seconds = key(300.0, "limit for one sync in seconds; beyond it every rank stops")
     verify: Literal["off", "first", "always"] = key("first", "compare the weights after a sync, by digests and a probe")
 
 

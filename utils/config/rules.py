@@ -5,6 +5,7 @@ A rule yields `(path, "the rule; what to do")` for every problem; `utils.config.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -19,6 +20,7 @@ from utils.config.section import brief, parse_path, value_at
 Found = Iterator[tuple[str, str]]
 Rule = Callable[[Config], Found]
 RULES: list[tuple[tuple[str, ...], Rule]] = []
+NO_SERVER = f"{RM}.vllm.mode: colocate, or {RM}.rollout_backend: hf"
 
 
 def _rule(*reads: str) -> Callable[[Rule], Rule]:
@@ -56,21 +58,32 @@ def _lengths_fit(cfg: Config) -> Found:
         yield "global_max_length", f"is required with {why}; set it to the number of tokens one row may hold"
     elif row is not None and new_tokens >= row and cfg.generates:
         yield key, f"prompt and response must fit in global_max_length={row}; lower it or raise global_max_length"
-    for path, settings in _server_settings(cfg):
-        length = settings.vllm_max_model_len
+    for path, length in _engine_lengths(cfg).items():
         if new_tokens >= length:
             rule = f"prompt and response must fit, and {key}={new_tokens} fills it; raise it or lower that"
-            yield f"{path}.vllm_max_model_len", rule
+            yield path, rule
         elif cfg.is_grpo and row is not None and length < row:
-            yield f"{path}.vllm_max_model_len", f"must be at least global_max_length={row}; raise it or lower that"
+            yield path, f"must be at least global_max_length={row}; raise it or lower that"
 
 
 def length_limit(cfg: Config) -> tuple[str, float]:
     """Return the fewest tokens that a row or an engine has for a prompt with its response, and the key that says so."""
-    limits = [("global_max_length", cfg.global_max_length or math.inf)]
-    if cfg.connection:
-        limits += [(f"{path}.vllm_max_model_len", found.vllm_max_model_len) for path, found in _server_settings(cfg)]
-    return min(limits, key=itemgetter(1))
+    limits = {"global_max_length": cfg.global_max_length or math.inf} | (_engine_lengths(cfg) if cfg.connection else {})
+    return min(limits.items(), key=itemgetter(1))
+
+
+def _engine_lengths(cfg: Config) -> dict[str, int]:
+    """`vllm_max_model_len` of each server by the path that sets it, the common one where no servers are known; nothing
+    where GRPO uses no server (GRP-2)."""
+    name = "vllm_max_model_len"
+    if cfg.rs is None or cfg.is_grpo and not cfg.connection:
+        return {}
+    num_servers = 0 if any(True for _ in _server_form(cfg)) else len(cfg.servers())
+    if not num_servers:
+        return {f"{RS}.{name}": cfg.rs.vllm_max_model_len}
+    own = [i for i, server in enumerate(cfg.rs.servers) if name in server.model_fields_set]
+    paths = [f"{RS}.servers[{i}].{name}" if i in own else f"{RS}.{name}" for i in range(num_servers)]
+    return {path: cfg.server_settings(i).vllm_max_model_len for i, path in enumerate(paths)}
 
 
 def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
@@ -153,7 +166,8 @@ def _host_and_port(url: str) -> tuple[str, int] | None:
         port = parts.port
     except ValueError:
         return None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
+    is_http = parts.scheme in ("http", "https") and parts.hostname and port != 0
+    if not is_http or parts.query or parts.fragment or parts.username:
         return None
     default_port = 443 if parts.scheme == "https" else 80
     return "loopback" if is_loopback(parts.hostname) else parts.hostname, default_port if port is None else port
@@ -165,7 +179,8 @@ def _adapter_sync_needs_lora(cfg: Config) -> Found:
     if cfg.is_grpo:
         return
     if cfg.connection and not sync.fallback_to_full and (obstacle := cfg.adapter_obstacle()):
-        yield f"{RM}.vllm.sync.fallback_to_full", f"adapter sync fails, {obstacle}; set it to true, or mode: full"
+        way_out = f"set it to true, or mode: full, or use no server ({NO_SERVER})"
+        yield f"{RM}.vllm.sync.fallback_to_full", f"adapter sync fails, {obstacle}; {way_out}"
     if sync.mode == "adapter" and not enabled:
         yield f"{RM}.vllm.sync.mode", f"adapter needs {RM}.vllm.enable_lora: true; set it, or use full"
     for path, settings in _server_settings(cfg):
@@ -221,6 +236,11 @@ def _tuner_is_consistent(cfg: Config) -> Found:
         yield "tuner.use_dora", "needs tuner.type: lora; set it, or use_dora: false"
     if tuner.adapter_path is not None and tuner.type != "lora":
         yield "tuner.adapter_path", "needs tuner.type: lora; set it, or adapter_path: null"
+    try:
+        re.compile(tuner.target_modules if isinstance(tuner.target_modules, str) else "")
+    except (re.error, OverflowError, RecursionError) as error:
+        way_out = 'correct it, or give a list of name endings, or "all-linear"'
+        yield "tuner.target_modules", f"is no regular expression: {error}; {way_out}"
     if tuner.freeze_llm and tuner.freeze_vit and tuner.freeze_aligner and not tuner.modules_to_save:
         yield "tuner.freeze_llm", "leaves nothing to train; unfreeze the llm, the vit or the aligner"
     if tuner.freeze_vit and cfg.training.vit_lr is not None:
@@ -370,9 +390,14 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
     except FileNotFoundError:
         known = ", ".join(sorted(file.stem for file in (Path(__file__).parents[2] / "ds_configs").glob("*.json")))
         return {}, [f"there is no {path}; use a name from ds_configs/ ({known}) or a path to a .json"]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, [f"{path} cannot be read as JSON: {error}; correct it"]
-    return (raw, []) if isinstance(raw, dict) else ({}, [f"{path} must hold a JSON object; correct it"])
+    if not isinstance(raw, dict) or not isinstance(zero := raw.get("zero_optimization", {}), dict):
+        return {}, [f"{path} must hold a JSON object, and so must its zero_optimization; correct it"]
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or stage not in range(4):
+        return {}, [f"{path} says zero_optimization.stage={brief(stage)}, which must be 0, 1, 2 or 3; correct it"]
+    return raw, []
 
 
 @_rule("deepspeed", "training", "model.dtype")
@@ -408,8 +433,8 @@ def _deepspeed_agrees(cfg: Config) -> Found:
 def launch_problems(cfg: Config, world_size: int, missing: set[str] | frozenset[str] = frozenset()) -> Found:
     """Find why `world_size` learners cannot run the config with packages, or "cuda", `missing` (CFG-10, 17, ROL-5)."""
     if world_size > 1 and cfg.servers() and cfg.sync_mode() != "full":
-        rule = f"{world_size} learners in server mode need full; set it, or launch one learner"
-        yield cfg.rollout_path("vllm.sync.mode"), rule
+        rule = f"{world_size} learners in server mode need full; set it, or launch one learner, or use no server"
+        yield cfg.rollout_path("vllm.sync.mode"), f"{rule} ({NO_SERVER})"
     backend = cfg.rollout_path("rollout_backend")
     hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
     if cfg.uses_vllm and "vllm" in missing:

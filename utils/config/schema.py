@@ -13,7 +13,17 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PrivateAttr, model_
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.rlhf import Rlhf
 from utils.config.rollout import Decoding, RolloutServer, Server, ServerAddress, ServerSettings, Vllm
-from utils.config.section import NonNegative, PositiveFloat, PositiveInt, Ratio, Section, key, parse_path, value_at
+from utils.config.section import (
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Ratio,
+    Seconds,
+    Section,
+    key,
+    parse_path,
+    value_at,
+)
 
 RM = "custom.extra.rollout_matching"
 RS = "custom.extra.rollout_server"
@@ -232,7 +242,8 @@ class Collapse(Section):
 class Training(Section):
     """Batch geometry, optimization, evaluation and saving."""
 
-    seed: int = key(42, "seed of data order, rollouts and initialisation", ge=0)
+    # numpy's seeds are below 2**32, and a rank adds its number.
+    seed: int = key(42, "seed of data order, rollouts and initialisation", ge=0, le=2**32 - 2**16 - 1)
     output_dir: str = key(..., "run directory", examples=["runs/name"])
     num_train_epochs: PositiveFloat = key(1.0, "passes over the data, where max_steps is null")
     max_steps: PositiveInt | None = key(None, "optimizer steps; null: from num_train_epochs")
@@ -257,7 +268,7 @@ class Training(Section):
     on_nan_loss: Literal["stop", "skip"] = key(
         "stop", "a non-finite loss or gradient stops the run, or skips the step (ten in a row stop it) and is logged"
     )
-    rank_timeout_s: PositiveFloat = key(
+    rank_timeout_s: Seconds = key(
         1800.0, "a rank that stalls the others this long ends the run; set it above one rollout, sync or save"
     )
     gradient_checkpointing: Literal["auto"] | bool | NonNegativeInt = key(
@@ -399,8 +410,15 @@ class Config(Section):
 
     def adapter_obstacle(self) -> str | None:
         """Return why the adapter sync asked for is known to fail (SYN-10); None where it may work."""
-        fails = self.sync_mode() == "adapter" and self.tuner.use_dora
-        return "vLLM has no LoRA slots for DoRA (tuner.use_dora)" if fails else None
+        if self.sync_mode() != "adapter":
+            return None
+        if self.tuner.type == "full":
+            return "there are no adapters to send (tuner.type: full)"
+        if self.tuner.use_dora:
+            return "vLLM has no LoRA slots for DoRA (tuner.use_dora)"
+        if self.tuner.modules_to_save:
+            return "vLLM has no LoRA slots for whole modules (tuner.modules_to_save)"
+        return None
 
     def deepspeed_path(self) -> Path:
         """Return the path of the DeepSpeed JSON; a bare name stands for a file in `ds_configs/`."""

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 Ratio = Annotated[float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: a socket's wait must fit in 2**31 ms
 NonNegative = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Keys = tuple[str | int, ...]  # ("custom", "train_jsonl", 0, "path") is custom.train_jsonl[0].path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import http.client
 import io
 import os
 import posixpath
@@ -33,7 +34,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF
 URL_TIMEOUT_S = 20.0  # without a byte
 URL_TOTAL_S = 60.0  # for the body
 EXIF_ORIENTATION = 0x0112
-_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+_MAGIC = re.compile(
+    rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|II\*\0|MM\0\*|P[1-6]\s|\0\0\0\x0cjP  |\xff\x4f\xff\x51|.{4}ftyp", re.DOTALL
+)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*\Z")
 
 
@@ -161,7 +164,7 @@ class ImageStore:
         try:
             with urllib.request.build_opener(_CheckedRedirects).open(url, timeout=URL_TIMEOUT_S) as response:
                 return _bounded(_read_in_time(response), url)
-        except OSError as error:  # URLError, timeouts and refused connections are all OSErrors
+        except (OSError, OverflowError, http.client.HTTPException) as error:  # overflow: the number of a port
             raise ValueError(f"cannot fetch image {_short(url)}: {error}") from error
 
 
@@ -191,7 +194,7 @@ def _looks_like_base64(source: str) -> bool:
     if len(source) < 24 or not _BASE64.match(head):
         return False
     try:
-        return base64.b64decode(head).startswith(_MAGIC)
+        return bool(_MAGIC.match(base64.b64decode(head)))
     except binascii.Error:
         return False
 
@@ -287,11 +290,15 @@ def open_image(image: str | os.PathLike) -> Image.Image:
         return to_rgb(opened)
 
 
-def image_size(image: str | os.PathLike) -> tuple[int, int]:
-    """Return (height, width) as `open_image` will give it, from the header alone. Raises as `open_image` does."""
+def image_size(image: str | os.PathLike, decode: bool = False) -> tuple[int, int]:
+    """Return (height, width) as `open_image` will give it, from the header alone; `decode`: only if all pixels can be
+    decoded too. Raises as `open_image` does."""
     with _opened(image) as opened:
         width, height = opened.size
         turned = opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+        if decode:
+            opened.draft(None, (1, 1))  # a JPEG at an eighth of its size: still all of the file, in a third of the time
+            opened.load()
     return (width, height) if turned else (height, width)
 
 
@@ -312,5 +319,5 @@ def _opened(image: str | os.PathLike) -> Iterator[Image.Image]:
         raise FileNotFoundError(f"{_short(image)}: no such image") from None
     except UnidentifiedImageError:
         raise OSError(f"{_short(image)}: not an image that can be read") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's decoders raise any kind of error for broken bytes
         raise OSError(f"{_short(image)}: {getattr(error, 'strerror', None) or error}") from None

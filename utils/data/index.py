@@ -113,7 +113,7 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
         offset += len(raw) + 1
     found = Scanned(num_bytes, np.empty(0), np.empty(0))
     rows, images = [], []
-    # Threads, because opening image headers, often on a network disk, is mostly waiting.
+    # Threads, because images lie often on a network disk, and decoders run side by side.
     items = map_ahead(lambda line: checks.reader.read(name, *line[1:]), lines)
     for (start, number, line), item in zip(lines, items, strict=True):
         if isinstance(item, BadLine):

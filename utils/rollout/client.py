@@ -6,7 +6,6 @@ must share the outcome with the other ranks (CON-4).
 """
 
 import logging
-import os
 import re
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 from utils.capacity import capacity_slots, check_capacity, chunk_size, rounds, small_round
 from utils.config.schema import ServerAddress
+from utils.rollout.access import access_token
 from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError
 from utils.rollout.responses import read_health, read_json, read_text
 from utils.rollout.round import InferJob, Round, SlotGate
@@ -55,7 +55,7 @@ class RolloutClient:
     capacity_key: str = "decode_batch_size"  # path of that setting, for messages
 
     def __post_init__(self) -> None:
-        self.token = self.token or os.environ.get("ROLLOUT_SERVER_TOKEN") or None
+        self.token = self.token or access_token()
         self.infer_timeout_s = self.infer_timeout_s if self.infer_timeout_s and self.infer_timeout_s > 0 else None
         self.poll_s = max(0.05, min(5.0, self.timeout_s / 8))
         self.world_sizes: list[int] = []  # devices per server, known after `wait_ready`

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.config.load import Config, load_config_or_exit, require_variant
-from utils.config.plan import print_dry_run
+from utils.config.plan import num_learners, print_dry_run
 from utils.dist import capture_error
 from utils.run.inputs import KINDS
 from utils.run.session import Program
@@ -70,7 +70,9 @@ def parse_args(description: str) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="YAML file; everything is set there")
     parser.add_argument("--dry-run", action="store_true", help="check the config, print the plan, touch no device")
     launched = int(os.environ.get("WORLD_SIZE", 1))
-    parser.add_argument("--world-size", type=int, default=launched, help="learner ranks to plan for (--dry-run only)")
+    parser.add_argument(
+        "--world-size", type=num_learners, default=launched, help="learner ranks to plan for (--dry-run only)"
+    )
     parser.add_argument(
         "--resume", nargs="?", const="auto", metavar="CHECKPOINT", help="instead of training.resume_from_checkpoint"
     )

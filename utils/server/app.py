@@ -22,7 +22,14 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from utils.server.engine import BadCall, Conflict, NotOwner, RolloutEngine, Unavailable, UpdateFailed
-from utils.server.protocol import InferCall, InitCommunicator, TeacherCall
+from utils.server.protocol import (
+    InferCall,
+    InitCommunicator,
+    RolloutOutput,
+    StartWeightUpdate,
+    TeacherCall,
+    UpdateWeights,
+)
 from utils.server.weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
@@ -132,7 +139,9 @@ class _StrictRequest(Request):
 
 def parse_json(body: bytes) -> Any:
     """Parse, unless a small body would become a large object. Raises ValueError; HTTPException 413 (SRV-10)."""
-    if num_values(body) > MAX_VALUES and num_values(_STRING.sub(b"", body)) > MAX_VALUES:
+    # A string has at most two quotes without a backslash before them, and a value in a dict has a key beside it.
+    num_quotes = body.count(b'"') - body.count(b'\\"')
+    if num_quotes > 4 * MAX_VALUES or num_values(body) > MAX_VALUES < num_values(_STRING.sub(b"", body)):
         raise HTTPException(413, f"a request body has at most {MAX_VALUES} values; send fewer at once")
     return pydantic_core.from_json(body, allow_inf_nan=False)  # refuses more than 200 levels
 
@@ -182,7 +191,7 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
     async def infer(call: InferCall, request: Request) -> Response:
         weights.check()
         outputs = await _unless_hung_up(request, engine.infer(call.infer_requests, call.request_config))
-        return JSONResponse([output.model_dump() for output in outputs])
+        return Response(await asyncio.to_thread(_json_list, outputs), media_type="application/json")
 
     router.post("/probe/")(engine.probe)
 
@@ -205,6 +214,11 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
     return router
 
 
+def _json_list(outputs: list[RolloutOutput]) -> bytes:
+    """Return a JSON body; of many answers it takes seconds, so in a thread (SRV-10)."""
+    return b"[" + b",".join(output.model_dump_json().encode() for output in outputs) + b"]"
+
+
 def _weight_routes(updates: WeightUpdates) -> APIRouter:
     """Calls of the run that owns the server: all but the one that opens the communicator need its token (SRV-3)."""
 
@@ -219,8 +233,15 @@ def _weight_routes(updates: WeightUpdates) -> APIRouter:
         return await _unless_hung_up(request, updates.init(call, run_token))
 
     owned.post("/close_communicator/")(updates.close)
-    owned.post("/start_weight_update/")(updates.start)
-    owned.post("/update_weights/")(updates.update)
+
+    @owned.post("/start_weight_update/")
+    async def start(call: StartWeightUpdate, request: Request) -> dict[str, Any]:
+        return await _unless_hung_up(request, updates.start(call))
+
+    @owned.post("/update_weights/")
+    async def update(call: UpdateWeights, request: Request) -> dict[str, Any]:
+        return await _unless_hung_up(request, updates.update(call))
+
     owned.post("/finish_weight_update/")(updates.finish)
     owned.post("/abort_weight_update/")(updates.abort)
     owned.post("/reset_prefix_cache/")(updates.reset_prefix_cache)

@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 ADAPTER = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # vLLM uses a filled slot without a look at the path
 CALL_IMAGES = 16  # a call's images have at most so many times the pixels of a request's
+MAX_LOGPROBS = 1 << 20  # of a call that asks for the most likely tokens, too
 NO_VERSION = "default"  # vLLM's name for weights that were never updated
 WATCH_INTERVAL_S = 5.0  # at most, between two checks that the engines are alive
 
@@ -133,6 +135,7 @@ class RolloutEngine:
         self.adapter: LoRARequest | None = None  # for all requests, once an adapter is in its slot (SYN-10)
         self._defaults = llm.model_config.get_diff_sampling_param()
         self._request_ids = itertools.count()
+        self._writer = ThreadPoolExecutor(1)  # of answers; more threads would take turns with the loop that answers
         self.ids_in_flight: set[str] = set()  # `_generate` runs an aborted request again or, if dirty, fails
 
     async def infer(self, requests: list[RolloutInferRequest], config: RequestConfig) -> list[RolloutOutput]:
@@ -140,9 +143,13 @@ class RolloutEngine:
 
         Raises:
             Unavailable: for all or none.
-            BadCall: every request is too large.
+            BadCall: every request is too large, or all answers together may be.
         """
         self.check_alive()
+        num_tokens = len(requests) * min(config.max_tokens or self.max_model_len, self.max_model_len)
+        if config.logprobs and config.top_logprobs and num_tokens * config.top_logprobs > MAX_LOGPROBS:
+            sizes = f"{len(requests)} requests x max_tokens x top_logprobs"
+            raise BadCall(f"{sizes} is at most {MAX_LOGPROBS}; send fewer at once, or lower one of these")
         pixels = PixelBudget(CALL_IMAGES * self.images.max_pixels, "call")
         answers = [
             asyncio.ensure_future(self._answer(request, config, config.seed_of(index), pixels))
@@ -255,7 +262,7 @@ class RolloutEngine:
             prompt = await asyncio.to_thread(self._prepare, request, budgets=[pixels])
             output = await self._generate(prompt, sampling_params(config, seed, self._defaults))
             sizes = [image.size for image in prompt.get("multi_modal_data", {}).get("image", [])]
-            return self._rollout_output(output, sizes)
+            return await asyncio.get_running_loop().run_in_executor(self._writer, self._rollout_output, output, sizes)
         except (ValueError, VLLMClientError) as error:
             kind = {ImageRefused: "refused", TooLarge: "too_large"}.get(type(error))
             return RolloutOutput.failed(self.model_path, self.weights.version, str(error), kind)

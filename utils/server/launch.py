@@ -1,8 +1,9 @@
 """Launch settings of one rollout server: resolved from config and machine, checked, printed, passed to vLLM."""
 
 import dataclasses
-import json
 import os
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
-from utils.families import family_from
+from utils.families import family_from, read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +113,30 @@ def problems_of(launch: Launch, token: str | None) -> list[str]:
             "visible; they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
         )
     problems += model_problems(Path(launch.model.path), settings.vllm_max_model_len)
-    return problems or cpu_problems(launch)
+    problems = problems or cpu_problems(launch)
+    return problems + argument_problems(settings.vllm_engine_kwargs)
+
+
+def argument_problems(kwargs: dict[str, Any]) -> list[str]:
+    """List names that vLLM does not know, where it is installed; its import takes seconds."""
+    if not kwargs or find_spec("vllm") is None:
+        return []
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    problems = []
+    for name in sorted(set(kwargs) - set(known)):
+        near = get_close_matches(name, known, 1)
+        way_out = f"did you mean {near[0]}?" if near else "delete it"
+        problems.append(f"rollout_server.vllm_engine_kwargs.{name}: vLLM has no such argument; {way_out}")
+    return problems
 
 
 def cpu_problems(launch: Launch) -> list[str]:
     """List what vLLM 0.32's CPU kernels for recurrent mixers and for experts cannot do."""
     if launch.device == "cuda":
         return []
-    config = json.loads((Path(launch.model.path) / "config.json").read_text())
+    config = read_config(launch.model.path)
     family, settings = family_from(config), launch.settings
     problems = []
     if family.mixer is not None and launch.model.dtype != "bfloat16":
@@ -135,7 +152,7 @@ def cpu_problems(launch: Launch) -> list[str]:
 def model_problems(path: Path, max_model_len: int) -> list[str]:
     """List what is wrong with the model directory, and a length that the model cannot hold."""
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = read_config(path)
     except (OSError, ValueError) as error:
         return [f"model.path={path}: config.json cannot be read ({error}); it must be a local checkpoint directory"]
     weights = [file for pattern in ("*.safetensors", "*.bin", "*.gguf") for file in path.glob(pattern)]
@@ -156,14 +173,11 @@ def model_problems(path: Path, max_model_len: int) -> list[str]:
 
 
 def engine_args(launch: Launch) -> Any:
-    """Return vLLM's engine arguments. Raises ValueError for a name in `vllm_engine_kwargs` that vLLM does not know."""
+    """Return vLLM's engine arguments."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     settings, on_cuda = launch.settings, launch.device == "cuda"
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    if unknown := sorted(set(settings.vllm_engine_kwargs) - known):
-        raise ValueError(f"rollout_server.vllm_engine_kwargs: vLLM has no argument {', '.join(unknown)}")
     pixels = {"min_pixels": launch.model.image_min_pixels, "max_pixels": launch.model.image_max_pixels}
     kwargs: dict[str, Any] = {
         "model": launch.model.path,

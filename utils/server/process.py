@@ -92,9 +92,13 @@ def listen(host: str, port: int) -> socket.socket:
     """Return the server's listening socket: a busy port is found before anything is loaded.
 
     Raises:
-        OSError: the port is taken (names the process, where that can be seen) or the address is not this machine's.
+        OSError: the port is taken (names the process, where that can be seen), the address is not this machine's, or
+            the name has none.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: no name at all, such as a..b
+        raise OSError(f"cannot listen on {host}:{port}: no address of that name; change base_url ({error})") from error
     # asyncio sets TCP_NODELAY only where the protocol is named; else every answer waits 40 ms for an acknowledgement.
     server = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former server may linger

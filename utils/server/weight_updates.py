@@ -18,7 +18,7 @@ from utils.sync.wire import is_adapter_tensor
 
 logger = logging.getLogger(__name__)
 
-MAX_SILENCE_S = 600.0  # between two steps of an update, whatever its run allows
+MAX_SILENCE_S = 600.0  # between two steps of an update, and two buckets, whatever its run allows
 MAX_RANKS = 1 << 16  # of one communicator
 MAX_UPDATE_BYTES = 1 << 50  # of all tensors of one update call
 WATCH_INTERVAL_S = 1.0  # between two looks at an update that waits for its next step
@@ -84,8 +84,9 @@ class WeightUpdates:
             self.owner = call.run_id
             self._token = secrets.token_urlsafe(32)
             self.engine.update_s = call.timeout_s  # how long the learner waits for each step
-            left_s = {"open_timeout_s": max(0.1, deadline - time.monotonic())}
-            step, payload = "init", call.model_dump(exclude={"run_id"}) | left_s
+            bucket_s, left_s = min(call.timeout_s, MAX_SILENCE_S), max(0.1, deadline - time.monotonic())
+            limits = {"timeout_s": bucket_s, "open_timeout_s": left_s}
+            step, payload = "init", call.model_dump(exclude={"run_id"}) | limits
             while any(await self.engine.on_all_workers(step, payload)):
                 step, payload = "opening", {}
                 await asyncio.sleep(0.05)
@@ -114,12 +115,24 @@ class WeightUpdates:
             self._coming, self._has_received = call.version, False
             self._keeps_running = call.pause == "keep"
             self.weights.move("updating", self.weights.version)
-            # vLLM's `pause_generation` without its 20 ms of sleep: answers carry the version that made them.
-            # Caches stay: nobody reads them before the end of the update drops them.
-            await self.engine.llm.engine_core.pause_scheduler_async(mode=call.pause, clear_cache=False)
+            await self._pause(call.pause)
             await self.engine.on_all_workers("start")
             self._watch = asyncio.create_task(self._end_if_abandoned(self.weights.num_updates))
         return {}
+
+    async def _pause(self, mode: str) -> None:
+        """Pause generation; with `wait` that takes as long as other clients' answers do. Raises `UpdateFailed` when the
+        learner is gone before (SRV-12); one that lives sets its own limit, and hangs up."""
+        # vLLM's `pause_generation` without its 20 ms of sleep: answers carry the version that made them.
+        # Caches stay: nobody reads them before the end of the update drops them.
+        pause = asyncio.ensure_future(self.engine.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        try:
+            while not (await asyncio.wait({pause}, timeout=WATCH_INTERVAL_S))[0]:
+                if not any(await self.engine.on_all_workers("learner_is_alive")):
+                    raise UpdateFailed(f"the learner of run {self.owner} is gone")
+            pause.result()
+        finally:
+            pause.cancel()
 
     async def update(self, call: UpdateWeights) -> dict[str, Any]:
         """Receive the named tensors on every worker.
@@ -201,6 +214,9 @@ class WeightUpdates:
             try:
                 yield
             except Conflict:  # refused before anything was done
+                raise
+            except asyncio.CancelledError:
+                await self._fail(f"{name}: its caller hung up")
                 raise
             except Exception as error:
                 await self._fail(f"{name} failed: {error}")

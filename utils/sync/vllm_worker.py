@@ -51,7 +51,7 @@ WATCH_INTERVAL_S = 1.0  # between two questions to the learner's store during an
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The learner (rank 0) hosts the store; `timeout_s` bounds an update, `open_timeout_s` the opening."""
+    """The learner (rank 0) hosts the store; `timeout_s` bounds the wait for a bucket, `open_timeout_s` the opening."""
 
     master_address: str
     master_port: int
@@ -105,7 +105,7 @@ class BucketStream(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError("the opening of this communicator was given up")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises StreamBroken when the sender is gone or `timeout_s` passes; the group is unusable afterwards."""
+        """Raises StreamBroken when the sender is gone or silent for `timeout_s`; the group is unusable afterwards."""
         tensors = []
         for name, dtype_name, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
             dtype = getattr(torch, dtype_name, None)
@@ -185,9 +185,10 @@ class StreamGlooEngine(BucketStream):
 
 
 class StreamNcclEngine(BucketStream):
-    """Buckets over NCCL. A watchdog ends an update whose learner is gone, gave it up, or takes longer than allowed."""
+    """Buckets over NCCL. A watchdog ends an update whose learner is gone, gave it up, or sends nothing for too long."""
 
     _channel: nccl.Channel | None = None
+    _deadline = 0.0  # of the bucket that is awaited
 
     @property
     def learner_store(self) -> torch.distributed.Store | None:
@@ -202,7 +203,7 @@ class StreamNcclEngine(BucketStream):
         self._channel = channel
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        store, deadline = self.learner_store, time.monotonic() + self._timeout_s
+        store, self._deadline = self.learner_store, time.monotonic() + self._timeout_s
 
         def check() -> None:
             was_given_up = ask_store(store, nccl.ABORT_KEY)
@@ -210,13 +211,14 @@ class StreamNcclEngine(BucketStream):
                 raise RuntimeError("the learner is gone")
             if was_given_up:
                 raise RuntimeError("the learner gave this update up")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no end of the update within {self._timeout_s:g} s")
+            if time.monotonic() > self._deadline:
+                raise RuntimeError(f"no bucket within {self._timeout_s:g} s")
 
         with nccl.watched(check, WATCH_INTERVAL_S, self._channel.abort):
             super().receive_weights(update_info)
 
     def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, nccl.Passage]:
+        self._deadline = time.monotonic() + self._timeout_s
         bucket = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
         return bucket, self._channel.broadcast(bucket)
 

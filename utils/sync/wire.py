@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from utils.config.rollout import is_loopback
+
 ADAPTER_ID = 1  # the engine's LoRA slot that adapter sync fills
 ALIGNMENT = 64  # bytes, as in memory that torch allocates: tensors are read where they arrived
 _DIGEST_CHUNK = 1 << 22  # elements hashed at once, so that hashing never needs a copy of a large tensor
@@ -74,7 +76,7 @@ def loopback_if_local(address: str) -> Iterator[None]:
     """
     key = "GLOO_SOCKET_IFNAME"
     given = os.environ.get(key)
-    is_local = address in ("127.0.0.1", "localhost") and "lo" in (name for _, name in socket.if_nameindex())
+    is_local = is_loopback(address) and "lo" in (name for _, name in socket.if_nameindex())
     wanted = "lo" if is_local and given is None else None if not is_local and given == "lo" else given
     try:
         _set_variable(key, wanted)
