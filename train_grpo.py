@@ -15,6 +15,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from utils.grpo import (
     policy_row,
     weight_answers,
 )
-from utils.learner.learner import StepResult
+from utils.learner.learner import NotFinite, StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyRow, policy_segment
@@ -94,13 +95,14 @@ def train(run: "Grpo") -> None:
         with session.timed("step"):
             # Weights current; then, in threads, the methods of `Grpo` in order: draw, generate, judge.
             micro_steps = session.prepare(step)
-            run.data_position = max((made.data_position for made in micro_steps), key=lambda at: at["position"])
             weighted = run.weight(micro_steps, step)
             with session.timed("train"):
-                batches = run.pack(weighted)
+                batches = run.pack(weighted, step)
                 result = run.learn(batches, weighted, step)
         session.steps_done = step + 1
-        session.end_step(run, log_step(run, step + 1, result, weighted, micro_steps))
+        run.data_position = max((made.data_position for made in micro_steps), key=lambda at: at["position"])
+        record = partial(log_step, run, step + 1, result, weighted, micro_steps)
+        session.end_step(run, session.on_all_ranks(record, f"recording optimizer step {step + 1}"))
     session.finish()
 
 
@@ -250,7 +252,7 @@ class Grpo:
         groups = [group for micro_step in micro_steps for group in micro_step.groups]
         return weight_answers(groups, self.reward_weights(step), self.session.cfg.rlhf, self.session.ranks)
 
-    def pack(self, weighted: WeightedAnswers) -> list[PolicyRow]:
+    def pack(self, weighted: WeightedAnswers, step: int) -> list[PolicyRow]:
         """Lay the answers out in rows, equally many on all ranks."""
         cfg = self.session.cfg
         rows = choose_rows(
@@ -260,7 +262,10 @@ class Grpo:
             per_row=cfg.training.per_device_train_batch_size * cfg.rlhf.num_generations,
             ranks=self.session.ranks,
         )
-        return [policy_row(weighted, row, self.session.collate) for row in rows]
+        return self.session.on_all_ranks(
+            lambda: [policy_row(weighted, row, self.session.collate) for row in rows],
+            f"packing the rows of optimizer step {step + 1}",
+        )
 
     def learn(self, batches: list[PolicyRow], weighted: WeightedAnswers, step: int) -> StepResult:
         """Run `num_iterations` optimizer steps over the same answers; returns the result of the last."""
@@ -274,7 +279,11 @@ class Grpo:
             for batch, logprob in zip(batches, reference, strict=True):
                 batch.policy.ref_logprob = logprob
         objective = PolicyObjective(cfg, weighted.denominator, temperature)
-        return [learner.step(batches, objective, step) for _ in range(cfg.num_iterations)][-1]
+        with self.session.finished_steps_saved(NotFinite):
+            result = learner.step(batches, objective, step)
+        for _ in range(1, cfg.num_iterations):  # where one of these fails, part of a step has been trained
+            result = learner.step(batches, objective, step)
+        return result
 
     # Evaluation and checkpoints
 

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,10 @@ from utils.data.encoding import EncodedPrompt
 from utils.data.samples import Sample
 from utils.drafts import Arrangement
 from utils.geometry import iou_matrix
-from utils.learner.learner import StepResult
+from utils.learner.learner import NotFinite, StepResult
 from utils.learner.objectives import MatchingObjective
 from utils.matching import match
-from utils.packing import CarryBuffer, check_fits, segments_from_state, segments_to_state
+from utils.packing import Batch, CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
 from utils.run.program import run_program
@@ -68,11 +69,11 @@ def train(run: "Stage2") -> None:
         with session.timed("step"):
             # Weights current; then, in threads, the methods of `Stage2` in order: draw, encode, generate, judge.
             micro_steps = session.prepare(step)
-            rows = [run.pack(micro_step) for micro_step in micro_steps]  # all of them before the first backward (PCK-5)
             with session.timed("train"):
-                result = run.learn(rows, step)
-        session.steps_done = step + 1
-        session.end_step(run, log_step(run, step + 1, result, micro_steps, rows))
+                rows, result = run.learn(micro_steps, step)
+        session.steps_done, run.waiting = step + 1, run.buffer.state_dict()
+        record = partial(log_step, run, step + 1, result, micro_steps, rows)
+        session.end_step(run, session.on_all_ranks(record, f"recording optimizer step {step + 1}"))
     session.finish(segments_left=sum(session.ranks.gather(len(run.buffer))))
 
 
@@ -115,13 +116,17 @@ class Stage2:
     """A session with what only stage 2 holds.
 
     `draw`, `encode`, `generate` and `judge` make a micro-step, in this order, in the threads that utils/run/prefetch.py
-    shows; `pack` runs in the main thread.
+    shows; `learn` runs in the main thread.
+
+    Attributes:
+        waiting: state of the carry buffer after the last trained step; a resumed run packs on from there.
     """
 
     def __init__(self, session: Session) -> None:
         cfg = session.cfg
         self.session = session
         self.buffer = CarryBuffer(cfg.global_max_length, cfg.training.packing_buffer)  # finished, waiting for a row
+        self.waiting = self.buffer.state_dict()
         dump_options = cfg.rm.monitor_dump.model_dump()
         self.dump = SampleDump(session.run_dir, session.data.table, **dump_options, enabled=session.ranks.is_main)
         weight = cfg.rm.teacher.weight if cfg.rm.teacher else 0.0
@@ -184,14 +189,25 @@ class Stage2:
         self.buffer.extend(micro_step.segments)
         return self.buffer.pop_row()
 
-    def learn(self, rows: Sequence[list[Segment]], step: int) -> StepResult:
-        """Take one optimizer step over the rows of its micro-steps."""
-        batches, learner = [self.session.collate(row) for row in rows], self.session.learner
+    def learn(self, micro_steps: Sequence[MicroStep], step: int) -> tuple[list[list[Segment]], StepResult]:
+        """Take one optimizer step; returns the rows that it trained as well."""
+
+        def lay_out() -> tuple[list[list[Segment]], list[Batch]]:
+            rows = [self.pack(micro_step) for micro_step in micro_steps]  # all before the first backward (PCK-5)
+            return rows, [self.session.collate(row) for row in rows]
+
+        rows, batches = self.session.on_all_ranks(lay_out, f"packing the rows of optimizer step {step + 1}")
+        return rows, self.update(batches, step)
+
+    def update(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """Change the weights by a step's rows."""
+        learner = self.session.learner
         if self.session.cfg.rm.losses.reference_kl:
             learner.add_start_states(batches)
         if self.objective.teacher_weight:
             learner.share_teacher_chunks(batches)
-        return learner.step(batches, self.objective, step)
+        with self.session.finished_steps_saved(NotFinite):
+            return learner.step(batches, self.objective, step)
 
     # Evaluation and checkpoints
 
@@ -219,7 +235,7 @@ class Stage2:
         num_undone = num_drawn * self.session.cfg.training.per_device_train_batch_size  # drawn again after a resume
         return {
             "stream": self.session.data.stream.state_dict(num_undone),
-            "buffer": self.buffer.state_dict(),
+            "buffer": self.waiting,
             "ahead": [micro_step.state_dict() for micro_step in prepared],
         }
 
@@ -238,6 +254,7 @@ class Stage2:
                 f"{unseen[0]}, ...) were made without it; resume with the old setting, or use a new training.output_dir"
             )
         self.buffer.load_state_dict(state["buffer"])
+        self.waiting = self.buffer.state_dict()
         self.session.data.stream.load_state_dict(state["stream"])
         prepared = [MicroStep.from_state(saved) for saved in state["ahead"]]
         self.session.prefetcher.restore(self.session.steps_done, prepared)

@@ -194,6 +194,31 @@ def test_no_warning_while_rows_keep_up_pck_7(caplog):
     assert not caplog.records
 
 
+# Segments per micro-step, and the least and most of their tokens: 80 to 96 % of 1000, so that a few wait now and then.
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("batch", "low", "high"), [(2, 200, 600), (3, 100, 500), (8, 50, 190)])
+def test_no_warning_where_a_few_segments_wait_pck_7(caplog, batch, low, high, seed):
+    """PCK-7: where few wait rows are less full, as if the buffer had to grow; it does not."""
+    rng, most = random.Random(seed), 0
+    buffer = CarryBuffer(cap=1000, max_segments=512)
+    for _ in range(1000):
+        buffer.extend([plain_segment("", rng.randint(low, high)) for _ in range(batch)])
+        buffer.pop_row()
+        most = max(most, len(buffer))
+    assert 0 < most < 16 and not caplog.records
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("batch", "low", "high"), [(2, 300, 750), (3, 200, 500), (8, 50, 220)])
+def test_slow_growth_is_warned_of_before_a_fifth_of_the_buffer_is_full_pck_7(caplog, batch, low, high, seed):
+    """PCK-7: 105 to 108 % of a row arrive, of which not all fits one."""
+    rng, buffer = random.Random(seed), CarryBuffer(cap=1000, max_segments=512)
+    while len(buffer) < 512 / 5:
+        buffer.extend([plain_segment("", rng.randint(low, high)) for _ in range(batch)])
+        buffer.pop_row()
+    assert "grows without end" in caplog.text
+
+
 def test_indivisible_segments_are_warned_of_pck_7(caplog):
     """PCK-7: Two segments of 60 % arrive on average 1000 of 1000 tokens with small ones, yet only one big one fits a
     row."""

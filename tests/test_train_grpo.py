@@ -1,5 +1,6 @@
 """GRPO's program in one process: transformers generates, the real learner trains (GRP-1, GRP-6)."""
 
+import itertools
 import json
 import math
 import threading
@@ -26,6 +27,7 @@ from utils.data.stream import SampleStream
 from utils.dist import Ranks
 from utils.geometry import Object
 from utils.grpo import Answer
+from utils.learner.learner import Learner, NotFinite, StepResult
 from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutResult
 from utils.run.prefetch import Prefetcher
@@ -142,6 +144,31 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one_GRP_1_LRN_5(whole, f
     )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert curves(folder / "part")["reward"] == curves(whole)["reward"]
+
+
+@pytest.mark.parametrize(("num_iterations", "number", "is_saved"), [(1, 2, True), (2, 3, True), (2, 4, False)])
+def test_a_loss_that_is_not_finite_costs_no_finished_step_LRN_12_LRN_5(
+    whole, folder, start_model, monkeypatch, num_iterations, number, is_saved
+):
+    """LRN-12, LRN-5: the step before is saved, and a resumed run goes on as one that never failed; unless an update by
+    the same answers has gone before."""
+    name, updates, update = f"bad_{num_iterations}_{number}", itertools.count(1), Learner.step
+
+    def step(*args) -> StepResult:
+        if next(updates) == number:
+            raise NotFinite("the loss is not finite")
+        return update(*args)
+
+    config = config_of(folder, start_model, name, num_iterations=num_iterations)
+    with monkeypatch.context() as patch, pytest.raises(NotFinite):
+        patch.setattr(Learner, "step", step)
+        run(config)
+    assert [path.name for path in (folder / name).glob("checkpoint-*")] == ["checkpoint-1"] * is_saved
+    if num_iterations == 1:
+        run(config, resume="auto")
+        last = "checkpoint-3/adapter/adapter_model.safetensors"
+        ours, theirs = load_file(folder / name / last), load_file(whole / last)
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def test_equal_rewards_give_no_gradient_but_for_kl_GRP_6(folder, start_model):

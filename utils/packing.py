@@ -31,6 +31,7 @@ WAYS_OUT = (
 # Enough segments for a mean that is worth a warning, and few enough to follow answers that grow during training.
 MEAN_WINDOW = 256
 MEAN_MINIMUM = 32
+GROWN = 1 / 8  # of the buffer: where fewer wait, there is less to choose from, and rows are emptier than when it grows
 NO_IDS = np.zeros(0, dtype=np.int64)
 
 # (input_ids [L], `Segment.vision`) -> int64[R, L]: the text row, then the multimodal rows, where the model has such.
@@ -137,7 +138,8 @@ class CarryBuffer:
     def _warn_of_growth(self) -> None:
         """Warn once if more tokens arrive per micro-step than rows carry and segments do pile up (PCK-7)."""
         seen, per_step = len(self._lengths), sum(self._arrivals) / len(self._arrivals)
-        if self._warned or seen < min(MEAN_MINIMUM, self.max_segments) or len(self) < per_step or not self._rows:
+        is_early = seen < min(MEAN_MINIMUM, self.max_segments) or len(self) < max(per_step, GROWN * self.max_segments)
+        if self._warned or is_early or not self._rows:
             return
         mean_length, per_row = sum(self._lengths) / seen, sum(self._rows) / len(self._rows)
         if mean_length * per_step > per_row:

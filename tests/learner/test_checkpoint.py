@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from utils.config.schema import Tuner
@@ -18,8 +19,12 @@ DORA = {"type": "lora", "use_dora": True, "rank": 4, "modules_to_save": ["embed_
 
 @pytest.fixture
 def trained(start_model) -> nn.Module:
-    """A DoRA model whose adapter has an effect."""
-    model = apply_tuner(load_model(start_model, "float32"), Tuner(**DORA))
+    return trained_of(start_model, DORA)
+
+
+def trained_of(start_model, tuner: dict) -> nn.Module:
+    """A model whose adapter has an effect."""
+    model = apply_tuner(load_model(start_model, "float32"), Tuner(**tuner))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -55,6 +60,18 @@ def test_an_adapter_loads_as_it_is_and_full_tuning_has_none_LRN_6(tmp_path, star
     assert_same_weights(again, trained)
     save_adapter(load_model(start_model, "float32"), tmp_path / "full", ranks)
     assert not (tmp_path / "full").exists()
+
+
+def test_an_adapter_keeps_its_frozen_parts_LRN_6(tmp_path, start_model, ranks):
+    """LRN-6: those of the vision tower of an earlier run, which `freeze_vit` keeps in force but does not train."""
+    tuner = {"type": "lora", "use_dora": True, "rank": 4}
+    save_adapter(trained_of(start_model, tuner | {"freeze_vit": False}), tmp_path / "before", ranks)
+    resumed = Tuner(**tuner, adapter_path=str(tmp_path / "before"))
+    model = apply_tuner(load_model(start_model, "float32"), resumed)
+    save_adapter(model, tmp_path / "after", ranks)
+    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("before", "after"))
+    assert any(".visual." in name for name in before) and not all(own.requires_grad for own in model.parameters())
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_all_ranks_LRN_6(tmp_path, start_model, trained, ranks: Ranks):

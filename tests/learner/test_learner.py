@@ -14,7 +14,7 @@ from tests.families import build_family
 from tests.learner.test_model import coord_ids, make_segment, smallest_image
 from utils.config.load import build_config
 from utils.config.schema import Losses, Rlhf, Training, Tuner
-from utils.dist import Ranks
+from utils.dist import DistributedError, Ranks
 from utils.learner import learner as learner_module
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
 from utils.learner.model import apply_tuner, base_model, load_model, param_groups, position_ids_for
@@ -97,6 +97,18 @@ def test_layers_that_backward_recomputes_by_setting_CFG_17(
     inner = base_model(learner.model).model
     parts = (inner.language_model.layers, inner.visual.blocks)
     assert " ".join("".join(str(int(layer.gradient_checkpointing)) for layer in part) for part in parts) == expected
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_layers_are_recomputed_however_segments_lie_LRN_10_CFG_17(tmp_path, start_model, ranks, packing):
+    """LRN-10, CFG-17: also where nothing was generated or scored before the first step; transformers' models come
+    ready for inference, in which they keep what backward needs."""
+    options = {"gradient_checkpointing": True, "packing": packing}
+    learner, forwards = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4}, **options), []
+    attention = base_model(learner.model).model.language_model.layers[0].self_attn
+    attention.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    learner.step(matching_rows(learner, is_bad=False), MatchingObjective(Losses()), 0)
+    assert len(forwards) == 2 * 2
 
 
 @pytest.mark.parametrize(("has_kernels", "expected"), [(True, 0), (False, 4)])
@@ -285,8 +297,9 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples_LRN_2(
     assert not all(torch.equal(tensor, before[name]) for name, tensor in after.items())
     for step in range(3, 2 + MAX_SKIPPED):
         learner.step(matching_rows(learner, is_bad=True), objective, step)
-    with pytest.raises(NotFinite, match="10 steps in a row were skipped"):
+    with pytest.raises(DistributedError, match="10 steps in a row were skipped") as raised:
         learner.step(matching_rows(learner, is_bad=True), objective, 2 + MAX_SKIPPED)
+    assert not isinstance(raised.value, NotFinite)  # which would have the broken weights saved
 
 
 @pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
@@ -299,6 +312,28 @@ def test_by_default_the_run_stops_at_a_gradient_that_is_not_finite_LRN_2(tmp_pat
     with pytest.raises(NotFinite, match="the gradient of optimizer step 6 is not finite; samples: s0, s1, s2, s3. The"):
         learner.step(matching_rows(learner, is_bad=False), MatchingObjective(Losses()), 5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "dtype"), [("zero0", "float32"), ("zero2", "float32"), ("zero3", "float32"), ("zero2", "bfloat16")]
+)
+def test_what_is_saved_after_a_loss_that_is_not_finite_is_the_step_before_LRN_12(
+    tmp_path, start_model, ranks, deepspeed, dtype
+):
+    """LRN-12: a run that resumes from there takes the next step of one that never saw the bad one."""
+    parts = (tmp_path, start_model, ranks, "stop", deepspeed, dtype)
+    stopped, resumed, other = (matching_learner(*parts) for _ in range(3))
+    objective = MatchingObjective(Losses())
+    for one in (stopped, other):
+        one.step(matching_rows(one, is_bad=False), objective, 0)
+    with pytest.raises(NotFinite):
+        stopped.step(matching_rows(stopped, is_bad=True), objective, 1)
+    stopped.save_state(tmp_path / "state")
+    resumed.load_state(tmp_path / "state")
+    for one in (resumed, other):
+        one.step(matching_rows(one, is_bad=False), objective, 1)
+    expected = weights_of(other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(resumed).items())
 
 
 def test_dora_in_all_parts_continues_under_zero_3_LRN_5(tmp_path, start_model, ranks):

@@ -1,5 +1,7 @@
 """The divergence from the start policy at tokens without a label, against two models loaded side by side (TGT-16)."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from train_stage2 import Stage2
 from utils.config.load import build_config
 from utils.config.schema import Losses, Tuner
 from utils.dist import Ranks
-from utils.learner.learner import Learner
+from utils.learner.learner import Learner, StepResult
 from utils.learner.model import apply_tuner, base_model, load_model
 from utils.learner.objectives import MatchingObjective
 from utils.losses import reference_kl_sum
@@ -175,9 +177,14 @@ def stage2_of(learner: Learner, folder: Path, ranks: Ranks, **parts: Any) -> Sta
         data=SimpleNamespace(table=None),
         collate=partial(collate, learner.model),
         prefetch=lambda run: None,
+        finished_steps_saved=lambda kind: nullcontext(),
         **parts,
     )
     return Stage2(session)
+
+
+def learn(run: Stage2, rows: Sequence[list[Segment]], step: int) -> StepResult:
+    return run.update([run.session.collate(row) for row in rows], step)
 
 
 def count_forwards(learner: Learner) -> list[bool]:
@@ -203,7 +210,7 @@ def test_an_optimizer_step_holds_the_answer_to_the_start_policy_TGT_16_LRN_2(
         expected = plain_kl(start, current, segments)
         expected.backward()
         norm = torch.stack([p.grad.norm() for p in current.parameters() if p.grad is not None]).norm()
-        result = run.learn(rows, step)
+        result = learn(run, rows, step)
         assert result.losses["reference_kl"] == pytest.approx(expected.item(), abs=1e-5)
         assert result.losses["total"] == pytest.approx(2.5 * expected.item(), abs=3e-5)
         assert result.grad_norm == pytest.approx(2.5 * float(norm), rel=1e-4)
@@ -216,14 +223,14 @@ def test_a_checkpoint_leaves_the_frozen_model_out_TGT_16_LRN_5(tmp_path, start_m
     learner = learner_of(tmp_path, start_model, ranks, TUNERS["full"], ONLY_KL, deepspeed)
     run, segments = stage2_of(learner, tmp_path, ranks), segments_of(learner.model)
     rows = [[segments[i] for i in row] for row in LAYOUT]
-    run.learn(rows, 0)
+    learn(run, rows, 0)
     learner.save_state(tmp_path / "state")
-    expected = run.learn(rows, 1).losses
+    expected = learn(run, rows, 1).losses
     (shard,) = (tmp_path / "state").glob("*_model_states.pt")
     names = torch.load(shard, weights_only=False)["module"]
     assert names and all(name.startswith("model.") for name in names)
     learner.load_state(tmp_path / "state")
-    assert run.learn(rows, 1).losses == expected
+    assert learn(run, rows, 1).losses == expected
 
 
 @pytest.mark.parametrize("case", ["weight 0", "every token has a label"])
@@ -232,7 +239,7 @@ def test_no_forward_is_made_for_nothing_TGT_16(tmp_path, start_model, ranks, cas
     weight = 0.0 if case == "weight 0" else 1.0
     learner = learner_of(tmp_path, start_model, ranks, LORA, {"reference_kl": weight})
     run, forwards, segments = stage2_of(learner, tmp_path, ranks), count_forwards(learner), segments_of(learner.model)
-    result = run.learn([segments[:1] if case == "weight 0" else segments[-1:]] * 4, 0)
+    result = learn(run, [segments[:1] if case == "weight 0" else segments[-1:]] * 4, 0)
     assert forwards == [True] * 4
     assert result.losses.get("reference_kl") == (None if case == "weight 0" else 0.0)
 

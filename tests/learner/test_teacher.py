@@ -13,6 +13,7 @@ from tests.learner.test_reference_kl import (
     LAYOUT,
     LORA,
     ONLY_KL,
+    learn,
     learner_of,
     plain_kl,
     plain_logprobs,
@@ -129,7 +130,7 @@ def test_a_whole_step_distils_what_the_server_reports_TGT_16_PCK_4_PCK_5(
         total = total + 0.5 * plain_kl(start, current, segments)
     total.backward()
     norm = torch.stack([p.grad.norm() for p in current.parameters() if p.grad is not None]).norm()
-    result = run.learn([[made[i] for i in row] for row in LAYOUT], 0)
+    result = learn(run, [[made[i] for i in row] for row in LAYOUT], 0)
     assert expected > 0.01 and result.losses["teacher"] == pytest.approx(expected.item(), abs=1e-5)
     assert result.losses["total"] == pytest.approx(total.item(), abs=3e-5)
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
@@ -178,7 +179,7 @@ def test_a_run_without_a_teacher_asks_nobody_TGT_16(tmp_path, start_model, ranks
     learner = learner_of(tmp_path, start_model, ranks, LORA, ONLY_KL)
     run = teachable(learner, tmp_path, ranks, None)
     segments = segments_of(learner.model)
-    assert "teacher" not in run.learn([[segments[i] for i in row] for row in LAYOUT], 0).losses
+    assert "teacher" not in learn(run, [[segments[i] for i in row] for row in LAYOUT], 0).losses
 
 
 @pytest.fixture

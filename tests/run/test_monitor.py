@@ -94,6 +94,7 @@ def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp
         watch=SimpleNamespace(pop_metrics=lambda: {}),
         cfg=SimpleNamespace(training=SimpleNamespace(collapse=SimpleNamespace(model_dump=lambda: BOUNDS))),
         ranks=SimpleNamespace(gather=lambda own: [own], is_main=True),
+        on_all_ranks=lambda work, where: work(),
         **{"monitor": monitor, "run_dir": tmp_path, "metric": "f1", "best": 0.0, "validation": {}, "collapsed": set()},
     )
     metrics = {f"seconds/{part}": 1.0 for part in LOGGED_PARTS} | {"train/tokens_per_s": 9.0}
@@ -213,20 +214,26 @@ def test_an_evaluation_is_written_with_its_answers_by_id_LRN_7(tmp_path):
     assert len(list((tmp_path / "eval").iterdir())) == 2
 
 
+@pytest.mark.parametrize("owed", [False, True])
 @pytest.mark.parametrize(
     ("metric", "changes", "is_kept"),
     [("f1", {}, True), ("recall", {}, False), ("f1", {"training__eval_limit": 3}, False)],
 )
-def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(monkeypatch, caplog, metric, changes, is_kept):
-    """LRN-7, LRN-5: a score of another metric, or on other samples, says nothing about this one."""
+def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(
+    monkeypatch, caplog, tmp_path, metric, changes, is_kept, owed
+):
+    """LRN-7, LRN-5: a score of another metric, or on other samples, says nothing about this one; nor does one that the
+    checkpoint owed and another process made."""
+    write_evaluation(tmp_path, 4, {"f1": 0.9, "recall": 0.9}, [], is_best=True)
     monkeypatch.setattr("utils.run.session.set_random_states", lambda *_: None)
     before = SimpleNamespace(cfg=build_config(edited()), metric="f1")
-    resumed = {"best": 0.7, "best_of": Session._what_is_best(before), "owes_evaluation": False, "random": None}
+    resumed = {"best": 0.7, "best_of": Session._what_is_best(before), "owes_evaluation": owed, "random": None}
     now = SimpleNamespace(cfg=build_config(edited(**changes)), metric=metric, resumed=resumed, best=-math.inf)
+    now.run_dir, now.steps_done = tmp_path, 4
     now.ranks = SimpleNamespace(gather=lambda own: [own], is_main=True, device="cpu")
     now._what_is_best = partial(Session._what_is_best, now)
     Session.resume(now, SimpleNamespace(load_state_dict=lambda state: None))
-    assert now.best == (0.7 if is_kept else -math.inf)
+    assert now.best == ((0.9 if owed else 0.7) if is_kept else -math.inf)
     assert ("the best one is looked for anew" in caplog.text) is not is_kept
 
 

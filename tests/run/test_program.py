@@ -33,7 +33,7 @@ from utils.data.index import Checks, Index, IndexedFile, write_index
 from utils.data.samples import LineReader, load_samples
 from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
-from utils.learner.learner import StepResult
+from utils.learner.learner import NotFinite, StepResult
 from utils.learner.model import load_model
 from utils.parsing import TokenTable
 from utils.run import session, setup
@@ -273,6 +273,19 @@ def test_FAM_3_a_model_that_fails_its_checks_stops_both_programs(
         status, _, error = start(program, config, check_model=check)
         assert status == 2 and f"model.path={start_model}: a packed row is not its segments" in error
     assert asked == [("NoLearner", "Qwen3VLProcessor", True)] * 2
+
+
+def test_CFG_3_a_tuner_that_does_not_fit_the_model_is_told_in_one_message(
+    folder, start_model, server, start, monkeypatch
+):
+    """CFG-3: names that only the loaded model knows to be wrong."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("tuner.target_modules: no linear layer has a name that ends in ['q_prj']")
+
+    monkeypatch.setattr(NoLearner, "__init__", refuse)
+    status, _, error = start(train_stage2, write_config(folder, start_model, server))
+    assert status == 2 and error.count("ends in ['q_prj']\n") == 1 and "Traceback" not in error, error
 
 
 def test_DIS_2_more_learners_than_the_servers_have_room_for(folder, start_model, server, start, monkeypatch):
@@ -559,10 +572,10 @@ requests: list[StopRequest] = []  # of the programs that ran
 
 
 class Saves:
-    """Stands for `Session._save`: notes the step, and how many requests the server had got by then."""
+    """Stands for `Session._save`: notes the step, how many requests the server had got by then, and the state."""
 
     def __init__(self, server: FaultyServer) -> None:
-        self.server, self.seen = server, []
+        self.server, self.seen, self.states = server, [], []
 
     def __get__(self, session: Session, kind: type) -> Callable[..., None]:
         return partial(self, session)
@@ -570,6 +583,7 @@ class Saves:
     def __call__(self, session: Session, program: Any) -> None:
         assert program.session is session
         self.seen.append((session.steps_done, sum(len(call["infer_requests"]) for call in self.server.calls)))
+        self.states.append(program.state_dict())
         session.steps_saved = session.steps_done
 
 
@@ -635,18 +649,60 @@ def test_LRN_12_a_checkpoint_comes_before_the_evaluation_of_its_step(
 def test_LRN_12_weights_that_are_not_whole_are_not_saved(
     folder, start_model, server, start, responses, tmp_path, monkeypatch
 ):
-    """LRN-12: the second step fails while it trains."""
-
-    def step(self: NoLearner, rows: list[Any], objective: Any, number: int) -> StepResult:
-        if number == 1:
-            raise DistributedError("the loss is not finite")
-        return learn(self, rows, objective, number)
-
-    learn, saves = NoLearner.step, Saves(server)
-    monkeypatch.setattr(NoLearner, "step", step)
-    config = write_config(folder, start_model, server, training={"output_dir": str(tmp_path)})
+    """LRN-12: the second step fails while it trains, for another reason than a loss that is not finite."""
+    monkeypatch.setattr(NoLearner, "step", failing(NoLearner.step, 2, DistributedError("rank 1 is gone")))
+    config, saves = write_config(folder, start_model, server, training={"output_dir": str(tmp_path)}), Saves(server)
     status, _, error = start(train_stage2, config, sync=responses.sync, save=saves)
-    assert status == 1 and saves.seen == [] and "failed: DistributedError: the loss is not finite" in error
+    assert status == 1 and saves.seen == [] and "failed: DistributedError: rank 1 is gone" in error
+
+
+def failing(function: Callable[..., Any], number: int, error: Exception) -> Callable[..., Any]:
+    """`function`, whose call with this number (from 1) fails."""
+    calls = itertools.count(1)
+
+    def called(*args: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return function(*args, **named)
+
+    return called
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "words"),
+    [
+        (None, "", None, "packing the rows of optimizer step 2 .*: 3 segments wait .* ways out: "),
+        (None, "collate", ValueError("no digit"), "packing the rows of optimizer step 2 .*: no digit"),
+        (NoLearner, "step", NotFinite("the loss is nan"), "NotFinite: the loss is nan"),
+        (train_stage2, "log_step", FULL, "recording optimizer step 2 .* No space left"),
+        (session, "write_evaluation", FULL, "writing the evaluation at step 2 .* No space left"),
+    ],
+)
+def test_LRN_12_what_fails_beside_the_weights_costs_no_finished_step_PCK_3(
+    folder, start_model, server, start, responses, tmp_path, monkeypatch, owner, name, error, words
+):
+    """LRN-12, PCK-3: a row that cannot be made, a loss that is not finite, a record that cannot be written. What is
+    saved knows nothing of the samples of a step that was not finished: a resumed run draws them again."""
+    collate = lambda row: sizes.append(len(row)) or row  # noqa: E731
+    sizes: list[int] = []  # of the rows
+    if name == "collate":
+        collate = failing(collate, 3, error)
+    elif owner is not None:
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name), 2, error))
+    training = {"output_dir": str(tmp_path), "max_steps": 3, "packing_buffer": 64 if name else 2}
+    training["eval_steps"] = int(name == "write_evaluation")
+    config = write_config(folder, start_model, server, training=training, global_max_length=320)
+    layout, saves = lambda *_: (lambda segment: segment, collate), Saves(server)  # noqa: E731
+    status, _, told = start(train_stage2, config, sync=responses.sync, save=saves, layout=layout)
+    assert status == 1 and re.search(f"failed: .*{words}", told, re.S), told
+    finished, (state,) = 2 if error is FULL else 1, saves.states
+    assert [step for step, _ in saves.seen] == [finished]
+    num_waiting = len(state["buffer"]["segments"])
+    assert num_waiting and sum(sizes[: 2 * finished]) + num_waiting == SAMPLES_PER_STEP * finished
+    assert state["stream"]["position"] == SAMPLES_PER_STEP * finished
 
 
 def test_LRN_12_the_first_error_is_the_one_that_is_shown(

@@ -13,8 +13,17 @@ from tests.run.test_resume import ranks  # noqa: F401
 from utils.config.load import build_config, load_config
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
+from utils.run.monitor import write_evaluation
 from utils.run.resume import Checkpoint
-from utils.run.setup import check_lengths, claim_run_dir, open_records, open_session, reach_servers
+from utils.run.setup import (
+    check_lengths,
+    claim_run_dir,
+    load_tokenizer,
+    open_records,
+    open_session,
+    owes_an_evaluation,
+    reach_servers,
+)
 
 HOST = socket.gethostname()
 
@@ -74,6 +83,19 @@ def test_messages_about_servers_name_the_keys_of_the_config_that_is_used_CON_1_D
     client = reach_servers(load_config("configs/demo/grpo.yaml"), two_nodes)
     assert client.capacity_key == "rlhf.decode_batch_size" and "rlhf.vllm_server_group_port" in client.ways_out
     assert "rollout_matching" not in client.ways_out and "make server" in client.ways_out
+
+
+def test_kernels_that_are_not_proven_are_refused_before_the_model_is_loaded_FAM_2(tmp_path, monkeypatch, capsys):
+    """FAM-2: with file and key."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    monkeypatch.setattr("utils.run.setup.load_processor", lambda *_: None)
+    cfg = config(tmp_path)
+    cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"fused_kernels": True})})
+    with pytest.raises(SystemExit) as end:
+        load_tokenizer(cfg, is_main=True)
+    message = "config: training.fused_kernels=true: not tested with Qwen2.5-VL; set it to false\n"
+    assert end.value.code == 2 and capsys.readouterr().err == message
 
 
 def test_a_run_directory_must_be_the_same_on_every_node_LRN_5(tmp_path, two_nodes, monkeypatch, capsys):
@@ -171,6 +193,21 @@ def test_every_file_needs_room_for_what_is_generated_for_it_CFG_15_DAT_5(
     told = capsys.readouterr().err
     assert end.value.code == 2 and f"{len(named)} of 2 samples do not fit" in told
     assert [line.split(":")[0].strip() for line in told.splitlines() if "make 1156 tokens" in line] == named
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "eval_at_start", "is_made", "owes"),
+    [(2, False, False, True), (0, True, False, True), (2, False, True, False), (0, False, False, False)],
+)
+def test_an_owed_evaluation_is_made_once_unless_evaluation_is_off_now_LRN_5_LRN_7(
+    tmp_path, eval_steps, eval_at_start, is_made, owes
+):
+    """LRN-5, LRN-7: without evaluation there may be neither an engine nor samples to make it."""
+    if is_made:
+        write_evaluation(tmp_path, 4, {"f1": 0.5}, [], is_best=True)
+    training = SimpleNamespace(output_dir=str(tmp_path), eval_steps=eval_steps, eval_at_start=eval_at_start)
+    for resumed, expected in ((None, False), ({"owes_evaluation": False}, False), ({"owes_evaluation": True}, owes)):
+        assert owes_an_evaluation(SimpleNamespace(training=training), 4, resumed) == expected
 
 
 @pytest.mark.parametrize("report_to", ["none", ["tensorboard"]])

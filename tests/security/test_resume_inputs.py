@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
@@ -151,6 +152,19 @@ def test_finding_7_all_programs_refuse_LRN_12(launch, model, tmp_path, name):
     assert "--accept-changes data base_model" in error
     status, _, error = launch(name, 3, "--resume", "auto", "--accept-changes", "data", "base_model")
     assert status == 0, error
+
+
+def test_a_state_that_is_refused_ends_the_program_with_one_message_LRN_5(launch, monkeypatch):
+    """LRN-5: status 2 and no traceback, as for other reasons why a run cannot resume."""
+
+    def load_state(self: NoLearner, path: Path) -> None:
+        raise ValueError(f"{path}/shard.pt: could execute something")
+
+    assert launch("stage2", 2)[0] == 0
+    monkeypatch.setattr(NoLearner, "load_state", load_state)
+    status, _, error = launch("stage2", 3, "--resume", "auto")
+    assert status == 2 and "Traceback" not in error
+    assert re.search(r"^training.resume_from_checkpoint: \S+/state/shard.pt: could execute something$", error, re.M)
 
 
 def test_finding_7_a_checkpoint_without_digests_resumes_with_one_warning_LRN_12(

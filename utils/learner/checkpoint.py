@@ -70,7 +70,7 @@ def _write_shards(tensors: _Tensors, folder: Path) -> dict[str, str]:
 
 
 def save_adapter(model: nn.Module, target_dir: Path, ranks: Ranks) -> None:
-    """Write the adapter in PEFT form (collective); does nothing for full fine-tuning.
+    """Write the adapter in PEFT form, its frozen parts included (collective); does nothing for full fine-tuning.
 
     Raises:
         DistributedError: on all ranks, if rank 0 could not write.
@@ -79,7 +79,7 @@ def save_adapter(model: nn.Module, target_dir: Path, ranks: Ranks) -> None:
         return
     state: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
+        if parameter.requires_grad or ".lora_" in name:
             with deepspeed.zero.GatheredParameters([parameter]):  # does nothing below ZeRO-3
                 if ranks.is_main:
                     state[name] = parameter.data.detach().cpu().clone()

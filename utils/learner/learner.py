@@ -23,6 +23,7 @@ from transformers import set_seed
 from utils.config.load import Config, engine_json
 from utils.config.memory import checkpointed_layers, chunk_labels, model_size
 from utils.config.schema import Training
+from utils.config.section import value_at
 from utils.dist import DistributedError, Ranks, capture_error
 from utils.families import family_of
 from utils.learner.attention import kernels_take_borders
@@ -47,7 +48,8 @@ SHARD_CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
 class NotFinite(DistributedError):
-    """The loss or gradient of an optimizer step is nan or infinite; raised on all ranks."""
+    """The loss or gradient of an optimizer step is nan or infinite, which left model and optimizer as they were; raised
+    on all ranks."""
 
 
 @dataclass
@@ -97,6 +99,7 @@ class Learner:
         if config["zero_optimization"]["stage"] == 3:
             partition(row_model, config)
         self.engine, *_ = deepspeed.initialize(model=row_model, optimizer=optimizer, config=config)
+        self.engine.train()  # transformers loads models for inference
         torch.manual_seed(training.seed + ranks.rank)  # dropout differs between ranks
         self._base_lrs = {group["name"]: group["lr"] for group in groups}
         self._cfg = cfg
@@ -111,8 +114,9 @@ class Learner:
         does not change the gradient.
 
         Raises:
-            NotFinite: the loss or gradient is not finite, and `training.on_nan_loss` is `stop` or has skipped too many
-                steps in a row. Weights and optimizer are unchanged, as they are after a skipped step.
+            NotFinite: the loss or gradient is not finite, and `training.on_nan_loss` is `stop`. Weights and optimizer
+                are unchanged, as they are after a skipped step.
+            DistributedError: too many steps in a row were skipped.
         """
         totals, num_chunks = self._sum_over_ranks(objective.totals(batches), batches)
         score = partial(objective.loss, totals=totals, num_chunks=num_chunks)
@@ -169,7 +173,7 @@ class Learner:
         return float(torch.nn.utils.get_total_norm(gradients))
 
     def _check_finite(self, step: int, is_finite: bool, rows: Sequence[_RowLoss]) -> None:
-        """Raise `NotFinite`, or warn that the step was skipped, unless all losses and the gradient are finite.
+        """Raise as `step` says, or warn that the step was skipped, unless all losses and the gradient are finite.
 
         Args:
             is_finite: whether the gradient is. In float16 it often is not, and DeepSpeed lowers its loss scale.
@@ -185,7 +189,8 @@ class Learner:
         if self._cfg.training.on_nan_loss == "stop":
             raise NotFinite(f"{message}. The weights are unchanged; check these samples, learning rate and dtype")
         if self._num_skipped == MAX_SKIPPED:
-            raise NotFinite(f"{message}. {MAX_SKIPPED} steps in a row were skipped: the weights themselves are broken")
+            what = f"{MAX_SKIPPED} steps in a row were skipped: the weights themselves are broken"
+            raise DistributedError(f"{message}. {what}")
         logger.warning("%s; the step is skipped (training.on_nan_loss)", message)
 
     def save_state(self, folder: Path) -> None:
@@ -346,7 +351,7 @@ def _captured_write_errors(engine: Any) -> Iterator[list[Exception]]:
 
 def _optimizer_class(config: dict[str, Any], ranks: Ranks) -> type[torch.optim.Optimizer]:
     """torch's AdamW, or DeepSpeed's CPU Adam where optimizer states are offloaded from a GPU."""
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+    offload = value_at(config, ("zero_optimization", "offload_optimizer", "device"), "none")
     if offload != "none" and ranks.device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 EVAL_SAMPLES = 512  # of a rank in memory at once, images included
 Score = TypeVar("Score")
+Result = TypeVar("Result")
 
 
 class Program(Protocol):
@@ -141,11 +142,12 @@ class Session:
         if self.resumed is not None:
             if self.resumed.get("best_of", own := self._what_is_best()) == own:
                 self.best = self.resumed["best"]
+                if self.resumed["owes_evaluation"]:
+                    made = evaluation_file(self.run_dir, self.steps_done)
+                    if made.exists():  # by an earlier resumed process
+                        self.best = max(self.best, json.loads(made.read_text())[self.metric])
             else:
                 logger.warning("evaluations are scored otherwise than before; the best one is looked for anew")
-            if self.resumed["owes_evaluation"] and not self.owes_evaluation:  # an earlier resumed process has made it
-                made = json.loads(evaluation_file(self.run_dir, self.steps_done).read_text())
-                self.best = max(self.best, made[self.metric])
             set_random_states(self.resumed["random"], self.ranks.device)
             try:
                 program.load_state_dict(self.resumed)
@@ -169,19 +171,32 @@ class Session:
     def prepare(self, step: int) -> list[Any]:
         """Return the micro-steps of `step`, made with its weights by the program's `Stages` (collective)."""
         get = partial(self.prefetcher.get, step)
-        with self._finished_steps_saved():
+        with self.finished_steps_saved():
             return self.policy.with_current_weights(step, get, f"preparing step {step}")
 
+    def on_all_ranks(self, work: Callable[[], Result], where: str) -> Result:
+        """Return `work()`, which trains nothing; on one rank alone it may fail only after its last collective
+        (collective).
+
+        Raises:
+            DistributedError: on all ranks, where it failed on any; the finished steps are saved (LRN-12).
+        """
+        done: list[Result] = []
+        with self.finished_steps_saved():
+            self.ranks.raise_on_all_ranks(capture_error(lambda: done.append(work())), where)
+        return done[0]
+
     @contextmanager
-    def _finished_steps_saved(self) -> Iterator[None]:
-        """Save the finished steps before an error of `Policy.with_current_weights` ends the run (LRN-12).
+    def finished_steps_saved(self, kind: type[DistributedError] = DistributedError) -> Iterator[None]:
+        """Save the finished steps before an error ends the run (LRN-12). Errors of this `kind` come on all ranks and
+        leave the model as those steps made it.
 
         Raises:
             Stopped: instead of it, where a signal came.
         """
         try:
             yield
-        except DistributedError as failure:  # on all ranks, and nothing of an unfinished step has been trained
+        except kind as failure:
             signal_name = self._stop_signal()
             if (error := capture_error(self._save_unsaved)) is not None:
                 logger.error("the finished steps could not be saved: %s", error)
@@ -290,7 +305,7 @@ class Session:
                     scored += [score(sample, result) for sample, result in zip(samples, results, strict=True)]
                 return scored
 
-        with self._finished_steps_saved():
+        with self.finished_steps_saved():
             return self.policy.with_current_weights(step, generate_and_score, f"evaluation at step {step}")
 
     def log_evaluation(
@@ -302,12 +317,14 @@ class Session:
     ) -> None:
         """Write an evaluation to disk and to the curves, `responses` of all ranks together (collective). `more` stands
         in the file only."""
-        metrics = {f"eval/{name}": value for name, value in result.items()}
-        metrics |= self.policy.log_calls(step, "eval") | self.policy.pop_sync_metrics()
         gathered = [response for part in self.ranks.gather(responses) for response in part]
         is_best = result[self.metric] > self.best
-        self.best = max(self.best, result[self.metric])
-        if self.ranks.is_main:
+
+        def write() -> None:
+            metrics = {f"eval/{name}": value for name, value in result.items()}
+            metrics |= self.policy.log_calls(step, "eval") | self.policy.pop_sync_metrics()
+            if not self.ranks.is_main:
+                return
             self.monitor.scalars(step, metrics)
             if labels := (more or {}).get("labels"):
                 columns = ["label", *next(iter(labels.values()))]
@@ -320,6 +337,9 @@ class Session:
             self.validation = {f"val_{self.metric}": result[self.metric], "first": start}
             shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
             logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
+
+        self.on_all_ranks(write, f"writing the evaluation at step {step}")
+        self.best = max(self.best, result[self.metric])
 
     # Checkpoints and the end
 

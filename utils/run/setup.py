@@ -108,9 +108,15 @@ def open_session(
     client = reach_servers(cfg, ranks) if cfg.servers() else None
     teacher = reach_teacher(cfg, ranks, processor) if cfg.rm.teacher else None
 
-    learner = Learner(cfg, ranks, num_steps)
+    try:
+        learner = Learner(cfg, ranks, num_steps)
+    except ValueError as error:  # a tuner that does not fit the model, or an incomplete checkpoint
+        exit_with(str(error), ranks.local_rank == 0)
     if checkpoint is not None:
-        learner.load_state(checkpoint.path / "state")
+        try:
+            learner.load_state(checkpoint.path / "state")
+        except ValueError as error:  # maybe of this rank's shard alone, so that each rank speaks
+            exit_with(f"training.resume_from_checkpoint: {error}")
     place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
     if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
         exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
@@ -185,8 +191,9 @@ def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLoc
 
 
 def owes_an_evaluation(cfg: Config, step: int, resumed: dict[str, Any] | None) -> bool:
-    """True if a stop came before the evaluation due at `step`, and no process has made it since."""
-    if not (resumed and resumed.get("owes_evaluation")):
+    """True if a stop came before the evaluation due at `step`, no process has made it since, and any are still made."""
+    evaluates = bool(cfg.training.eval_steps or cfg.training.eval_at_start)
+    if not (evaluates and resumed and resumed.get("owes_evaluation")):
         return False
     return not evaluation_file(Path(cfg.training.output_dir), step).exists()
 
@@ -291,6 +298,9 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     except (OSError, ValueError) as error:
         exit_with(f"model.path={cfg.model.path}: {error}", is_main)
+    if cfg.training.fused_kernels and family.liger is None:
+        rule = f"not tested with {family.name}; set it to false"
+        exit_with(problem(cfg, "training.fused_kernels", rule), is_main)
     if cfg.rm.answer_format not in (COORD_TOKENS.name, family.answer_format):
         rule = f"{family.name} does not ground in this form; use {COORD_TOKENS.name}"
         exit_with(problem(cfg, cfg.rollout_path("answer_format"), rule), is_main)
