@@ -17,7 +17,7 @@ from utils.config.schema import Losses, Rlhf, Training, Tuner
 from utils.dist import DistributedError, Ranks
 from utils.learner import learner as learner_module
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
-from utils.learner.model import apply_tuner, base_model, load_model, param_groups, position_ids_for
+from utils.learner.model import apply_tuner, base_model, load_model, param_groups, partition, position_ids_for
 from utils.learner.objectives import MatchingObjective, PolicyObjective
 from utils.packing import Batch, collate_packed
 from utils.policy_loss import PolicyRow, policy_segment, policy_tokens, token_weights
@@ -334,6 +334,22 @@ def test_what_is_saved_after_a_loss_that_is_not_finite_is_the_step_before_LRN_12
         one.step(matching_rows(one, is_bad=False), objective, 1)
     expected = weights_of(other)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(resumed).items())
+
+
+def test_buffers_are_on_the_ranks_device_under_zero_3_LRN_2(tmp_path, start_model, ranks, monkeypatch):
+    """LRN-2: DeepSpeed moves only parameters; rotary frequencies left behind end the first forward on a GPU."""
+    asked = []
+
+    def onto_meta(module, config, device):
+        asked.append(device)
+        partition(module, config, torch.device("meta"))
+
+    monkeypatch.setattr(learner_module, "partition", onto_meta)
+    tuner = {"type": "lora", "rank": 4}
+    learner = matching_learner(tmp_path, start_model, ranks, "stop", "zero3", "float32", tuner)
+    assert asked == [ranks.device]
+    buffers = dict(learner.model.named_buffers())
+    assert any("visual" in name for name in buffers) and {own.device.type for own in buffers.values()} == {"meta"}
 
 
 def test_dora_in_all_parts_continues_under_zero_3_LRN_5(tmp_path, start_model, ranks):

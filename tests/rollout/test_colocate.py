@@ -213,6 +213,25 @@ def test_an_engine_over_t_devices_decodes_t_times_as_many_CFG_11(monkeypatch):
     assert built["enable_sleep_mode"] is True and built["distributed_executor_backend"] == "external_launcher"
 
 
+def test_starting_an_engine_changes_neither_threads_nor_random_numbers_ROL_7(monkeypatch):
+    """ROL-7: vLLM's workers leave one thread (on GPUs) and the same seed on all ranks."""
+
+    def start(**_: object) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+
+    monkeypatch.setattr(colocate, "LLM", start)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    sizes = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.45, "max_model_len": 100, "decode_batch_size": 3}
+    colocate.start_engine(colocate.Model(path="m"), torch.device("cpu"), **sizes)
+    assert torch.get_num_threads() == 2 and torch.equal(torch.rand(3), expected)
+    torch.set_num_threads(before)
+
+
 def test_the_engine_sleeps_and_wakes_once_per_step_ROL_7(monkeypatch):
     """ROL-7: awake from the sync, its probe included, to the last micro-step; asleep again after a failure, too."""
     calls = []

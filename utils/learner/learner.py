@@ -94,12 +94,11 @@ class Learner:
         groups = param_groups(self.model, training)
         betas = (training.adam_beta1, training.adam_beta2)
         optimizer = _optimizer_class(config, ranks)(groups, betas=betas, eps=training.adam_epsilon)
-        row_model = RowModel(self.model, reference)
+        row_model = RowModel(self.model, reference).train()  # transformers loads models for inference
         self.start_head = row_model.start_head  # of the start policy, for an objective's `loss`
         if config["zero_optimization"]["stage"] == 3:
-            partition(row_model, config)
+            partition(row_model, config, ranks.device)
         self.engine, *_ = deepspeed.initialize(model=row_model, optimizer=optimizer, config=config)
-        self.engine.train()  # transformers loads models for inference
         torch.manual_seed(training.seed + ranks.rank)  # dropout differs between ranks
         self._base_lrs = {group["name"]: group["lr"] for group in groups}
         self._cfg = cfg

@@ -251,7 +251,7 @@ def position_ids_for(model: nn.Module) -> PositionIds:
     return position_ids
 
 
-def partition(module: nn.Module, config: dict[str, Any]) -> None:
+def partition(module: nn.Module, config: dict[str, Any], device: torch.device) -> None:
     """Leave every rank its part of each parameter, one parameter after the other (ZeRO-3; collective).
 
     `deepspeed.initialize` by itself would first move the whole model to every GPU. Before, the parameters are pages of
@@ -260,6 +260,8 @@ def partition(module: nn.Module, config: dict[str, Any]) -> None:
 
     Args:
         config: DeepSpeed's.
+        device: the rank's. DeepSpeed puts the parts of parameters there, but takes the buffers (a vision tower's rotary
+            frequencies, say) for placed already.
     """
     import deepspeed
 
@@ -272,6 +274,9 @@ def partition(module: nn.Module, config: dict[str, Any]) -> None:
                 yield parameter
 
     deepspeed.zero.Init(InTurn(), config_dict_or_path=config)
+    for owner in module.modules():
+        for name, values in owner.named_buffers(recurse=False):
+            owner._buffers[name] = values.to(device)
     # DoRA reads weights of other modules. DeepSpeed notices only the first time, and only what is in parts just then.
     for layer in module.modules():
         for name, dora in getattr(layer, "lora_magnitude_vector", {}).items():

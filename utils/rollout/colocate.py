@@ -224,25 +224,28 @@ def start_engine(
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         kwargs = {"enforce_eager": True, "enable_chunked_prefill": False}  # as in rollout_server.engine_args
-    set_num_threads = torch.set_num_threads
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     pixels = {"min_pixels": model.image_min_pixels, "max_pixels": model.image_max_pixels}
-    llm = LLM(
-        model=model.path,
-        dtype=model.dtype,
-        seed=seed,
-        tensor_parallel_size=tensor_parallel_size,
-        distributed_executor_backend="external_launcher",
-        max_model_len=max_model_len,
-        max_num_seqs=decode_batch_size * tensor_parallel_size,
-        enable_sleep_mode=sleeps,
-        logprobs_mode="processed_logprobs",  # those that tokens are drawn from
-        worker_extension_cls=f"{__name__}.{ColocateWorker.__name__}",
-        # Only its loading is used: the communicator is never opened.
-        weight_transfer_config=WeightTransferConfig(backend="stream_gloo"),
-        mm_processor_kwargs={key: value for key, value in pixels.items() if value is not None} or None,
-        **kwargs,
-    )
+    gpus = [device] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(gpus):  # vLLM's workers seed all ranks alike
+        llm = LLM(
+            model=model.path,
+            dtype=model.dtype,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            max_model_len=max_model_len,
+            max_num_seqs=decode_batch_size * tensor_parallel_size,
+            enable_sleep_mode=sleeps,
+            logprobs_mode="processed_logprobs",  # those that tokens are drawn from
+            worker_extension_cls=f"{__name__}.{ColocateWorker.__name__}",
+            # Only its loading is used: the communicator is never opened.
+            weight_transfer_config=WeightTransferConfig(backend="stream_gloo"),
+            mm_processor_kwargs={key: value for key, value in pixels.items() if value is not None} or None,
+            **kwargs,
+        )
     torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it with a warning
+    torch.set_num_threads(num_threads)  # its GPU worker leaves one
     return llm
 
 
