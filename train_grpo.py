@@ -150,7 +150,9 @@ class Grpo:
             answers = [self.score_group(group, step) for group in groups]
             no_signal = np.flatnonzero(~has_signal(answers, self.reward_weights(step))).tolist()
             # Each rank uses servers by itself; other engines work on all ranks together.
-            is_needed = [bool(no_signal)] if self.session.policy.client else self.session.ranks.gather(bool(no_signal))
+            is_needed = [bool(no_signal)]
+            if self.session.policy.client is None:
+                is_needed = self.session.ranks.gather_or_raise(bool(no_signal), "generating")
             if not any(is_needed):
                 break
             if prompts.data_position is None:
@@ -314,13 +316,30 @@ class Grpo:
     def state_dict(self) -> dict[str, Any]:
         """This rank's data position and prepared micro-steps (LRN-5)."""
         prepared, _ = self.session.prefetcher.prepared_from(self.session.steps_done)
-        return {"stream": self.data_position, "ahead": [micro_step.state_dict() for micro_step in prepared]}
+        ahead = [micro_step.state_dict() for micro_step in prepared]
+        return {"stream": self.data_position, "ahead": ahead, "rewards": list(self.rewards)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`. Raises ValueError for other data."""
+        """Continue from `state_dict`.
+
+        Raises:
+            ValueError: other data, or a prepared answer that other rewards scored or that is longer than a row now is.
+        """
+        cfg, names = self.session.cfg, list(self.rewards)
+        prepared = [MicroStep.from_state(saved) for saved in state["ahead"]]
+        answers = [answer for micro_step in prepared for group in micro_step.groups for answer in group]
+        scored_by = state.get("rewards", names)  # without names in checkpoints of earlier versions
+        if answers and (scored_by != names or len(answers[0].rewards) != len(names)):
+            old = ", ".join(state.get("rewards", [])) or f"{len(answers[0].rewards)} functions"
+            raise ValueError(
+                f"rlhf.reward_funcs: {len(answers)} answers of the checkpoint that were made ahead of their step were "
+                f"scored by {old}, now it is {', '.join(names)}; resume with the old setting, or use a new "
+                "training.output_dir"
+            )
+        if cfg.training.packing:
+            check_fits([answer.segment for answer in answers], cfg.global_max_length)
         self.session.data.stream.load_state_dict(state["stream"])
         self.data_position = state["stream"]
-        prepared = [MicroStep.from_state(saved) for saved in state["ahead"]]
         self._redraw.extend(micro_step.num_drawn for micro_step in prepared)
         self.session.prefetcher.restore(self.session.steps_done, prepared)
 

@@ -24,7 +24,7 @@ from utils.config.load import load_config
 from utils.data.encoding import load_processor
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
-from utils.dist import Ranks
+from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
 from utils.grpo import Answer
 from utils.learner.learner import Learner, NotFinite, StepResult
@@ -395,6 +395,16 @@ def test_a_server_lost_between_rounds_loses_no_prompt_LRN_1_CON_4(monkeypatch):
     assert made.num_drawn == 4 and run.draw().samples == order[4:6]
 
 
+def test_a_rank_that_fails_before_others_resample_is_not_waited_for_LRN_12(monkeypatch):
+    """LRN-12: without servers the ranks agree on each round; one that failed says so instead, from its next fence."""
+    run, ranks = resampling_run(), object.__new__(Ranks)
+    Engine(monkeypatch, good=set())
+    ranks.world_size, ranks.gather = 2, lambda value: [value, ["RewardError: no such reward", None]]
+    run.session.ranks, run.session.policy.client = ranks, None
+    with pytest.raises(DistributedError, match="generating failed on 1 of 2 ranks\nrank 1: RewardError"):
+        run.generate(run.draw(), 0, 0)
+
+
 def test_replacements_are_drawn_in_the_same_order_however_long_responses_take_GRP_6_DIS_3(monkeypatch):
     """GRP-6, DIS-3, LRN-1: both micro-steps generate at once; replacements are drawn after all prompts of the step,
     those of the first micro-step before those of the second; the next step goes on behind the last of them."""
@@ -434,6 +444,35 @@ def test_what_a_checkpoint_holds_ahead_is_drawn_again_as_it_was_LRN_5(monkeypatc
     assert resumed.draw().samples == following
     assert resumed.generate(again, 1, 0).num_drawn == 6  # too old and made again: from the same prompts
     assert resumed.session.data.stream.state_dict()["position"] == 6 + 6 + 2
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_what_a_checkpoint_holds_ahead_must_fit_the_settings_of_now_LRN_5_PCK_3(has_names):
+    """LRN-5, PCK-3: rewards of other functions, or an answer longer than a row now is, would fail on its rank alone."""
+
+    def run_of(cap: int, *rewards: str) -> train_grpo.Grpo:
+        cfg = SimpleNamespace(training=SimpleNamespace(packing=True), global_max_length=cap)
+        stream = SampleStream([list(range(9))], seed=3)
+        prefetcher = SimpleNamespace(prepared_from=lambda step: (ahead, 1), restore=lambda step, kept: None)
+        session = SimpleNamespace(cfg=cfg, data=SimpleNamespace(stream=stream), prefetcher=prefetcher, steps_done=1)
+        run = grpo_of(session, dict.fromkeys(rewards))
+        run.data_position = stream.state_dict()
+        return run
+
+    ahead = [train_grpo.MicroStep([[Answer(policy_segment("s", [1], [2, 3]), "", np.zeros(2), [])]], 1, {})]
+    state = run_of(3, "odd", "same").state_dict()
+    if not has_names:
+        del state["rewards"]
+    run_of(3, "odd", "same").load_state_dict(state)
+    rule = f"scored by {'odd, same' if has_names else '2 functions'}, now it is odd; .* new training.output_dir"
+    with pytest.raises(ValueError, match=rule):
+        run_of(3, "odd").load_state_dict(state)
+    if has_names:
+        with pytest.raises(ValueError, match="now it is same, odd;"):
+            run_of(3, "same", "odd").load_state_dict(state)
+    with pytest.raises(ValueError, match="segment has 3 tokens, global_max_length is 2"):
+        run_of(2, "odd", "same").load_state_dict(state)
+    run_of(2, "odd").load_state_dict(state | {"ahead": []})  # nothing waits, so both may change
 
 
 def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):

@@ -1,11 +1,18 @@
 """rollouts.jsonl: calls of a real client to a misbehaving server, with retries and time-outs."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import torch
 
 from tests.rollout.test_client import setting
 from utils.capacity import EVAL_MICRO_STEP, call_seed, request_seed
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling, ServerEngine
+from utils.run import session
 from utils.run.rollout_log import RolloutLog, read_rollout_log
+from utils.run.session import Session
 
 
 class Rank:
@@ -115,6 +122,31 @@ def test_log_1_no_calls_no_line_and_other_ranks_write_nothing(tmp_path):
         assert not (tmp_path / "run").exists()
     assert RolloutLog(tmp_path, Calls(), Rank([[]])).write(1, "run:0") == {}
     assert not (tmp_path / "rollouts.jsonl").exists()
+
+
+def test_log_1_a_checkpoint_keeps_the_calls_of_the_micro_steps_that_it_keeps(tmp_path, monkeypatch):
+    """LOG-1, LRN-5: of three micro-steps ahead, two to a step, rounds of resampling included; others are made again."""
+    kept = [call(global_step=3), call(global_step=3, micro_step_idx=1), call(global_step=4, micro_step_idx=2)]
+    others = [call(global_step=4, micro_step_idx=1), call(global_step=5), call(global_step=4, micro_step_idx=3)]
+    others += [call(global_step=3, micro_step_idx=EVAL_MICRO_STEP)]
+    for name in ("random_states", "set_random_states", "save_merged", "save_adapter"):
+        monkeypatch.setattr(session, name, lambda *_: None)
+    monkeypatch.setattr(session, "rank_file", lambda folder, rank: folder / "rank.pt")
+    monkeypatch.setattr(session, "write_checkpoint", lambda run_dir, step, ranks, write, **facts: write(tmp_path))
+    run = MagicMock(steps_done=3, best=0.5, timed=lambda part: nullcontext())
+    run.cfg.training.gradient_accumulation_steps, run._what_is_best.return_value = 2, "f1"
+    run._evaluates_at.return_value, run.policy.engine = False, SimpleNamespace(mode="full", fallback=None)
+    run.policy.rollout_log = RolloutLog(tmp_path, Calls(*others, *kept), Rank())
+    program = SimpleNamespace(state_dict=lambda: {"ahead": [{}] * 3}, load_state_dict=lambda state: None)
+    Session._save(run, program)
+    run.resumed = torch.load(tmp_path / "rank.pt", weights_only=True)
+    run.policy.rollout_log = resumed = RolloutLog(tmp_path, Calls(), Rank())
+    run.ranks.gather = lambda own: [own]
+    Session.resume(run, program)
+    assert [resumed.write(step, "run:3")["rollout/num_calls"] for step in (4, 5)] == [2, 1]
+    lines = read_rollout_log(tmp_path / "rollouts.jsonl")
+    assert [[made["micro_step_idx"] for made in line["calls"]] for line in lines] == [[0, 1], [2]]
+    assert RolloutLog(tmp_path, None, Rank()).calls_ahead(3, 3, 2) == []
 
 
 def test_log_1_a_line_torn_by_a_kill_harms_no_other(tmp_path):

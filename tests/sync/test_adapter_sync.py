@@ -2,6 +2,7 @@
 slots are tested in tests/e2e/test_adapter_sync.py."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -64,11 +65,12 @@ def test_what_slots_cannot_hold_is_known_at_start_SYN_10(model, words, caplog):
     assert type(make_sync(model(), "full", False, *arguments, **limits)) is WeightSync
 
 
-def test_a_failure_at_run_time_makes_the_rest_of_the_run_full_SYN_10(caplog):
-    """SYN-10: one warning; the communicator is opened anew, and the version that failed is synced in full."""
+def test_a_failure_at_run_time_makes_the_rest_of_the_run_full_SYN_10_LRN_12(caplog):
+    """SYN-10, LRN-12: one warning; the communicator is opened anew, and the version that failed is synced in full. A
+    lost server, or a post that a stop request cut off, is no failure of the adapter."""
     model = tuned()
     server = StandIn(AdapterWeights(model))
-    server.lost = lambda: [0]
+    server.lost, server.stop = lambda: [0], threading.Event()
     limits = {"run_id": "run", "bucket_bytes": 1 << 20, "timeout_s": 5, "open_timeout_s": 5}
     ranks, addresses = OneRank(server.events), [("127.0.0.1", 1), ("127.0.0.1", 2)]
 
@@ -85,8 +87,12 @@ def test_a_failure_at_run_time_makes_the_rest_of_the_run_full_SYN_10(caplog):
     server.fail_at = "/update_weights/"
     with pytest.raises(RuntimeError, match="run:2"):  # a lost server is for CON-4 to bring back
         sync.sync("run:2")
-    assert sync.current is adapter
     server.lost = list
+    server.stop.set()
+    with pytest.raises(RuntimeError, match="run:2"):  # a stop request cuts posts to healthy servers, too
+        sync.sync("run:2")
+    assert sync.current is adapter and sync.fallback is None
+    server.stop.clear()
     with caplog.at_level(logging.WARNING):
         assert sync.sync("run:2").num_tensors == 4  # weights and biases
     assert server.names == ["first.weight", "first.bias", "second.weight", "second.bias"]

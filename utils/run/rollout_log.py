@@ -93,6 +93,24 @@ class RolloutLog:
             return values | _scalars(calls, common, "rollout") | dict(self._totals)
         return values | _scalars(calls, common, f"{phase}_rollout")
 
+    def calls_ahead(self, step: int, num_ahead: int, num_micro_steps: int) -> list[Call]:
+        """This rank's calls for the first `num_ahead` micro-steps from `step` on, `num_micro_steps` in each step: what
+        a checkpoint that holds these micro-steps must hold, too (LRN-5)."""
+        if self._client is None:
+            return []
+        self._pending += self._client.pop_calls()
+
+        def is_kept(call: Call) -> bool:
+            micro_step_idx = call["micro_step_idx"] % num_micro_steps  # rounds of resampling count on
+            position = (call["global_step"] - step) * num_micro_steps + micro_step_idx
+            return call["micro_step_idx"] != EVAL_MICRO_STEP and 0 <= position < num_ahead
+
+        return [call for call in self._pending if is_kept(call)]
+
+    def restore(self, calls: Sequence[Call]) -> None:
+        """Put back the `calls_ahead` of a checkpoint."""
+        self._pending += calls
+
 
 def read_rollout_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a `rollouts.jsonl`, in order; lines torn by a kill are skipped, even where JSON is left of them."""

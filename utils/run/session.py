@@ -44,7 +44,8 @@ Result = TypeVar("Result")
 
 class Program(Protocol):
     """The training script's part of a session: its evaluation (collective) and this rank's own checkpoint state, of
-    plain types and tensors. Loading the state raises ValueError where it does not fit this run."""
+    plain types and tensors, with the prepared micro-steps as `ahead`. Loading the state raises ValueError where it does
+    not fit this run."""
 
     session: "Session"
 
@@ -147,7 +148,11 @@ class Session:
                     if made.exists():  # by an earlier resumed process
                         self.best = max(self.best, json.loads(made.read_text())[self.metric])
             else:
-                logger.warning("evaluations are scored otherwise than before; the best one is looked for anew")
+                logger.warning(
+                    "evaluation settings changed since the checkpoint; the best score so far no longer counts"
+                )
+            if calls := self.resumed.get("calls"):  # absent in checkpoints of earlier versions
+                self.policy.rollout_log.restore(calls)
             set_random_states(self.resumed["random"], self.ranks.device)
             try:
                 program.load_state_dict(self.resumed)
@@ -361,6 +366,8 @@ class Session:
         def collect() -> None:
             self.monitor.flush()  # a kill after the checkpoint must not lose the curves before it
             own.update(program.state_dict())
+            num_ahead, num_micro_steps = len(own["ahead"]), self.cfg.training.gradient_accumulation_steps
+            own["calls"] = self.policy.rollout_log.calls_ahead(self.steps_done, num_ahead, num_micro_steps)
             own["random"] = random_states(self.ranks.device)
             own["best"], own["best_of"] = self.best, self._what_is_best()
             own["owes_evaluation"] = self._evaluates_at(self.steps_done)

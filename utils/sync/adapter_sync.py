@@ -93,8 +93,8 @@ class FallbackSync:
             if not isinstance(self.current, AdapterSync):
                 raise
             reason, ranks, client = str(error), self.current.ranks, self.current.client
-            if any(ranks.gather(bool(ranks.is_main and client.lost()))):
-                raise  # not the adapter's fault; recovery restarts the server (CON-4)
+            if any(ranks.gather(bool(ranks.is_main and (client.stop.is_set() or client.lost())))):
+                raise  # not the adapter's fault: the run is to stop (LRN-12), or recovery restarts the server (CON-4)
             if ranks.is_main:
                 logger.warning("adapter sync failed; full sync from now on: %s", error)
         self.current.close()
