@@ -40,7 +40,7 @@ $(READY): $(PINS)
 	@for other in $(filter-out $(READY),$(wildcard $(VENV)/.ready-*)); do \
 	  echo "$(VENV) holds the set of $$other, which does not fit that of DEVICE=$(DEVICE); give DEVICE=$${other##*-}, or remove $(VENV) first"; exit 1; done
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c '$(CHECK_PYTHON)' || { \
-	  echo "$(or $(wildcard $(BIN)/python),$(PYTHON)) is no Python 3.11 that works here. Early ones, 3.11.2 of Debian 12 among them, misread answers and cannot resume; 3.11.5 and newer do not. Install one (pyenv install 3.11, or uv python install 3.11),$(if $(wildcard $(BIN)/python), remove $(VENV),) and run: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	  echo "$(or $(wildcard $(BIN)/python),$(PYTHON)) is not a usable Python 3.11. Early releases, such as Debian 12's 3.11.2, misread answers and cannot resume; use 3.11.5 or newer. Install one (pyenv install 3.11, or uv python install 3.11),$(if $(wildcard $(BIN)/python), remove $(VENV),) and run: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements-$(DEVICE).txt -c constraints-$(DEVICE).txt $(EXTRA_INDEX)
 	$(if $(filter cpu,$(DEVICE)),$(BIN)/pip uninstall -q -y torchaudio torchcodec)

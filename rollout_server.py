@@ -59,7 +59,9 @@ def main() -> None:
         problems.append(str(error))
     if problems:
         told = [f"{args.config}: {problem}" for problem in problems]
-        exit_with("\n".join([*told, f"once mended, start again: python rollout_server.py --config {args.config}"]))
+        index = f" --server-index {args.server_index}" if args.server_index else ""
+        again = f"after fixing this, start again with: python rollout_server.py --config {args.config}{index}"
+        exit_with("\n".join([*told, again]))
 
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(launch, server_socket, token))

@@ -106,7 +106,7 @@ def test_a_python_with_faults_that_break_runs_is_refused_before_anything_is_inst
     python.chmod(0o755)
     command = ["make", "setup", "DEVICE=cpu", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode != 0 and "3.11.5 and newer do not" in result.stdout, result.stdout + result.stderr
+    assert result.returncode != 0 and "use 3.11.5 or newer" in result.stdout, result.stdout + result.stderr
     assert "make setup PYTHON=" in result.stdout and not (tmp_path / "venv").exists()
 
 

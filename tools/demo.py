@@ -7,6 +7,7 @@ runs/demo/comparison.png, and a report to open in a browser (tools.report). It o
 would type; nothing here takes part in training.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -45,6 +46,7 @@ ALL_CORES = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count())}  # for steps
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     exit_on_sigterm()
     start = time.monotonic()
     say("1/4 data and start model (made once, kept under runs/demo)")

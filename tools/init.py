@@ -75,9 +75,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", required=True, type=Path, metavar="DIR_OR_FILE", help="JSONL, COCO or LVIS file, or their folder")
-    add("--val", type=Path, metavar="FILE", help="held-out data of the same form (default: found or split off)")
+    found = "a file named val beside it; COCO and LVIS: 5 %% split off if there is none"
+    add("--val", type=Path, metavar="FILE", help=f"held-out data of the same form (default: {found})")
     add("--images", type=Path, metavar="DIR", help="COCO: folder of file_name (default: looked for)")
-    add("--model", required=True, type=Path, metavar="DIR", help="Qwen3-VL checkpoint in Hugging Face form")
+    add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face checkpoint of a supported family")
     add("--gpus", required=True, type=int, metavar="N", help="GPUs of 80 GB in this machine; 0: a trial on CPU")
     add("--output", type=Path, metavar="FILE", help="config to write (default: NAME_OF_DATA.yaml)")
     args = parser.parse_args()

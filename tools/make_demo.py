@@ -13,6 +13,7 @@ PEFT, DeepSpeed) treats it like the 8B model.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -394,4 +395,5 @@ def make_demo(
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     make_demo(ROOT, load_warmup_config(WARMUP_CONFIG))

@@ -85,7 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory (training.output_dir)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/report.html")
-    parser.add_argument("--images", type=int, default=NUM_IMAGES, metavar="N", help="validation images, at most")
+    parser.add_argument(
+        "--images", type=int, default=NUM_IMAGES, metavar="N", help="validation images, at most (default %(default)s)"
+    )
     args = parser.parse_args()
     try:
         print(write_report(args.run, args.output, args.images))

@@ -78,7 +78,9 @@ class Ranks:
                 return
             if not wanted and not socket.gethostbyname(host).startswith("127."):
                 return
-        reason = f"GLOO_SOCKET_IFNAME={wanted} is not here" if wanted else "its own name leads to loopback or nowhere"
+        reason = (
+            f"GLOO_SOCKET_IFNAME={wanted} is not here" if wanted else "its host name resolves to loopback or not at all"
+        )
         what_to_do = f"set GLOO_SOCKET_IFNAME to one of {', '.join(sorted(names))} (docs/scaling.md)"
         raise OSError(f"node {host} cannot be reached by the other nodes: {reason}; {what_to_do}")
 

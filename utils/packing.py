@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 WAYS_OUT = (
     "ways out: a smaller training.per_device_train_batch_size, a larger training.packing_buffer, "
-    "a larger global_max_length, or a smaller RM.max_new_tokens"
+    "a larger global_max_length, or a smaller max_new_tokens (custom.extra.rollout_matching; GRPO: rlhf)"
 )
 # Enough segments for a mean that is worth a warning, and few enough to follow answers that grow during training.
 MEAN_WINDOW = 256

@@ -408,7 +408,7 @@ def test_CFG_3_exit_status_2_without_traceback(tmp_path: Path, capsys: pytest.Ca
     message = capsys.readouterr().err
     assert "top.yaml: typo=1: unknown key" in message
     command = r"python train_stage2.py --config \S+top.yaml --dry-run"
-    assert re.search(rf"check it again, starting nothing: {command}\n$", message)
+    assert re.search(rf"to check the file again without starting anything: {command}\n$", message)
 
 
 def test_exit_with_speaks_on_the_main_rank_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,8 @@ def test_a_rank_without_the_token_is_named_before_the_start_SRV_3(folder, start_
     config = write_config(folder, "no-token", start_model)
     ended = train(nodes, config, [SET, {"GLOO_SOCKET_IFNAME": INTERFACE, "ROLLOUT_SERVER_TOKEN": ""}])
     assert [status for status, _ in ended] == [2, 2], [output[-4000:] for _, output in ended]
-    message = f"ROLLOUT_SERVER_TOKEN: not set for rank 1 on node-b, but {SERVER_URL} is not loopback and wants one; "
+    reason = f"{SERVER_URL} is not on loopback and requires a token; "
+    message = f"ROLLOUT_SERVER_TOKEN: not set for rank 1 on node-b, but {reason}"
     assert "".join(output for _, output in ended).count(message) == 1 and message in ended[0][1]
     assert not any("Traceback" in output for _, output in ended)
 
@@ -202,7 +203,7 @@ def test_a_node_that_others_cannot_reach_says_so(folder, start_model, nodes):
     given = [SET | {"GLOO_SOCKET_IFNAME": name} for name in ("", "ib7")]
     ended = train(nodes, config, given)
     assert [status for status, _ in ended] == [2, 2], [output[-4000:] for _, output in ended]
-    reasons = ("its own name leads to loopback or nowhere", "GLOO_SOCKET_IFNAME=ib7 is not here")
+    reasons = ("its host name resolves to loopback or not at all", "GLOO_SOCKET_IFNAME=ib7 is not here")
     for node, (_, output), reason in zip(nodes[:2], ended, reasons, strict=True):
         message = f"node {node.name} cannot be reached by the other nodes: {reason}; set GLOO_SOCKET_IFNAME to one of "
         assert output.count(f"{message}{INTERFACE} (docs/scaling.md)") == 1, output[-4000:]

@@ -392,7 +392,7 @@ def test_a_group_port_that_is_taken_ends_the_run_CON_1(folder, server, proxy):
         write_yaml(config, yaml.safe_load(config.read_text().replace(str(server.group_port), str(port))))
         with learner_of(config) as learner:
             assert learner.end(200) != 0
-    assert f"group port {port} on 127.0.0.1" in learner.output and "change the group port" in learner.output
+    assert f"group port {port} on 127.0.0.1" in learner.output and "free it, or change group_port in" in learner.output
     assert "it ended before the first step" in learner.output[learner.output.rindex("run /") :]
     assert "/health/" in proxy.seen and "/init_communicator/" not in proxy.seen
     with learner_of(config_of(folder, "free_again", server, server.url)) as learner:

@@ -117,7 +117,7 @@ def test_dat_6_nodes_that_see_other_files_do_not_train(tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit) as ended:
         check_inputs(cfg, None, (), ranks)
     assert ended.value.code == 2
-    assert f"rank 1 on {socket.gethostname()} reads other ones than rank 0; let all" in capsys.readouterr().err
+    assert f"rank 1 on {socket.gethostname()} reads different files from rank 0; make all" in capsys.readouterr().err
     ranks.local_rank = 1
     monkeypatch.setattr(ranks, "gather_or_raise", lambda *_: pytest.skip("went on, as it should"))
     with pytest.raises(pytest.skip.Exception):

@@ -234,7 +234,7 @@ def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(
     now._what_is_best = partial(Session._what_is_best, now)
     Session.resume(now, SimpleNamespace(load_state_dict=lambda state: None))
     assert now.best == ((0.9 if owed else 0.7) if is_kept else -math.inf)
-    assert ("the best one is looked for anew" in caplog.text) is not is_kept
+    assert ("the best score so far no longer counts" in caplog.text) is not is_kept
 
 
 def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):

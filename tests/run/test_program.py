@@ -249,7 +249,8 @@ def test_CFG_10_several_learners_cannot_sync_adapters(
     for arguments, world_size in ((("--dry-run", "--world-size", "2"), 1), ((), 2)):
         status, _, error = start(train_stage2, config, *arguments, world_size=world_size)
         assert status == 2
-        again = rf"once mended, start again: .*train_stage2\.py --config {re.escape(str(config))}\n\Z"  # any launcher
+        command = rf"train_stage2\.py --config {re.escape(str(config))}"
+        again = rf"after fixing this, start again with: .*{command}\n\Z"  # any launcher
         if fallback_to_full or "use_dora" not in tuner:
             assert bool(re.search(again, error)) == (not arguments)
             assert "vllm.sync.mode" in error and "2 learners in server mode need full" in error
@@ -265,13 +266,13 @@ def test_FAM_3_a_model_that_fails_its_checks_stops_both_programs(
 
     def check(learner: Any, processor: Any, is_packed: bool) -> None:
         asked.append((type(learner).__name__, type(processor).__name__, is_packed))
-        raise ValueError("a packed row is not its segments")
+        raise ValueError("packing changes the model's output")
 
     monkeypatch.setattr(setup, "open_engine", lambda *_: pytest.fail("went on"))
     for program, write in ((train_stage2, write_config), (train_grpo, write_grpo_config)):
         config = write(folder, start_model, server, training={"output_dir": str(tmp_path / program.__name__)})
         status, _, error = start(program, config, check_model=check)
-        assert status == 2 and f"model.path={start_model}: a packed row is not its segments" in error
+        assert status == 2 and f"model.path={start_model}: packing changes the model's output" in error
     assert asked == [("NoLearner", "Qwen3VLProcessor", True)] * 2
 
 

@@ -122,8 +122,8 @@ def test_ranks_of_one_node_share_their_run_directory_anyway_LRN_5(tmp_path, rank
 @pytest.mark.parametrize(
     ("address", "interface", "reason"),
     [
-        ("127.0.1.1", None, "its own name leads to loopback or nowhere"),
-        (None, "", "its own name leads to loopback or nowhere"),
+        ("127.0.1.1", None, "its host name resolves to loopback or not at all"),
+        (None, "", "its host name resolves to loopback or not at all"),
         ("10.0.0.1", "ib7", "GLOO_SOCKET_IFNAME=ib7 is not here"),
         ("10.0.0.1", "net0,lo", "GLOO_SOCKET_IFNAME=net0,lo is not here"),
         ("10.0.0.1", None, None),

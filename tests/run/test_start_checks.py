@@ -58,7 +58,7 @@ def test_a_row_that_is_not_its_segments_is_found_FAM_3_PCK_4(fault, dtype, check
         positions, change = position_ids_for(model), wrong[fault]
         changed = lambda ids, vision: change(positions(ids, vision))  # noqa: E731
         monkeypatch.setattr(start_checks, "position_ids_for", lambda _: changed)
-    with pytest.raises(ValueError, match="a packed row is not its segments: .* off by"):
+    with pytest.raises(ValueError, match="packing changes the model's output: .* of their norm"):
         check_model(learner_of(model), load_processor(path), is_packed=True)
 
 
@@ -92,7 +92,7 @@ def test_kernels_that_take_borders_run_once_a_row_and_are_proven_FAM_1_FAM_3(fam
         check_model(learner_of(model), load_processor(path), is_packed=True)
         assert max(map(len, rows)) > 1
     else:
-        with pytest.raises(ValueError, match="a packed row is not its segments: .* off by"):
+        with pytest.raises(ValueError, match="packing changes the model's output: .* of their norm"):
             check_model(learner_of(model), load_processor(path), is_packed=True)
 
 

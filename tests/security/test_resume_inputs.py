@@ -124,7 +124,9 @@ def test_finding_7_resume_refuses_other_files_by_name_LRN_12(launch, model, tmp_
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for arguments in ((), ("--accept-changes", "data" if kind == "base_model" else "base_model")):
         status, _, error = launch("stage2", 2, "--resume", "auto", *arguments)
-        assert status == 2 and f"{tmp_path / 'run' / 'checkpoint-1'}: was trained from other files: {kind}: " in error
+        assert (
+            status == 2 and f"{tmp_path / 'run' / 'checkpoint-1'}: was trained with different files: {kind}: " in error
+        )
         assert message in error and f"--accept-changes {kind}\n" in error and "Traceback" not in error, error
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert after == before

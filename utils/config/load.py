@@ -206,7 +206,8 @@ def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
     except ConfigError as error:
         called = Path(sys.argv[0]).name
         program = called if called in (*SCRIPTS.values(), "rollout_server.py") else "train_stage2.py"
-        exit_with(f"{error}\ncheck it again, starting nothing: python {program} --config {path} --dry-run")
+        command = f"python {program} --config {path} --dry-run"
+        exit_with(f"{error}\nto check the file again without starting anything: {command}")
 
 
 def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:

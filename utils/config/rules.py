@@ -438,7 +438,7 @@ def launch_problems(cfg: Config, world_size: int, missing: set[str] | frozenset[
     backend = cfg.rollout_path("rollout_backend")
     hf = f"{backend}: {'false (transformers, the hf backend)' if cfg.is_grpo else 'hf'}"
     if cfg.uses_vllm and "vllm" in missing:
-        yield backend, f"vLLM is not installed here; install it (see README), or set {hf}"
+        yield backend, f"vLLM is not installed here; run make setup, or set {hf}"
     if cfg.is_colocate and world_size % cfg.rm.vllm.tensor_parallel_size:
         mode = cfg.rollout_path("vllm.mode")
         way_out = f"set it to 1 (with {mode}: colocate) or to another divisor of {world_size}, or set {hf}"

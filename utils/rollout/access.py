@@ -15,6 +15,6 @@ def access_token() -> str | None:
     """
     token = os.environ.get(TOKEN_NAME) or None
     if token and not re.fullmatch(r"[!-~]+", token):
-        rule = "must be printable ASCII without spaces or line ends (Windows files end lines in \\r); mend or unset it"
+        rule = "must be printable ASCII without spaces or line ends (Windows files end lines in \\r); fix or unset it"
         exit_with(f"{TOKEN_NAME}: {rule}", os.environ.get("LOCAL_RANK", "0") == "0")
     return token

@@ -145,9 +145,8 @@ def _data_digests(cfg: Config, ranks: Ranks) -> tuple[dict[str, Any], dict[str, 
     if unreadable:
         exit_with("\n".join(unreadable), ranks.is_main)
     if others := ranks.places(ranks.local_rank == 0 and found != data):
-        exit_with(
-            f"data files: {others} reads other ones than rank 0; let all nodes read the same files", ranks.is_main
-        )
+        rule = "make all nodes read the same files"
+        exit_with(f"data files: {others} reads different files from rank 0; {rule}", ranks.is_main)
     return data, {state: digest for _, states, _ in arrived for state, digest in states.items()}
 
 
@@ -160,8 +159,8 @@ def _accepted_changes(checkpoint: Checkpoint, new: Digests, accepted: Sequence[s
     changed = {kind: lines for kind in KINDS if (lines := _changes(old[kind], new[kind], kind))}
     if refused := [kind for kind in changed if kind not in accepted]:
         listed = "; ".join(f"{kind}: {change}" for kind in refused for change in changed[kind])
-        what_to_do = f"put them back, or resume all the same with --accept-changes {' '.join(changed)}"
-        exit_with(f"{checkpoint.path}: was trained from other files: {listed}; {what_to_do}", ranks.is_main)
+        what_to_do = f"restore them, or resume anyway with --accept-changes {' '.join(changed)}"
+        exit_with(f"{checkpoint.path}: was trained with different files: {listed}; {what_to_do}", ranks.is_main)
     for kind, lines in changed.items():
         for line in lines:
             logger.warning("since the checkpoint, accepted by --accept-changes: %s: %s", kind, line)

@@ -52,7 +52,7 @@ def run_program(
     except SystemExit:  # a user's mistake, which is told already
         if os.environ.get("RANK", "0") == "0":
             resumed = f" --resume {args.resume}" if args.resume else ""
-            print(f"once mended, start again: {launch_command(args.config)}{resumed}", file=sys.stderr)
+            print(f"after fixing this, start again with: {launch_command(args.config)}{resumed}", file=sys.stderr)
         raise
     except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
         status = end(error)

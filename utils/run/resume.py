@@ -272,7 +272,7 @@ def choose_checkpoint(run_dir: Path, wanted: str | None, config: Mapping[str, An
 def _newest(run_dir: Path, ranks: Ranks) -> Checkpoint | None:
     checkpoint, passed_over = newest_complete(run_dir, ranks)
     for name, reason in passed_over.items():
-        logger.warning("%s: passed over and left alone: %s", run_dir / name, reason)
+        logger.warning("%s: skipped, not deleted: %s", run_dir / name, reason)
     damaged = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items() if _NAME.fullmatch(name))
     if checkpoint is None and damaged:
         raise ValueError(

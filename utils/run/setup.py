@@ -383,7 +383,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
 
     remote = [address.base_url for address in cfg.servers() if not is_loopback(address.base_url)]
     if lacking := ranks.places(bool(remote) and not client.token):
-        rule = f"{remote[0]} is not loopback and wants one; export it on every node (docs/scaling.md)"
+        rule = f"{remote[0]} is not on loopback and requires a token; export it on every node (docs/scaling.md)"
         exit_with(f"ROLLOUT_SERVER_TOKEN: not set for {lacking}, but {rule}", ranks.is_main)
 
     def reach() -> None:

@@ -55,8 +55,9 @@ def check_model(learner: Learner, processor: Any, is_packed: bool) -> None:
 def _check_gap(gap: float, bound: float) -> None:
     if not gap <= bound:
         raise ValueError(
-            f"a packed row is not its segments: hidden states are off by {gap:.3g} of their norm, allowed {bound:.3g}; "
-            "set training.packing: false, or another model.attn_implementation"
+            "packing changes the model's output: hidden states of a packed row differ from those of its segments by "
+            f"{gap:.3g} of their norm, allowed {bound:.3g}; set training.packing: false, or another "
+            "model.attn_implementation"
         )
 
 

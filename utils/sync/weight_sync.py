@@ -144,10 +144,7 @@ class WeightSync:
             lines += [f"  server said: {problem}" for problem in problems]
             lines += [f"  this side: {ours}"] if ours else []
             text = "the weight communicator could not be opened: " + "\n".join(lines)
-            ways_out = (
-                "free or change the group port (RM.vllm.server), restart the server, or set RM.rollout_backend: hf"
-            )
-            raise ConnectionError(f"{text}\nways out: {ways_out}") from ours or problems[0]
+            raise ConnectionError(f"{text}\nWays out:\n{self.client.ways_out}") from ours or problems[0]
 
     def _owners(self) -> list[str]:
         """List the owners of servers that answer: most likely the group port is one of theirs, too."""
