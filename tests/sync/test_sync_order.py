@@ -40,6 +40,7 @@ class StandIn:
     """Server and transport in one: notes every call, and fails where told to."""
 
     world_sizes = [1, 2]
+    ways_out = "  free the port"
 
     def __init__(self, weights: MergedWeights, fail_at: str = "", wrong: str = "") -> None:
         self.events: list[str] = []
@@ -207,7 +208,7 @@ def test_a_closed_port_is_explained_CON_1(weights):
     server = StandIn(weights, fail_at="/init_communicator/")
     with pytest.raises(RuntimeError) as raised:
         sync_with(server).open()
-    for words in (f"group port {PORTS[1]}", "server1/init_communicator/ refused", "RM.rollout_backend: hf"):
+    for words in (f"group port {PORTS[1]}", "server1/init_communicator/ refused", "Ways out:\n  free the port"):
         assert words in str(raised.value)
     assert "open" not in server.events  # nobody to meet: that would take a whole time-out
 
