@@ -16,6 +16,7 @@ from utils.geometry import Object
 from utils.grpo import Answer, choose_rows, decision_advantages, has_signal, weight_answers
 from utils.policy_loss import policy_loss, policy_segment, policy_sums, policy_tokens, token_weights
 from utils.rewards import Completion, load_rewards, score
+from utils.scores import Overlaps
 from utils.targets import format_objects
 
 A = Object("red car", "bbox_2d", (0, 0, 100, 100))
@@ -58,10 +59,10 @@ def test_copies_do_not_blame_each_other_GRP_8(order) -> None:
 def test_what_overlaps_a_missed_object_is_an_attempt_at_it_GRP_8() -> None:
     """GRP-8: whatever its label; but what matches comes first, even if something of another label overlaps more."""
     tree_at_a, part_of_a = replace(A, desc="tree"), replace(A, coords=(0, 0, 30, 50))  # IoU 1 and 0.15
-    assert attempts([part_of_a, B, FAR], [A, B], 0.5).tolist() == [0, 1, -1]
-    assert attempts([tree_at_a, NEAR_A], [A], 0.5).tolist() == [-1, 0]
-    assert attempts([tree_at_a, part_of_a], [A, B], 0.5).tolist() == [0, -1]
-    assert attempts([], [A], 0.5).tolist() == [] and attempts([A], [], 0.5).tolist() == [-1]
+    assert attempts(Overlaps([part_of_a, B, FAR], [A, B]), 0.5).tolist() == [0, 1, -1]
+    assert attempts(Overlaps([tree_at_a, NEAR_A], [A]), 0.5).tolist() == [-1, 0]
+    assert attempts(Overlaps([tree_at_a, part_of_a], [A, B]), 0.5).tolist() == [0, -1]
+    assert attempts(Overlaps([], [A]), 0.5).tolist() == [] and attempts(Overlaps([A], []), 0.5).tolist() == [-1]
 
 
 TWO = frozenset({"red car", "blue car"})  # no trees: they are neutral

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from utils.detection_rewards import OF_OBJECTS, repeats
-from utils.geometry import bounding_box, iou_matrix
+from utils.geometry import bounding_box
 from utils.matching import TOLERANCE, match
 from utils.rewards import Completion, RewardFunction, score
-from utils.scores import is_held_against, labelled_iou
+from utils.scores import Overlaps, is_held_against
 from utils.token_table import touched
 
 if TYPE_CHECKING:
@@ -140,22 +140,22 @@ def _corners(objects: Sequence[Object]) -> np.ndarray:
 def asked(completion: Completion, sample: Sample) -> tuple[np.ndarray, set[int]]:
     """`attempts`, with -1 for the predictions that say an object again, and these: the duplicates, and what lies by
     `iou_threshold` on a true object that another prediction is the attempt at, whatever the labels."""
-    predicted, threshold = completion.parsed.pred_objects, completion.iou_threshold
-    truths = attempts(predicted, sample.objects, threshold)
-    lies_on_one = (iou_matrix(predicted, sample.objects) >= threshold - TOLERANCE).any(axis=1)
+    overlaps, threshold = completion.overlaps(sample), completion.iou_threshold
+    truths = attempts(overlaps, threshold)
+    lies_on_one = (overlaps.iou >= threshold - TOLERANCE).any(axis=1)
     again = repeats(completion, sample) | set(np.flatnonzero((truths < 0) & lies_on_one).tolist())
     truths[sorted(again)] = -1
     return truths, again
 
 
-def attempts(predicted: Sequence[Object], truth: Sequence[Object], iou_threshold: float) -> np.ndarray:
+def attempts(overlaps: Overlaps, iou_threshold: float) -> np.ndarray:
     """The true object that each prediction is an attempt at, or -1; int64 `[num_pred]`. First come the matches, then
     what overlaps an object that is left by `SAME_OBJECT_IOU`, whatever its label."""
-    found = np.full(len(predicted), -1)
-    for index, at in match(labelled_iou(predicted, truth), iou_threshold):
+    found = np.full(len(overlaps.predicted), -1)
+    for index, at in overlaps.matches(iou_threshold):
         found[index] = at
-    left, missed = np.flatnonzero(found < 0), np.setdiff1d(np.arange(len(truth)), found)
-    for row, column in match(iou_matrix(predicted, truth)[np.ix_(left, missed)], SAME_OBJECT_IOU):
+    left, missed = np.flatnonzero(found < 0), np.setdiff1d(np.arange(len(overlaps.truth)), found)
+    for row, column in match(overlaps.iou[np.ix_(left, missed)], SAME_OBJECT_IOU):
         found[left[row]] = missed[column]
     return found
 
