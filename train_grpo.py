@@ -11,7 +11,6 @@ more likely, one that scored worse less likely. How to run it: docs/runbook_grpo
 
 import logging
 import math
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -72,14 +71,13 @@ def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[st
 
 def rewards_of(cfg: Config) -> dict[str, RewardFunction]:
     """Load the reward functions of the config; exit status 2 where one cannot be loaded."""
-    is_main = os.environ.get("RANK", "0") == "0"
     try:
         rewards = load_rewards(cfg.rlhf.reward_funcs, cfg.rlhf.reward_files)
     except ValueError as error:
-        exit_with(problem(cfg, "rlhf.reward_funcs", str(error)), is_main)
+        exit_with(problem(cfg, "rlhf.reward_funcs", str(error)))
     if cfg.rlhf.advantage == "object" and not any(function in OF_OBJECTS for function in rewards.values()):
         rule = "object needs a reward of objects among rlhf.reward_funcs, such as detection_f1; add one, or set answer"
-        exit_with(problem(cfg, "rlhf.advantage", rule), is_main)
+        exit_with(problem(cfg, "rlhf.advantage", rule))
     return rewards
 
 

@@ -1,5 +1,8 @@
 """`utils.config.load`: shipped files, `extends`, strictness and the report (CFG-1 to CFG-4, CFG-13, CFG-16, CFG-17)."""
 
+import base64
+import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +19,6 @@ from utils.config.load import (
     ConfigError,
     build_config,
     dump_yaml,
-    exit_with,
     load_config,
     load_config_or_exit,
     require_server,
@@ -411,10 +413,24 @@ def test_CFG_3_exit_status_2_without_traceback(tmp_path: Path, capsys: pytest.Ca
     assert re.search(rf"to check the file again without starting anything: {command}\n$", message)
 
 
-def test_exit_with_speaks_on_the_main_rank_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        exit_with("said once", is_main=False)
-    assert capsys.readouterr().err == ""
+def test_CFG_3_a_launcher_hears_a_mistake_once_however_late_its_first_rank_is(tmp_path: Path) -> None:
+    """CFG-3: the launcher ends rank 0 within a second of another's exit."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "from utils.config.load import load_config_or_exit\n"
+        "time.sleep(3 if os.environ['RANK'] == '0' else 0)\n"
+        "load_config_or_exit(sys.argv[-1])\n"
+    )
+    ranks = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    launcher = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={ranks}", "--master_port=1"]
+    config = write(tmp_path, top="typo: 1")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [*launcher, program, config], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("top.yaml: typo=1: unknown key") == 1
 
 
 @pytest.mark.parametrize(

@@ -514,6 +514,40 @@ def test_deepspeed_json_may_repeat_the_yaml_or_say_auto(tmp_path: Path) -> None:
             check(cfg, 3)
 
 
+def test_deepspeed_json_of_hugging_face_leaves_the_rest_to_deepspeed(tmp_path: Path) -> None:
+    """CFG-17: its examples say "auto" for buckets, too."""
+    path = tmp_path / "ds.json"
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto", "steps_per_print": 7}))
+    cfg = build_config(edited(deepspeed=str(path), model__path="Qwen3-VL-2B-Instruct"))
+    engine = engine_json(cfg, 1)
+    assert engine["zero_optimization"] == {"stage": 3} and engine["steps_per_print"] == 7
+    assert make_plan(cfg, 1).learner_memory["reduce buckets"] == 5e8 * 2
+
+
+@pytest.mark.parametrize(
+    "key, value, rule",
+    [
+        (
+            "reduce_bucket_size",
+            "large",
+            'zero_optimization.reduce_bucket_size="large": Input should be a valid',
+        ),
+        ("stage3_max_live_parameters", None, "zero_optimization.stage3_max_live_parameters=null: Input should be"),
+        ("offload_optimizer", {"device": "gpu"}, "zero_optimization.offload_optimizer.device="),
+        ("overlap_com", True, "zero_optimization.overlap_com=true: Extra inputs are not permitted"),
+    ],
+)
+def test_deepspeed_json_with_a_value_that_deepspeed_refuses(tmp_path: Path, key: str, value: Any, rule: str) -> None:
+    """CFG-3, CFG-17: at the dry run and at the launch."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, key: value}}))
+    cfg = build_config(edited(deepspeed=str(path)))
+    for check in (engine_json, check_launch):
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: {rule}")):
+            check(cfg, 1)
+
+
 def test_all_problems_of_a_launch_are_reported_together(tmp_path: Path) -> None:
     """CFG-3, CFG-17, ROL-5."""
     path = tmp_path / "ds.json"

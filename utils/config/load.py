@@ -8,6 +8,7 @@ import difflib
 import os
 import re
 import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -22,6 +23,7 @@ from utils.config.rules import RULES, deepspeed_problems, launch_problems, read_
 from utils.config.schema import RM, RS, SCRIPTS, Config
 from utils.config.section import Keys, brief, dotted, iter_fields, parse_path, section_keys, section_of, value_at
 
+SILENT_RANKS_WAIT_S = 10.0
 _ABSENT = object()
 
 
@@ -224,10 +226,12 @@ def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
     return cfg
 
 
-def exit_with(error: ConfigError | str, is_main: bool = True) -> NoReturn:
-    """Exit with status 2, after printing the problems on the main rank."""
-    if is_main:
+def exit_with(error: ConfigError | str, is_main: bool | None = None) -> NoReturn:
+    """Exit with status 2, after printing the problems on the main rank; None: on the first rank of each node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" if is_main is None else is_main:
         print(error, file=sys.stderr)
+    else:  # the launcher ends all ranks as soon as one has exited, and the main one may be slower
+        time.sleep(SILENT_RANKS_WAIT_S)
     raise SystemExit(2)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import ValidationError
+
 from utils.config.rlhf import Sampling, setting_at
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, RS, SHARED_WITH_STAGE2, Config, Losses, RolloutMatching
@@ -383,10 +385,11 @@ def _deepspeed_is_readable(cfg: Config) -> Found:
 
 
 def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
-    """Return the DeepSpeed JSON, or an empty one and why it cannot be used."""
+    """Return the DeepSpeed JSON without what it leaves to the trainer ("auto"), or an empty one and why it cannot be
+    used."""
     path = cfg.deepspeed_path()
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = _without_auto(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         known = ", ".join(sorted(file.stem for file in (Path(__file__).parents[2] / "ds_configs").glob("*.json")))
         return {}, [f"there is no {path}; use a name from ds_configs/ ({known}) or a path to a .json"]
@@ -400,9 +403,13 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
     return raw, []
 
 
+def _without_auto(value: Any) -> Any:
+    return {k: _without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, dict) else value
+
+
 @_rule("deepspeed", "training", "model.dtype")
 def _deepspeed_agrees(cfg: Config) -> Found:
-    """Find settings the YAML owns that stand in the JSON with another value; equal values and "auto" are harmless."""
+    """Find settings the YAML owns that stand in the JSON with another value; equal values are harmless."""
     raw, path = read_deepspeed(cfg)[0], cfg.deepspeed_path()
     t, dtype = cfg.training, cfg.model.dtype
     owned = [
@@ -420,7 +427,7 @@ def _deepspeed_agrees(cfg: Config) -> Found:
         if value_at(raw, (switch, "enabled")) != (dtype == name):
             owned.append((f"{switch}.enabled", "model.dtype", dtype))
     for key, name, ours in owned:
-        if (theirs := value_at(raw, parse_path(key))) not in (None, "auto", ours):
+        if (theirs := value_at(raw, parse_path(key))) not in (None, ours):
             rule = f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
             yield "deepspeed", rule
     if raw.get("scheduler"):
@@ -461,13 +468,26 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     yield from _deepspeed_is_readable(cfg)
     yield from _deepspeed_agrees(cfg)
     raw, _ = read_deepspeed(cfg)
+    yield from _zero_problems(raw.get("zero_optimization", {}), cfg.deepspeed_path())
     if cfg.is_colocate and cfg.model.dtype == "float16" and value_at(raw, ("zero_optimization", "stage")) == 3:
         # vLLM moves the process to a CUDA stream of its own; ZeRO-3 looks for overflows behind the default one.
         yield "model.dtype", "float16 under ZeRO-3 misses overflows beside a colocated engine; use bfloat16, or zero2"
     theirs, ours = raw.get("train_batch_size"), world_size * cfg.training.samples_per_rank
-    if theirs not in (None, "auto", ours):
+    if theirs not in (None, ours):
         rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
         yield "deepspeed", f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"
+
+
+def _zero_problems(zero: dict[str, Any], path: Path) -> Found:
+    """Find the values that DeepSpeed refuses."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # seconds, which the server need not wait
+
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        for item in error.errors(include_url=False, include_context=False):
+            key = ".".join(map(str, ("zero_optimization", *item["loc"])))
+            yield "deepspeed", f"{path}: {key}={brief(item['input'])}: {item['msg']}; correct it, or delete it"
 
 
 @_rule("custom.train_jsonl", "custom.val_jsonl", "custom.trainer_variant")

@@ -16,5 +16,5 @@ def access_token() -> str | None:
     token = os.environ.get(TOKEN_NAME) or None
     if token and not re.fullmatch(r"[!-~]+", token):
         rule = "must be printable ASCII without spaces or line ends (Windows files end lines in \\r); fix or unset it"
-        exit_with(f"{TOKEN_NAME}: {rule}", os.environ.get("LOCAL_RANK", "0") == "0")
+        exit_with(f"{TOKEN_NAME}: {rule}")
     return token

@@ -111,12 +111,12 @@ def open_session(
     try:
         learner = Learner(cfg, ranks, num_steps)
     except ValueError as error:  # a tuner that does not fit the model, or an incomplete checkpoint
-        exit_with(str(error), ranks.local_rank == 0)
+        exit_with(str(error))
     if checkpoint is not None:
         try:
             learner.load_state(checkpoint.path / "state")
         except ValueError as error:  # maybe of this rank's shard alone, so that each rank speaks
-            exit_with(f"training.resume_from_checkpoint: {error}")
+            exit_with(f"training.resume_from_checkpoint: {error}", is_main=True)
     place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
     if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
         exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
@@ -159,7 +159,7 @@ def check_ranks(cfg: Config) -> Ranks:
         ranks.check_port()
         ranks.check_interface()
     except (ConfigError, OSError) as error:  # on several nodes each of them speaks
-        exit_with(error if isinstance(error, ConfigError) else str(error), ranks.local_rank == 0)
+        exit_with(error if isinstance(error, ConfigError) else str(error))
     logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
     return ranks
 
