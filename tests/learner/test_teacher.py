@@ -222,6 +222,7 @@ def test_a_fault_that_may_pass_is_tried_again_and_named_TGT_16_CON_3(segment, st
     [
         (reply(prompt_token_ids=[1, 2, 9, 4, 5]), PromptMismatch, "at token 2"),
         (reply(top_logprobs=[[-1.0] * 20]), RolloutError, "not 20 tokens"),
+        (reply(top_logprobs=[[-1.0] * 20, [*[-1.0] * 19, float("nan")]]), RolloutError, "not 20 tokens with finite"),
         (reply(top_token_ids="x"), RolloutError, "not a teacher's answer"),
         ({}, RolloutError, "not a teacher's answer"),
     ],

@@ -97,8 +97,10 @@ class Teacher:
             logprobs = np.array(answer["top_logprobs"], dtype=np.float32)
         except (KeyError, TypeError, ValueError) as error:
             raise RolloutError(f"{where}: {self.client.url(0)}/teacher/: not a teacher's answer: {error!r}") from error
-        if not token_ids.shape == logprobs.shape == (len(answer_ids), TEACHER_TOP_K):
-            raise RolloutError(f"{where}: {self.client.url(0)}/teacher/: not {TEACHER_TOP_K} tokens for each of ours")
+        shape = (len(answer_ids), TEACHER_TOP_K)
+        if not (token_ids.shape == logprobs.shape == shape and np.isfinite(logprobs).all()):
+            rule = f"not {TEACHER_TOP_K} tokens with finite log-probabilities for each of ours"
+            raise RolloutError(f"{where}: {self.client.url(0)}/teacher/: {rule}")
         return token_ids, logprobs
 
     def _post(self, body: dict[str, Any], where: str) -> Any:
