@@ -1,6 +1,7 @@
-"""Pictures of crowds of shapes, and the start model, for the study `crowd`. Each is made once and kept."""
+"""Pictures of crowds of shapes, and the start models, for the studies `crowd` and `faint`. Each is made once and kept."""
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 from studies.dense_data import prepare_model
@@ -8,33 +9,74 @@ from studies.new_class_data import Shift, draw, to_line, write_jsonl
 from tools.cached import cached
 from tools.make_demo import Scenes
 
-ROOT = Path("runs/study/crowd")
-SEED = 104
-VERSION = 2  # raise it when pictures or start model are made differently; records of older material are stale
-WARMUP_CONFIG = Path("studies/configs/crowd_warmup.yaml")
-SCENES, SHIFT = Scenes(max_objects=16, max_labels=3), Shift(contrast=0.3, noise=40.0, sizes=(0.06, 0.12))
-NUM_OBJECTS = range(8, 17)  # in a picture
-MAX_NEW_TOKENS = 464
-SPLITS = {"warmup": 8000, "train": 2000, "tune": 128, "test": 256}  # pictures
-NUM_TRAIN = SPLITS["train"]
+SCENES = Scenes(max_objects=16, max_labels=3)
 
 
-def prepare() -> None:
-    """Make `data` and `model` below `ROOT`, and the model that it starts from, if missing."""
-    settings = [VERSION, SEED, SPLITS, repr(SCENES), repr(SHIFT)]
-    cached(ROOT / "data", settings, "crowds of shapes", make_data)
-    prepare_model(ROOT, settings, WARMUP_CONFIG, MAX_NEW_TOKENS)
+@dataclass(frozen=True)
+class Crowds:
+    """What a study of crowds starts from.
+
+    Attributes:
+        name: of the study.
+        seed: of its pictures.
+        splits: pictures in each.
+        num_objects: in a picture.
+        max_new_tokens: of an answer, with room for more objects than that.
+        version: raise it when pictures or start model are made differently; records of older material are stale.
+        based_on: the crowds whose start model is trained on; None: that of *New class*.
+    """
+
+    name: str
+    seed: int
+    splits: dict[str, int]
+    num_objects: range
+    shift: Shift
+    max_new_tokens: int
+    version: int = 1
+    based_on: "Crowds | None" = None
+
+    @property
+    def root(self) -> Path:
+        return Path("runs/study") / self.name
+
+    def prepare(self) -> None:
+        """Make `data` and `model` below `root`, and the model that it starts from, if missing."""
+        if self.based_on is not None:
+            self.based_on.prepare()
+        settings = [self.version, self.seed, self.splits, repr(SCENES), repr(self.shift)]
+        cached(self.root / "data", settings, "crowds of shapes", self.make_data)
+        config = Path(f"studies/configs/{self.name}_warmup.yaml")
+        prepare_model(self.root, settings, config, self.max_new_tokens)
+
+    def make_data(self, folder: Path) -> None:
+        """Write a JSONL file and the pictures of each split; no picture is in two."""
+        numbers = itertools.count()
+        for split, count in self.splits.items():
+            (folder / split).mkdir()
+            rows: list[dict] = []
+            while len(rows) < count:
+                number = next(numbers)
+                image, objects = draw(self.seed, number, self.shift, SCENES)
+                if len(objects) in self.num_objects:
+                    rows.append(to_line(folder, split, number, image, objects))
+            write_jsonl(folder / f"{split}.jsonl", rows)
 
 
-def make_data(folder: Path) -> None:
-    """Write a JSONL file and the pictures of each split; no picture is in two."""
-    numbers = itertools.count()
-    for split, count in SPLITS.items():
-        (folder / split).mkdir()
-        rows: list[dict] = []
-        while len(rows) < count:
-            number = next(numbers)
-            image, objects = draw(SEED, number, SHIFT, SCENES)
-            if len(objects) in NUM_OBJECTS:
-                rows.append(to_line(folder, split, number, image, objects))
-        write_jsonl(folder / f"{split}.jsonl", rows)
+CROWD = Crowds(
+    "crowd",
+    seed=104,
+    splits={"warmup": 8000, "train": 2000, "tune": 128, "test": 256},
+    num_objects=range(8, 17),
+    shift=Shift(contrast=0.3, noise=40.0, sizes=(0.06, 0.12)),
+    max_new_tokens=464,
+    version=2,
+)
+FAINT = Crowds(
+    "faint",
+    seed=105,
+    splits={"warmup": 8000, "train": 2000, "tune": 256, "test": 512},
+    num_objects=range(6, 11),
+    shift=Shift(contrast=0.2, noise=40.0, sizes=(0.06, 0.12)),
+    max_new_tokens=400,
+    based_on=CROWD,
+)

@@ -267,9 +267,9 @@ def test_the_narrow_set_is_of_one_colour_and_the_rest_of_all_others(tmp_path, mo
     assert len({row["id"].split("-")[1] for row in [*train, *test]}) == 18
 
 
-def test_a_crowd_has_eight_objects_at_least_and_no_picture_is_in_two_splits(tmp_path, monkeypatch):
-    monkeypatch.setattr(crowd_data, "SPLITS", dict.fromkeys(crowd_data.SPLITS, 5))
-    crowd_data.make_data(tmp_path)
+def test_a_crowd_has_eight_objects_at_least_and_no_picture_is_in_two_splits(tmp_path):
+    crowds = replace(crowd_data.CROWD, splits=dict.fromkeys(crowd_data.CROWD.splits, 5))
+    crowds.make_data(tmp_path)
     rows = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.open()]
     assert len(rows) == len({json.dumps(row["objects"]) for row in rows}) == 20
     assert all(8 <= len(row["objects"]) <= 16 for row in rows)
