@@ -1,4 +1,4 @@
-"""Pictures of crowds of shapes, and the start models, for the studies `crowd` and `faint`. Each is made once and kept."""
+"""Pictures of crowds of shapes, and start models, for the studies `crowd` and `faint`. Each is made once and kept."""
 
 import itertools
 from dataclasses import dataclass
