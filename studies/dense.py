@@ -52,11 +52,11 @@ two lower rates (task `crowd, temperature 0.4`), and at 0.8 the lowest ends at 0
 
 
 FAINT_METHOD = """Fainter crowds: a contrast of 0.2 in place of 0.3, 6 to 10 shapes in a picture; the start model is
-that of *Dense, crowds of shapes*, trained on 8,000 such pictures until that brought no more. It was added after two test
-runs of *GRPO by object* on the crowds (0.796 and 0.789, start model 0.780), to test an explanation of how little it
-gained: to say one more object raises F1 if it is right with a probability above F1 / 2. Greedy answers of a model that
-imitates stop at about as many objects as there are, which is close to the best where F1 is high. Where it is low they
-should go on, so that there is more to gain. *Equal seconds* are those of *GRPO by object*.
+that of *Dense, crowds of shapes*, trained on 8,000 such pictures until that brought no more. It was added after two
+test runs of *GRPO by object* on the crowds (0.796 and 0.789, start model 0.780), to test an explanation of how little
+it gained: to say one more object raises F1 if it is right with a probability above F1 / 2. Greedy answers of a model
+that imitates stop at about as many objects as there are, which is close to the best where F1 is high. Where it is low
+they should go on, so that there is more to gain. *Equal seconds* are those of *GRPO by object*.
 """
 
 
