@@ -358,6 +358,31 @@ def test_tgt_5_qwen3vl_seam_has_natural_tokens() -> None:
     assert " with".startswith(text_of([label])) and table.bytes_of[label]
 
 
+@pytest.mark.parametrize("answer", ["[]", "[\n]", "[ ]", "[\n\t\n]", "```json\n[]\n```", "```json\n[\n\t\n]\n```"])
+def test_tgt_5_qwen3vl_an_empty_answer_does_not_grow(answer: str) -> None:
+    """TGT-5: a right empty answer is learnt without its white space, and what is learnt once is learnt again."""
+    table = table_of()
+    for _ in range(2):
+        parsed = parse_text(answer)
+        assert parsed.closed and not parsed.objects
+        target = build_target(parsed, [], [], table, PLAIN)
+        answer = text_of(target.answer_ids).removesuffix("<|im_end|>")
+        assert answer in ("[]", "```json\n[]\n```")
+
+
+@pytest.mark.parametrize("opening", OPENINGS[:3])
+def test_tgt_6_qwen3vl_going_on_to_a_false_positive_is_not_learnt(opening: str) -> None:
+    """TGT-6: `"},` ends the label and goes on: no loss where what follows matches nothing, unless it corrects the
+    label; with `redirect` (TGT-11) the correction stays, too."""
+    for options in (PLAIN, TargetOptions(arrangement=Arrangement(unmatched="redirect"))):
+        right = rollout_target([MAN, DOG, CAR], [MAN, DOG], [(0, 0), (1, 1)], options, opening=opening)
+        ends = [label for token, label in learnt(right) if token.startswith('"},')]
+        assert len(ends) == (2 if options.arrangement.unmatched == "redirect" else 1)
+        assert ends[0].startswith('"},') and not any(label.startswith('"},') for label in ends[1:])
+        longer = rollout_target([MAN, CAR], [replace(MAN, desc="man with a dot")], [(0, 0)], options, opening=opening)
+        assert [label for token, label in learnt(longer) if token.startswith('"},')] == [" with"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tgt_3_qwen3vl_nothing_usable(kind: str) -> None:
     """TGT-3, TGT-6: the model's own opening stays as context; where it wrote none, `[` is learnt with all the rest."""

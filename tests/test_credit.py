@@ -12,7 +12,7 @@ from tests.test_grpo import Alone
 from tests.test_policy_loss import settings_of
 from tests.test_rewards import sample
 from utils.credit import REST, Credit, attempts, close_decision, credit_of, go_on_decision, object_decision
-from utils.geometry import Object
+from utils.geometry import Object, iou_matrix
 from utils.grpo import Answer, choose_rows, decision_advantages, has_signal, weight_answers
 from utils.policy_loss import policy_loss, policy_segment, policy_sums, policy_tokens, token_weights
 from utils.rewards import Completion, load_rewards, score
@@ -285,14 +285,20 @@ def test_advantages_follow_the_gradient_of_the_reward_GRP_8(name: str, least: fl
                 torch.testing.assert_close(estimated, exact)
 
 
+def iou(one: Object, other: Object) -> float:
+    return float(iou_matrix([one], [other])[0, 0])
+
+
 def test_neutral_objects_are_not_measured_against_others_TGT_12() -> None:
     """GRP-8, TGT-12: what counts has the advantage that it has without trees."""
     more = {"truth": [A, B], "annotated": TWO}
     assert not any(
         own.any() for own in decision_advantages([group_of([A, FAR], [A, FAR], **more)], np.ones(1), "group")
     )
-    with_trees = group_of([A, FAR, FAR], [A, B, FAR], [NEAR_A, FAR], [FAR], **more)
-    without = group_of([A], [A, B], [NEAR_A], [], **more)
+    bad_b, tree_at_b = replace(B, coords=(500, 500, 600, 650)), replace(FAR, coords=(490, 550, 730, 730))
+    with_trees = group_of([A, FAR, FAR], [A, B, FAR], [NEAR_A, FAR], [FAR], [bad_b, tree_at_b, A], **more)
+    without = group_of([A], [A, B], [NEAR_A], [], [bad_b, A], **more)
+    assert iou(tree_at_b, B) > iou(bad_b, B) > 0.3  # and yet the tree is no attempt at B
     for own, expected in zip(
         *(decision_advantages([g], np.ones(1), "group") for g in (with_trees, without)), strict=True
     ):

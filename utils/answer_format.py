@@ -176,7 +176,8 @@ COORD_TOKENS = AnswerFormat(
 QWEN3VL = AnswerFormat(
     name="qwen3vl",
     opening="[",
-    header=re.compile(_WS + rb"(?P<fence>```(?:json)?+" + _WS + rb")?+\[(?P<gap>" + _WS + rb")"),
+    # White space before the `]` of an empty list belongs to the closing: as an opening it would be closed once more.
+    header=re.compile(_WS + rb"(?P<fence>```(?:json)?+" + _WS + rb")?+\[(?P<gap>" + _WS + rb"(?!\])|)"),
     ends=(re.compile(rb"\]" + _WS + rb"\Z"), re.compile(rb"\]" + _WS + rb"```" + _WS + rb"\Z")),
     desc_key="label",
     kinds=("bbox_2d",),

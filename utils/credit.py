@@ -15,7 +15,7 @@ Its tokens are rest, or go on where they lead to a later object that counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -141,20 +141,21 @@ def asked(completion: Completion, sample: Sample) -> tuple[np.ndarray, set[int]]
     """`attempts`, with -1 for the predictions that say an object again, and these: the duplicates, and what lies by
     `iou_threshold` on a true object that another prediction is the attempt at, whatever the labels."""
     overlaps, threshold = completion.overlaps(sample), completion.iou_threshold
-    truths = attempts(overlaps, threshold)
-    lies_on_one = (overlaps.iou >= threshold - TOLERANCE).any(axis=1)
+    truths = attempts(overlaps, threshold, sample.annotated)
+    lies_on_one = (overlaps.iou[:, truths[truths >= 0]] >= threshold - TOLERANCE).any(axis=1)
     again = repeats(completion, sample) | set(np.flatnonzero((truths < 0) & lies_on_one).tolist())
     truths[sorted(again)] = -1
     return truths, again
 
 
-def attempts(overlaps: Overlaps, iou_threshold: float) -> np.ndarray:
+def attempts(overlaps: Overlaps, iou_threshold: float, annotated: Collection[str] | None = None) -> np.ndarray:
     """The true object that each prediction is an attempt at, or -1; int64 `[num_pred]`. First come the matches, then
-    what overlaps an object that is left by `SAME_OBJECT_IOU`, whatever its label."""
+    what overlaps an object that is left by `SAME_OBJECT_IOU`, whatever its label, unless it is neutral."""
     found = np.full(len(overlaps.predicted), -1)
     for index, at in overlaps.matches(iou_threshold):
         found[index] = at
-    left, missed = np.flatnonzero(found < 0), np.setdiff1d(np.arange(len(overlaps.truth)), found)
+    held = np.array([is_held_against(obj, annotated) for obj in overlaps.predicted], dtype=bool)
+    left, missed = np.flatnonzero((found < 0) & held), np.setdiff1d(np.arange(len(overlaps.truth)), found)
     for row, column in match(overlaps.iou[np.ix_(left, missed)], SAME_OBJECT_IOU):
         found[left[row]] = missed[column]
     return found

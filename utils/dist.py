@@ -193,9 +193,8 @@ class Ranks:
         return {key: sum((part.get(key, 0.0) for part in parts), 0.0) for part in parts for key in part}
 
     def fence(self) -> None:
-        """Wait until every rank has arrived."""
-        if self.world_size > 1:
-            dist.barrier(group=self._control)
+        """Wait until every rank has arrived. (torch's own barrier of a Gloo group would allocate on the GPU.)"""
+        self.gather(None)
 
     def on_main(self, work: Callable[[Callable[[], None]], Any]) -> Any:
         """`work(alive)` of rank 0, on every rank (collective). The others wait as long as it takes, if it calls

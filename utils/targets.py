@@ -168,6 +168,9 @@ def build_target(
         labels.add_structure(draft, [pred for pred, _ in pairs])
     for pred, gt in pairs:
         labels.add_values(draft.data, draft.ends, pred, gt)
+    if not options.supervise_structure:
+        unmatched = [draft.objects[i] for i, entry in enumerate(entries) if entry.pred is not None and entry.gt is None]
+        labels.forget_going_on(draft, unmatched)
     if rule.unmatched == "redirect":
         for i, better in wrong_entries(entries, gt_objects, annotated):
             labels.redirect(draft, draft.objects[i], better)
@@ -257,6 +260,12 @@ class _Labels:
             if data[value.start : value.end] != value.text.encode():
                 wrong_end = value.end
 
+    def forget_going_on(self, draft: Draft, unmatched: Sequence[PredObject]) -> None:
+        """Take its own label from a token that ends a value (`"},`) and goes on to an unmatched prediction."""
+        ids, labels = self.ids[: len(draft.ends)], self.text_label[: len(draft.ends)]
+        goes_on = touched(draft.ends, [(pred.lead, pred.byte_span[0]) for pred in unmatched])
+        labels[goes_on & (labels == ids) & ~draft.is_ours[: len(ids)]] = -1
+
     def redirect(self, draft: Draft, wrong: PredObject, better: Object | None) -> None:
         """Supervise the one token of a wrong object at which `better`, or the closing, would differ in its place
         (TGT-11)."""
@@ -267,6 +276,8 @@ class _Labels:
             start, between = wrong.byte_span[0], ""
         text = form.completion(data[:start]) + (closing if better is None else between + form.write_object(better))
         first = int(np.searchsorted(ends, start, side="right"))
+        if self.text_label[first] not in (-1, self.ids[first]):  # it ends the value before, which is wrong itself
+            return
         token_start = int(ends[first - 1]) if first else 0
         for begin in (max(0, data.rfind(COORD_BYTE, 0, token_start) + 1), token_start):
             found = _retokenized(data[begin:start], token_start - begin, text, b"", self.table)

@@ -555,6 +555,11 @@ def test_load_model_dtype_and_attention_cfg_17(start):
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
+def test_cudnn_attention_is_off_pck_4(model):
+    """PCK-4: it would make a plan for each new length of a segment, on GPUs where torch prefers it."""
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_another_architecture_is_refused_cfg_17(tmp_path):
     """CFG-17."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

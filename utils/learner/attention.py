@@ -100,7 +100,12 @@ def _padded(
 
 
 def register() -> str:
-    """Register the implementation with transformers; return its name for `attn_implementation`."""
+    """Register the implementation with transformers; return its name for `attn_implementation`.
+
+    cuDNN's kernels, which torch prefers from Hopper on, are switched off: they make, and keep for good, a plan for each
+    new length of a segment within each new length of a row, and hardly any pair comes twice. Flash kernels need none.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     ALL_ATTENTION_FUNCTIONS.register(SEGMENT_SDPA, segment_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(SEGMENT_SDPA, _no_mask_without_padding)
     return SEGMENT_SDPA
