@@ -43,7 +43,7 @@ class FakeClient:
     def __init__(self, model: nn.Module | None, segments: list[Segment], failures: list[CallFailed] = ()) -> None:
         self.model, self.segments, self.failures = model, segments, list(failures)
         self.stop, self.calls, self.lock = threading.Event(), [], threading.Lock()
-        self.change, self.digest = {}, "same"
+        self.change, self.digest, self.weight_version = {}, "same", None
 
     def url(self, index: int) -> str:
         return URL
@@ -52,7 +52,7 @@ class FakeClient:
         self.calls.append("ready")
 
     def health(self, index: int) -> dict:
-        return {"tokenizer_digest": self.digest, "max_model_len": 64}
+        return {"tokenizer_digest": self.digest, "max_model_len": 64, "weight_version": self.weight_version}
 
     def post(self, index: int, path: str, body: dict, timeout_s: float) -> dict:
         with self.lock:
@@ -232,6 +232,18 @@ def test_a_reply_to_another_question_is_refused_TGT_16(segment, change, error, m
     client.change = change
     with pytest.raises(error, match=message):
         teacher_of(client).score(samples_of([segment]), [segment], 0)
+
+
+def test_a_teacher_whose_weights_change_is_refused_TGT_16(segment):
+    """TGT-16: nobody syncs a teacher. One that another run trained before may teach."""
+    client = FixedClient(None, [])
+    client.weight_version, client.change = "b:7", reply(weight_version="b:7")
+    teacher = teacher_of(client)
+    teacher.connect("same", [], longest=None)
+    teacher.score(samples_of([segment]), [segment], 0)
+    client.change = reply(weight_version="b:8")
+    with pytest.raises(RolloutError, match=rf"sample s0: the teacher at {URL} has other weights .*\(b:8, was b:7\)"):
+        teacher.score(samples_of([segment]), [segment], 0)
 
 
 def test_the_start_check_wants_the_same_tokens_TGT_16():

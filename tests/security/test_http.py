@@ -1,5 +1,6 @@
 """SRV-10, SRV-11: what a connection may cost, and for whom a request is meant, over real sockets."""
 
+import asyncio
 import contextlib
 import http.server
 import socket
@@ -8,6 +9,7 @@ import time
 
 import pytest
 import uvicorn
+from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from utils.data import images
@@ -15,14 +17,21 @@ from utils.run.setup import learner_host
 from utils.server import front
 
 
+async def echo(scope, receive, send):
+    if scope["type"] == "http":
+        while (await receive()).get("more_body"):
+            pass
+        await JSONResponse({"path": scope["path"]})(scope, receive, send)
+
+
 @pytest.fixture
 def port():
-    async def app(scope, receive, send):
-        if scope["type"] == "http":
-            while (await receive()).get("more_body"):
-                pass
-            await JSONResponse({"path": scope["path"]})(scope, receive, send)
+    with serving(echo) as port:
+        yield port
 
+
+@contextlib.contextmanager
+def serving(app):
     config = front.front_config(front.require_host(app, front.own_hosts("127.0.0.1")))
     config.lifespan = "off"
     listener = socket.create_server(("127.0.0.1", 0))
@@ -30,9 +39,11 @@ def port():
     server.capture_signals = contextlib.nullcontext
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield listener.getsockname()[1]
-    server.should_exit = True
-    thread.join(10)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
 
 
 def ask(port: int, head: bytes) -> bytes:
@@ -73,6 +84,25 @@ def test_a_body_that_does_not_end_is_cut_off_SRV_10(port, monkeypatch):
             while time.monotonic() < deadline:
                 client.sendall(b"x")
                 time.sleep(0.1)
+
+
+def test_what_comes_behind_a_request_is_bounded_SRV_10():
+    """A client that sends on and on while its request is answered is cut off, one that waits is not."""
+
+    async def slow(scope, receive, send):
+        request = Request(scope, receive)
+        await request.body()
+        while not await request.is_disconnected():  # as the server's routes do; each look reads what has come
+            await asyncio.sleep(0.01)
+
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(serving(slow))
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        num_sent, deadline = 0, time.monotonic() + 10
+        with pytest.raises(OSError):
+            while time.monotonic() < deadline and num_sent < 64 << 20:
+                num_sent += client.send(b"x" * (1 << 20))
 
 
 def test_connections_are_bounded_SRV_10(port, monkeypatch):

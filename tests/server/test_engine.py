@@ -300,6 +300,95 @@ def test_running_requests_finish_first_or_are_made_again(pause):
     asyncio.run(run())
 
 
+def test_a_caller_that_hangs_up_takes_nothing_from_a_living_run_SRV_3():
+    """SRV-3: also while the server still asks whether the owner's learner is alive."""
+
+    async def run():
+        llm, _, updates = make()
+        token = (await updates.init(INIT))["run_token"]
+        llm.learner_is_alive = True
+        llm.log.clear()
+        asked, utility = asyncio.Event(), llm.engine_core._call_utility_async
+
+        async def slow(method, *args, engine):
+            asked.set()
+            await asyncio.sleep(0.2)
+            return await utility(method, *args, engine=engine)
+
+        llm.engine_core._call_utility_async = slow
+        stranger = asyncio.create_task(updates.init(INIT.model_copy(update={"run_id": "b", "open_timeout_s": 9.0})))
+        await asked.wait()
+        stranger.cancel()
+        await asyncio.wait({stranger})
+        assert stranger.cancelled() and updates.owner == "a" and not any("close" in line for line in llm.log)
+        updates.check_token(token)
+
+    asyncio.run(run())
+
+
+class Scripted(FakeLLM):
+    """Ends its requests one after the other as told: with a reason, and the versions that made them."""
+
+    ends: list[tuple[str, list[str]]]
+
+    async def generate(self, *args, **kwargs):
+        async for output in super().generate(*args, **kwargs):
+            answer = output.outputs[0]
+            answer.finish_reason, versions = self.ends.pop(0)
+            answer.weight_versions = [SimpleNamespace(version=version) for version in versions]
+            yield output
+
+
+MIXED, WHOLE = ("stop", ["a:1", "a:2"]), ("stop", ["a:2"])
+
+
+@pytest.mark.parametrize(
+    ("pause", "ends", "infos"),
+    [
+        ("wait", [MIXED, MIXED, WHOLE], {"weight_version": "a:2"}),  # it was preempted when the engine paused
+        ("keep", [MIXED], {"weight_version": "a:1", "last_weight_version": "a:2"}),
+        ("wait", [("error", []), ("error", []), WHOLE], {"weight_version": "a:2"}),
+        ("wait", [("error", [])] * 3, {"error": "the engine ended this request with 'error'"}),
+    ],
+)
+def test_answers_of_two_versions_and_errors_that_pass_are_made_again_SYN_9_SRV_10(pause, ends, infos):
+    async def run():
+        llm, engine, updates = make()
+        llm.__class__, llm.ends = Scripted, list(ends)
+        await updates.init(INIT)
+        await updates.start(START.model_copy(update={"pause": pause}))
+        await updates.update(UPDATE)
+        await updates.finish(FINISH)
+        found = (await engine.infer(ask("x"), RequestConfig(seed=3)))[0].rollout_infos
+        assert found.items() >= infos.items() and not llm.ends and llm.seeds == [3] * len(ends)
+
+    asyncio.run(run())
+
+
+def test_an_answer_made_while_an_update_failed_is_not_given_SYN_3():
+    """SYN-3: vLLM cannot abort a request whose images it still prepares; it runs on a mixture of weights then."""
+
+    async def run():
+        llm, engine, updates = make(seconds=0.1)
+
+        async def abort(ids):
+            llm.log.append(f"not aborted: {len(ids)}")
+
+        llm.abort = abort
+        await updates.init(INIT)
+        early = asyncio.create_task(engine.infer(ask("x"), RequestConfig()))
+        while not llm.running[0]:
+            await asyncio.sleep(0)
+        llm.running = [0, 0]  # the engine does not know it yet, so its pause does not wait for it
+        await updates.start(START)
+        await updates.abort(OwnedCall(run_id="a"))
+        assert "not aborted: 1" in llm.log
+        with pytest.raises(Unavailable, match="aborted by the learner"):
+            await early
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("step", ["start", "update", "finish"])
 def test_a_failed_update_leaves_the_server_dirty_until_a_full_one(step):
     """SYN-3"""

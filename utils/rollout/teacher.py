@@ -23,17 +23,19 @@ logger = logging.getLogger(__name__)
 NUM_CALLS = 8  # of a rank, at once
 
 
-@dataclass(frozen=True)
+@dataclass
 class Teacher:
     """The teacher's server.
 
     Attributes:
         client: of this server alone.
         decode: token ids to text, for messages.
+        weight_version: of the server's weights when it was connected; None: as it loaded them.
     """
 
     client: RolloutClient
     decode: Callable[[list[int]], str]
+    weight_version: str | None = None
 
     def connect(
         self, tokenizer_digest: str | None, prompts: Sequence[tuple[dict[str, Any], list[int]]], longest: int | None
@@ -51,6 +53,7 @@ class Teacher:
         self.client.wait_ready()
         url, health = self.client.url(0), self.client.health(0)
         theirs, taken = health.get("tokenizer_digest"), health.get("max_model_len")
+        self.weight_version = health.get("weight_version")
         if longest is not None and taken is not None and taken <= longest:  # vLLM wants room for one token more
             raise RolloutError(
                 f"{url}: the teacher takes {taken - 1} tokens, and a prompt with its answer may have {longest}; set "
@@ -69,7 +72,7 @@ class Teacher:
         call.
 
         Raises:
-            RolloutError: names rank, step, sample and url.
+            RolloutError: names rank, step, sample and url; also where the teacher's weights have changed.
             PromptMismatch: the teacher saw other prompt tokens.
         """
 
@@ -91,6 +94,12 @@ class Teacher:
         """Return token ids int64 and log-probabilities float32, both `[len(answer_ids), TEACHER_TOP_K]`."""
         body = {"infer_request": request, "token_ids": answer_ids, "top_k": TEACHER_TOP_K}
         answer = self._post(body, where)
+        if isinstance(answer, dict) and answer.get("weight_version") != self.weight_version:
+            raise RolloutError(
+                f"{where}: the teacher at {self.client.url(0)} has other weights than at the start "
+                f"({answer.get('weight_version')}, was {self.weight_version}): another run trains it; give this run a "
+                "server of its own"
+            )
         try:
             check_prompt(where, prompt_ids + answer_ids, answer["prompt_token_ids"], self.decode)
             token_ids = np.array(answer["top_token_ids"], dtype=np.int64)

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 ADAPTER = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # vLLM uses a filled slot without a look at the path
 CALL_IMAGES = 16  # a call's images have at most so many times the pixels of a request's
 MAX_LOGPROBS = 1 << 20  # of a call that asks for the most likely tokens, too
+NUM_RETRIES = 2  # of a request that the engine ends with an error
 NO_VERSION = "default"  # vLLM's name for weights that were never updated
 WATCH_INTERVAL_S = 5.0  # at most, between two checks that the engines are alive
 
@@ -79,6 +80,8 @@ class EngineWeights:
     reason: str = ""  # why it is dirty
     num_waiting: int = 0
     num_updates: int = 0
+    num_failed: int = 0  # updates
+    keeps_running: bool = False  # requests are held over an update ("keep"), and so answered by old and new weights
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def move(self, state: str, version: str | None = None, reason: str = "") -> None:
@@ -89,6 +92,7 @@ class EngineWeights:
             self.num_updates += 1
             self._settled.clear()
         else:
+            self.num_failed += state == "dirty"
             self._settled.set()
 
     async def wait_whole(self) -> None:
@@ -285,21 +289,28 @@ class RolloutEngine:
     async def _generate(
         self, prompt: dict[str, Any], params: SamplingParams, replica: int | None = None
     ) -> RequestOutput:
-        """Run one prompt on the given replica or the one with the fewest running; again where an update aborts it.
+        """Run one prompt on the given replica or the one with the fewest running; again where an update aborts it, and
+        where its answer may be a mixture: vLLM's pause ("wait") does not wait for a request that it preempted, and a
+        request whose images it still prepares is not aborted by a failing update.
 
         Raises:
             ValueError, VLLMClientError: vLLM refuses this prompt (too long, image and placeholder do not match, ...).
             Unavailable: engine dead, or weights incomplete.
         """
+        num_errors, weights = 0, self.weights
         for _ in range(100):
-            await self.weights.wait_whole()
-            num_updates = self.weights.num_updates
+            await weights.wait_whole()
+            num_updates, num_failed = weights.num_updates, weights.num_failed
             least_loaded = self.num_running.index(min(self.num_running))
             output = await self._run_on(least_loaded if replica is None else replica, prompt, params)
-            reason = output.outputs[0].finish_reason
+            reason, spans = output.outputs[0].finish_reason, output.outputs[0].weight_versions or []
             if reason in ("stop", "length"):
-                return output
-            if self.weights.num_updates == num_updates:  # no update aborted it
+                is_whole = len({span.version for span in spans}) <= 1 or weights.keeps_running
+                if is_whole and weights.num_failed == num_failed:
+                    return output
+            elif reason == "error" and num_errors < NUM_RETRIES:  # vLLM: may pass, e.g. where its caches disagreed
+                num_errors += 1
+            elif weights.num_updates == num_updates:  # no update aborted it
                 raise ValueError(f"the engine ended this request with {reason!r}")
         raise Unavailable("weight updates keep interrupting this request")
 

@@ -36,6 +36,8 @@ class BoundedHttp(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > MAX_HEAD_BYTES:
+            self.transport.abort()  # sends on and on behind a request that is being answered
         self._bound_wait()
 
     def connection_lost(self, exc: Exception | None) -> None:

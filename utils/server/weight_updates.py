@@ -44,7 +44,6 @@ class WeightUpdates:
         self._as_loaded = True  # no update has touched the engine's own weights since its start
         self._coming: str | None = None  # version that the update in progress was started for
         self._has_received = False  # tensors, in the update in progress
-        self._keeps_running = False  # requests are held over the update ("keep")
         self._watch: asyncio.Task | None = None  # of the update in progress
 
     def check_token(self, token: str) -> None:
@@ -84,19 +83,24 @@ class WeightUpdates:
             self.owner = call.run_id
             self._token = secrets.token_urlsafe(32)
             self.engine.update_s = call.timeout_s  # how long the learner waits for each step
-            bucket_s, left_s = min(call.timeout_s, MAX_SILENCE_S), max(0.1, deadline - time.monotonic())
-            limits = {"timeout_s": bucket_s, "open_timeout_s": left_s}
-            step, payload = "init", call.model_dump(exclude={"run_id"}) | limits
+            await self._open(call, deadline)
+            return {"boot_id": self.engine.boot_id, "transport": self.transport, "run_token": self._token}
+        finally:
+            self.lock.release()
+
+    async def _open(self, call: InitCommunicator, deadline: float) -> None:
+        """Open the new owner's communicator on all workers."""
+        bucket_s, left_s = min(call.timeout_s, MAX_SILENCE_S), max(0.1, deadline - time.monotonic())
+        limits = {"timeout_s": bucket_s, "open_timeout_s": left_s}
+        step, payload = "init", call.model_dump(exclude={"run_id"}) | limits
+        try:
             while any(await self.engine.on_all_workers(step, payload)):
                 step, payload = "opening", {}
                 await asyncio.sleep(0.05)
-            return {"boot_id": self.engine.boot_id, "transport": self.transport, "run_token": self._token}
         except asyncio.CancelledError:  # the caller is gone
             self.owner = self._token = None
             await self.engine.on_all_workers("close")
             raise
-        finally:
-            self.lock.release()
 
     async def close(self, call: OwnedCall) -> dict[str, Any]:
         async with self.lock:
@@ -113,7 +117,7 @@ class WeightUpdates:
         async with self._step(call, f"start of {call.version}", is_first=True):
             self._must_be_full = self.weights.state == "dirty"
             self._coming, self._has_received = call.version, False
-            self._keeps_running = call.pause == "keep"
+            self.weights.keeps_running = call.pause == "keep"
             self.weights.move("updating", self.weights.version)
             await self._pause(call.pause)
             await self.engine.on_all_workers("start")
@@ -182,7 +186,7 @@ class WeightUpdates:
                 engine.llm.reset_mm_cache(),
                 engine.llm.reset_encoder_cache(),
                 # Requests held over the update are recomputed.
-                engine.llm.reset_prefix_cache(reset_running_requests=self._keeps_running),
+                engine.llm.reset_prefix_cache(reset_running_requests=self.weights.keeps_running),
             )
             if not was_dropped:
                 raise UpdateFailed("vLLM did not drop its prefix cache")

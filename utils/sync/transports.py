@@ -36,6 +36,7 @@ class Transport:
         self.timeout_s = timeout_s
         self.open_timeout_s = open_timeout_s
         self.groups: list[Any] = []
+        self.deadline = 0.0  # of the `send` under way
 
     def open(self, addresses: list[tuple[str, int]], world_sizes: list[int]) -> None:
         """Host one store per `(address, group port)` and wait until all workers of that server have joined.
@@ -62,7 +63,7 @@ class Transport:
         `check_servers` raises once a server's side of the transfer failed. After a failure the walk continues without
         sending where other ranks take part in its gathers; the error is raised at its end.
         """
-        deadline = time.monotonic() + self.timeout_s
+        self.deadline = deadline = time.monotonic() + self.timeout_s
         budget = 2 * max(self.bucket_bytes, max(entry.num_bytes for entry in entries))
         digests: dict[str, str] = {}
 
@@ -112,7 +113,9 @@ class GlooTransport(Transport):
 
     def start(self, group: torch.distributed.ProcessGroup, buffer: torch.Tensor) -> torch.distributed.Work:
         options = torch.distributed.BroadcastOptions()
-        options.rootRank, options.asyncOp, options.timeout = 0, True, timedelta(seconds=self.timeout_s)
+        options.rootRank, options.asyncOp = 0, True
+        left_s = max(0.0, self.deadline - time.monotonic()) + 1.0  # `send` notices the deadline first, and says more
+        options.timeout = timedelta(seconds=left_s)
         return group.broadcast([buffer], options)
 
     def close(self) -> None:
