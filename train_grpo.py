@@ -38,7 +38,7 @@ from utils.learner.learner import NotFinite, StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyRow, policy_segment
-from utils.rewards import REWARDS, Completion, RewardFunction, load_rewards, score
+from utils.rewards import REWARDS, Completion, FileProblem, RewardFunction, load_rewards, score
 from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
 from utils.run.grpo_steps import MicroStep, Prompts, ResponseGroup, Responses
 from utils.run.program import run_program
@@ -74,7 +74,8 @@ def rewards_of(cfg: Config) -> dict[str, RewardFunction]:
     try:
         rewards = load_rewards(cfg.rlhf.reward_funcs, cfg.rlhf.reward_files)
     except ValueError as error:
-        exit_with(problem(cfg, "rlhf.reward_funcs", str(error)))
+        key = "reward_files" if isinstance(error, FileProblem) else "reward_funcs"
+        exit_with(problem(cfg, f"rlhf.{key}", str(error)))
     if cfg.rlhf.advantage == "object" and not any(function in OF_OBJECTS for function in rewards.values()):
         rule = "object needs a reward of objects among rlhf.reward_funcs, such as detection_f1; add one, or set answer"
         exit_with(problem(cfg, "rlhf.advantage", rule))

@@ -331,6 +331,14 @@ def test_an_unknown_reward_ends_the_dry_run_GRP_5(folder, start_model, capsys, m
     assert ended.value.code == 2 and "did you mean odd" in capsys.readouterr().err
 
 
+def test_a_file_of_rewards_that_is_not_there_is_told_by_its_key_GRP_5(folder, start_model, capsys):
+    config = config_of(folder, start_model, "no_file", reward_files=["gone.py"])
+    with pytest.raises(SystemExit) as ended:
+        train_grpo.rewards_of(load_config(config))
+    message = 'rlhf.reward_files=["gone.py"]: gone.py: cannot be loaded'
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_samples_that_a_reward_cannot_use_end_the_run_DAT_3(folder, start_model, capsys):
     """DAT-3, GRP-5: file, line and reason, before training."""
     rows = [json.loads(line) for line in (folder / "data" / "train.jsonl").open()]

@@ -164,7 +164,8 @@ def test_a_form_in_which_the_family_does_not_ground_ends_the_run_FAM_2(folder, t
         return
     with pytest.raises(SystemExit) as ended:
         setup.load_tokenizer(native, is_main=True)
-    rule = f"answer_format: {FAMILIES[family].name} does not ground in this form; use coord_tokens"
+    found = FAMILIES[family]
+    rule = f"answer_format: {found.name} was not trained to write this form; use {found.answer_format}, or "
     message = capsys.readouterr().err
     assert ended.value.code == 2 and re.search(rule.replace(": ", ".*: "), message), message
 

@@ -138,7 +138,7 @@ def check_checkpoint(folder: Path, answer_format: str) -> None:
     except (ValueError, OSError) as error:
         raise ValueError(f"--checkpoint {folder}: {error}") from None
     if answer_format not in (COORD_TOKENS.name, family.answer_format):
-        rule = f"{family.name} does not ground in answer_format: {answer_format}"
+        rule = f"{family.name} was not trained to write answer_format: {answer_format}"
         raise ValueError(f"--checkpoint {folder}: {rule}; pass the --config that it was trained with")
 
 

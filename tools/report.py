@@ -125,7 +125,7 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
     try:
         record = json.loads((run_dir / "run.json").read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{run_dir}: no run there, for want of a readable run.json ({error})") from None
+        raise ValueError(f"{run_dir}: not a run directory: run.json cannot be read ({error})") from None
     notes: dict[str, str] = {}
     finished = _read_json(run_dir / "finished.json")
     evaluations = [(int(path.stem[5:]), _read_json(path)) for path in sorted(run_dir.glob("eval/step_*.json"))]

@@ -240,10 +240,14 @@ class Ranks:
         if isinstance(error, DistributedError):
             raise error
         arrived = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
-        failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(arrived) if message is not None]
+        failed: dict[str, list[str]] = {}  # ranks by message: what all of them say is told once
+        for rank, (message, _) in enumerate(arrived):
+            if message is not None:
+                failed.setdefault(message, []).append(str(rank))
         if failed:
-            summary = f"{where} failed on {len(failed)} of {self.world_size} ranks"
-            raise DistributedError("\n".join([summary, *failed])) from error
+            summary = f"{where} failed on {sum(map(len, failed.values()))} of {self.world_size} ranks"
+            told = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}" for text, ranks in failed.items()]
+            raise DistributedError("\n".join([summary, *told])) from error
         return [value for _, value in arrived]
 
 

@@ -124,11 +124,16 @@ def _reward(*needs: str) -> Callable[[RewardFunction], RewardFunction]:
     return register
 
 
+class FileProblem(ValueError):
+    """A user's file of rewards cannot be loaded."""
+
+
 def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, RewardFunction]:
     """The functions called `names`, in that order: built-in ones and those in the user's files, which are executed.
 
     Raises:
-        ValueError: a file cannot be loaded, a name is unknown, or two places define it.
+        FileProblem: a file cannot be loaded.
+        ValueError: a name is unknown, or two places define it.
     """
     known = [("utils/rewards.py", REWARDS), *((path, _functions_of(path)) for path in files)]
     chosen = {}
@@ -154,7 +159,7 @@ def _functions_of(path: str) -> dict[str, RewardFunction]:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
         spec.loader.exec_module(module)
     except Exception as error:  # a user's file may fail in any way
-        raise ValueError(f"{path}: cannot be loaded: {type(error).__name__}: {error}") from error
+        raise FileProblem(f"{path}: cannot be loaded: {type(error).__name__}: {error}") from error
     return {
         key: value
         for key, value in vars(module).items()

@@ -219,12 +219,23 @@ def test_CFG_2_missing_files_print_their_chains_all_together(tmp_path: Path) -> 
         ("a: &x {b: *x}", "an anchor contains itself"),
         ("extends: 5", "must be a file or a list of files"),
         ("extends: [5]", "must be a file or a list of files"),
+        ("a:\n\t- 1", "- 1 ^; indent with spaces, not tabs"),
+        ("a: [1\n", "not valid YAML: while parsing a flow sequence at line 1"),
     ],
 )
 def test_broken_yaml_is_one_readable_problem(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_yaml(write(tmp_path, top=text))
     assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
+    assert "reached by" not in caught.value.problems[0] and "unicode string" not in caught.value.problems[0]
+
+
+def test_a_file_in_another_encoding_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("a: caf\u00e9".encode("latin-1"))
+    message = r"latin.yaml: not UTF-8 \(unexpected end of data at byte 6\); save it as UTF-8"
+    with pytest.raises(ConfigError, match=message):
+        resolve_yaml(path)
 
 
 def test_an_anchor_and_its_alias_are_reported_each_at_its_place(tmp_path: Path) -> None:
@@ -238,6 +249,8 @@ def test_scalars_are_read_as_yaml_1_2(tmp_path: Path) -> None:
     data, _ = resolve_yaml(write(tmp_path, top=text))
     expected = [1e-5, "off", "no", 10, "2026-01-01", "1:30", True, None, None, -1, 0.5, "3", "1_000"]
     assert list(data.values()) == expected
+    data, _ = resolve_yaml(write(tmp_path, top="a: True\nb: FALSE\nc: Null\nd: Yes"))
+    assert list(data.values()) == [True, False, None, "Yes"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,9 +360,12 @@ def test_CFG_3_required_keys_of_an_empty_file_are_all_named() -> None:
         ({"RM__vllm__server__infer_timeout_s": 1e10}, "must be less than or equal to 2000000"),
         ({"RM__vllm__sync": {"timeout_s": 1e10}}, "must be less than or equal to 2000000"),
         ({"training__learning_rate": float("nan")}, "must be a finite number"),
-        ({"training__packing": "yes"}, "must be a valid boolean"),
+        ({"training__packing": "yes"}, "must be a valid boolean; write true or false, without quotes"),
+        ({"training__seed": "1"}, "must be a valid integer; remove the quotes"),
+        ({"training__learning_rate": "1e-4"}, "must be a valid number; remove the quotes"),
+        ({"training__learning_rate": "fast"}, "must be a valid number; meaning"),
         ({"model__dtype": "fp8"}, "must be 'float32', 'bfloat16' or 'float16'"),
-        ({"custom__train_jsonl": []}, "List should have at least 1 item"),
+        ({"custom__train_jsonl": []}, "must have at least 1 item"),
         ({"custom__train_jsonl": ["a.jsonl", 5]}, "train_jsonl[1]=5: must be a mapping of keys"),
         ({"custom__train_jsonl": [{"path": "a", "weight": 0}]}, "train_jsonl[0].weight=0: must be greater than 0"),
         ({"custom__trainer_variant": "sft"}, "must be 'rollout_matching_sft' or 'grpo'"),

@@ -64,6 +64,21 @@ def test_CFG_7_mistakes_are_reported_with_prefetch_on() -> None:
     assert "2 base_urls cannot pair with 1 group_ports" in only_problem(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training__output_dir": "~/runs"}, 'dir="~/runs": ~ and $VAR are not expanded here; write the path out'),
+        ({"model__path": "/models/$NAME"}, 'model.path="/models/$NAME": ~ and $VAR are not expanded'),
+        ({"custom__train_jsonl": ["a.jsonl", "${DATA}/b.jsonl"]}, 'train_jsonl[1]="${DATA}/b.jsonl": ~ and $VAR'),
+        ({"training__output_dir": ""}, 'training.output_dir="": must not be empty; name a path'),
+        ({"custom__val_jsonl": [" "]}, 'custom.val_jsonl[0]=" ": must not be empty'),
+    ],
+)
+def test_CFG_3_paths_are_written_out(changes: dict[str, Any], message: str) -> None:
+    """CFG-3."""
+    assert message in only_problem(edited(**changes))
+
+
 def test_CFG_7_server_mode_without_servers() -> None:
     """CFG-7."""
     assert "is required by mode: server" in only_problem(edited(RM__vllm={"mode": "server"}))

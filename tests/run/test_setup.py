@@ -1,5 +1,8 @@
 """Set-up on several nodes: what one of them lacks is told once, by name, before anything heavy starts."""
 
+import errno
+import os
+import re
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,7 +85,8 @@ def test_messages_about_servers_name_the_keys_of_the_config_that_is_used_CON_1_D
     assert "custom.extra.rollout_matching.vllm.mode: colocate" in client.ways_out
     client = reach_servers(load_config("configs/demo/grpo.yaml"), two_nodes)
     assert client.capacity_key == "rlhf.decode_batch_size" and "rlhf.vllm_server_group_port" in client.ways_out
-    assert "rollout_matching" not in client.ways_out and "make server" in client.ways_out
+    assert "rollout_matching" not in client.ways_out
+    assert "make server GPUS=<ids> CONFIG=configs/demo/grpo.yaml " in client.ways_out
 
 
 def test_kernels_that_are_not_proven_are_refused_before_the_model_is_loaded_FAM_2(tmp_path, monkeypatch, capsys):
@@ -111,6 +115,23 @@ def test_a_run_directory_must_be_the_same_on_every_node_LRN_5(tmp_path, two_node
     )
     assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+
+
+def test_a_run_directory_that_cannot_be_written_is_named_LRN_5(tmp_path, ranks, monkeypatch, capsys):  # noqa: F811
+    """LRN-5: with key, reason and way out."""
+    (tmp_path / "run").write_text("a file")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run.lock")
+
+    for reason in (r"File exists\); mend it", r"No space left on device\); make room there"):
+        with pytest.raises(SystemExit) as end:
+            claim_run_dir(config(tmp_path), None, ranks)
+        message = capsys.readouterr().err
+        begins = f"training.output_dir={tmp_path / 'run'}: cannot be written ("
+        assert end.value.code == 2 and message.startswith(begins)
+        assert re.search(f"{reason}, or choose another directory$", message.strip())
+        monkeypatch.setattr("utils.run.setup.RunLock", full)
 
 
 def test_ranks_of_one_node_share_their_run_directory_anyway_LRN_5(tmp_path, ranks, monkeypatch):  # noqa: F811

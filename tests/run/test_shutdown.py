@@ -9,6 +9,7 @@ import pytest
 
 from tests.run.test_resume import ranks, save  # noqa: F401
 from utils.dist import DistributedError
+from utils.rollout.link import RolloutError
 from utils.run.shutdown import STOPPED_STATUS, Stopped, StopRequest, end_with, resume_command
 
 
@@ -28,6 +29,16 @@ def test_last_words_name_step_version_checkpoint_and_command_LRN_5(tmp_path, ran
         f"  newest complete checkpoint: {tmp_path / 'checkpoint-4'}\n"
         "  resume from it with: deepspeed --num_gpus 2 train_stage2.py --config a.yaml --resume auto\n"
     )
+
+
+def test_a_server_that_is_not_there_needs_no_traceback_CON_1(tmp_path, capsys):
+    """CON-1: the message says it all; an error of training, or of later, shows where it came from."""
+    for cause, step, is_traced in ((RolloutError("no server"), None, False), (RolloutError("no server"), 3, True)):
+        error = DistributedError("reaching the rollout servers failed")
+        error.__cause__ = cause
+        assert end_with(error, tmp_path, "a.yaml", step, None) == 1
+        words = capsys.readouterr().err
+        assert ("RolloutError: no server" in words) == is_traced and words.count("failed: DistributedError") == 1
 
 
 def test_rank_1_speaks_where_rank_0_may_be_gone_LRN_5(tmp_path, capsys, monkeypatch):

@@ -273,7 +273,7 @@ def test_a_directory_that_is_no_checkpoint_ends_with_2_and_one_line(tmp_path, ca
     ("model_type", "answer_format", "message"),
     [
         ("glm4v", "coord_tokens", "a glm4v model, which is not supported; use one of"),
-        ("qwen3_vl", "internvl", "Qwen3-VL does not ground in answer_format: internvl; pass the --config that"),
+        ("qwen3_vl", "internvl", "Qwen3-VL was not trained to write answer_format: internvl; pass the --config that"),
     ],
 )
 @pytest.mark.parametrize("backend", ["hf", "vllm"])

@@ -343,7 +343,7 @@ def test_no_run_is_one_message_with_status_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 2 and "no run there" in capsys.readouterr().err
+    assert ended.value.code == 2 and "not a run directory" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

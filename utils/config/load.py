@@ -70,8 +70,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _tag, _pattern, _first in (
-    ("null", r"~|null|", "~n\0"),
-    ("bool", r"true|false", "tf"),
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
     ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", "-+.0123456789"),
 ):
@@ -134,11 +134,14 @@ def _read_mapping(path: Path, trail: str, problems: list[str]) -> dict[str, Any]
         reason = f"must hold a mapping of keys, not {brief(loaded)}"
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = f"not valid YAML: {' '.join(str(error).split())}"
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+    except yaml.YAMLError as error:
+        told = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        reason = f"not valid YAML: {told}" + "; indent with spaces, not tabs" * (r"'\t'" in told)
     except RecursionError:
         reason = "an anchor contains itself"
-    problems.append(f"{_shown(path)}: {reason}; reached by {trail}")
+    problems.append(f"{_shown(path)}: {reason}" + f"; reached by {trail}" * (" -> " in trail))
     return {}
 
 
@@ -327,8 +330,21 @@ def _field_problems(error: ValidationError, data: dict[str, Any]) -> dict[Keys, 
             rule = "must be a mapping of keys"
         else:
             rule = item["msg"].replace("Input should be", "must be").replace("Field required", "is required")
+            rule = re.sub(r"List should have at least (\d+) item.*", r"must have at least \1 item", rule)
+            rule += _spelling(item)
         rules.setdefault(keys, []).append(rule)
     return {keys: f"{' or '.join(dict.fromkeys(rule))}{_advice(keys)}" for keys, rule in rules.items()}
+
+
+def _spelling(item: Any) -> str:
+    """The way out for a value that is only spelt wrongly: `yes`, or a number in quotes."""
+    given, kind = item["input"], item["type"]
+    if not isinstance(given, str):
+        return ""
+    if kind == "bool_type" and given.lower() in ("yes", "no", "on", "off", "true", "false"):
+        return "; write true or false, without quotes"
+    is_number = re.fullmatch(r"\s*[-+]?[0-9.]+([eE][-+]?[0-9]+)?\s*", given)
+    return "; remove the quotes" if kind in ("int_type", "float_type") and is_number else ""
 
 
 def _real_path(loc: Keys, data: Any, missing: bool) -> Keys:

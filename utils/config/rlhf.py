@@ -19,7 +19,7 @@ class Ramp(Section):
 
     start: NonNegative = key(..., "value in the first step", examples=[0.5])
     end: NonNegative = key(..., "value from step `steps` on", examples=[0.75])
-    steps: PositiveInt = key(..., "number of steps of the way, which is straight", examples=[1000])
+    steps: PositiveInt = key(..., "steps over which it changes linearly", examples=[1000])
 
 
 def setting_at(setting: float | Ramp, step: float) -> float:

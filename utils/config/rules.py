@@ -22,6 +22,7 @@ from utils.config.section import brief, parse_path, value_at
 Found = Iterator[tuple[str, str]]
 Rule = Callable[[Config], Found]
 RULES: list[tuple[tuple[str, ...], Rule]] = []
+PATHS = ("model.path", "model.reference_path", "tuner.adapter_path", "training.output_dir")
 NO_SERVER = f"{RM}.vllm.mode: colocate, or {RM}.rollout_backend: hf"
 
 
@@ -33,6 +34,21 @@ def _rule(*reads: str) -> Callable[[Rule], Rule]:
         return check
 
     return register
+
+
+@_rule(*PATHS)
+def _paths_are_written_out(cfg: Config) -> Found:
+    """A shell expands `~` and `$VAR`, a config does not: a folder of that name would be made."""
+    data = cfg.model_dump()
+    paths = [(path, value_at(data, parse_path(path), None)) for path in PATHS]
+    for key in ("train_jsonl", "val_jsonl"):
+        files = data["custom"][key] or []
+        paths += [(f"custom.{key}[{i}]", file["path"]) for i, file in enumerate(files)]
+    for path, value in paths:
+        if value is not None and not value.strip():
+            yield path, "must not be empty; name a path"
+        elif value is not None and re.match(r"~|.*\$\w|.*\$\{", value):
+            yield path, "~ and $VAR are not expanded here; write the path out"
 
 
 @_rule("training.packing", "training.packing_drop_last")
@@ -373,7 +389,7 @@ def _rewards_have_weights(cfg: Config) -> Found:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield "rlhf.reward_funcs", f"names {', '.join(repeated)} more than once; raise its weight instead"
     if not all(0 < setting_at(cfg.rlhf.reward_iou, step) <= 1 for step in (0, math.inf)):
-        yield "rlhf.reward_iou", "must be above 0 and at most 1, also at both ends of a way; correct it"
+        yield "rlhf.reward_iou", "must be above 0 and at most 1, at the start and at the end of a schedule; correct it"
 
 
 # ---- DeepSpeed ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Config, data, tokenizer, run directory, servers, model, engine: in the order in which mistakes are cheapest to find.
 """
 
+import errno
 import logging
 import os
 import socket
@@ -104,6 +105,8 @@ def open_session(
     weights = [spec.weight for spec in cfg.custom.train_jsonl]
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
     num_steps = cfg.training.num_steps(stream.epoch_size, ranks.world_size)
+    if (warmup := cfg.training.warmup_steps) >= num_steps:
+        logger.warning("training.warmup_steps=%d: the run has %d steps and never reaches its rate", warmup, num_steps)
     resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
     teacher = reach_teacher(cfg, ranks, processor) if cfg.rm.teacher else None
@@ -173,8 +176,12 @@ def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLoc
         try:
             lock = RunLock(run_dir)
             nonce.touch()
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             problem = str(error)
+        except OSError as error:
+            way_out = "make room there" if error.errno == errno.ENOSPC else "mend it"
+            rule = f"cannot be written ({error.strerror}); {way_out}, or choose another directory"
+            problem = f"training.output_dir={run_dir}: {rule}"
     problem, nonce = ranks.gather((problem, str(nonce)))[0]
     if problem:
         exit_with(problem, ranks.is_main)
@@ -302,7 +309,8 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
         rule = f"not tested with {family.name}; set it to false"
         exit_with(problem(cfg, "training.fused_kernels", rule), is_main)
     if cfg.rm.answer_format not in (COORD_TOKENS.name, family.answer_format):
-        rule = f"{family.name} does not ground in this form; use {COORD_TOKENS.name}"
+        forms = f"{family.answer_format}, or {COORD_TOKENS.name} where its tokenizer has these tokens"
+        rule = f"{family.name} was not trained to write this form; use {forms}"
         exit_with(problem(cfg, cfg.rollout_path("answer_format"), rule), is_main)
     try:
         return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
@@ -354,8 +362,8 @@ def check_lengths(
         exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
 
 
-_START = """  start the server: make server GPUS=<ids> CONFIG=<this file> \
-(or: python rollout_server.py --config <this file> --server-index <number>)
+_START = """  start the server: make server GPUS=<ids> CONFIG={file} \
+(or: python rollout_server.py --config {file} --server-index <number>)
 """
 WAYS_OUT = f"""{_START}  group port taken: free it, or change group_port in {RM}.vllm.server
   no server at all: {RM}.vllm.mode: colocate or {RM}.rollout_backend: hf"""
@@ -377,7 +385,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         timeout_s=server.timeout_s,
         infer_timeout_s=server.infer_timeout_s,
         max_failed_fraction=cfg.rm.max_failed_fraction,
-        ways_out=GRPO_WAYS_OUT if cfg.is_grpo else WAYS_OUT,
+        ways_out=(GRPO_WAYS_OUT if cfg.is_grpo else WAYS_OUT).replace("{file}", cfg._origin.file),
         capacity_key=cfg.rollout_path("decode_batch_size"),
     )
 

@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 
 from utils.dist import COMMAND_NAME, DistributedError
+from utils.rollout.link import RolloutError
 from utils.run.resume import checkpoint_folders, problem_of_sizes
 
 STOPPED_STATUS = 75  # EX_TEMPFAIL: a supervisor may start the run again with --resume auto
@@ -66,7 +67,8 @@ def end_with(error: Exception, run_dir: Path, config: str, step: int | None, ver
         version: of the weights that generate.
     """
     is_stop = isinstance(error, Stopped)
-    if not is_stop:
+    is_plain = step is None and isinstance(error.__cause__, RolloutError)  # a server that is not there says it all
+    if not is_stop and not is_plain:
         traceback.print_exception(error)
     stands_in = os.environ.get("RANK") == "1" and not isinstance(error, DistributedError | Stopped)
     if _is_main() or stands_in:
