@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sqlite3
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class CocoFile:
 
     def _items(self, name: str) -> Iterator[Any]:
         with self.path.open("rb") as file:
+            file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
             for item in ijson.items(file, f"{name}.item", use_float=True):
                 if not isinstance(item, dict):
                     raise ValueError(f"{self.path}: {name}: must be a list of objects, contains {item!r:.40}")

@@ -48,6 +48,10 @@ from tools.formats import READERS, Annotations
 from utils.data.images import EXIF_ORIENTATION, image_size
 from utils.data.samples import map_ahead
 
+UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
+INCOMPLETE = "an object's category is not in the file's list"
+STRAY = "their image is not in the file's list"
+
 # ---- one image -----------------------------------------------------------------------------------------------------
 
 
@@ -90,6 +94,8 @@ def convert_image(
                 continue
             objects.append(turned(converted, orientation, *stored))
             result.remarks.extend(remarks)
+        if UNLISTED in result.objects_left_out and "neg_category_ids" not in image:
+            raise LeftOut(INCOMPLETE)  # its line would call the rest complete; LVIS's says what is annotated
         if options.max_objects is not None and len(objects) > options.max_objects:
             raise LeftOut(f"more than {options.max_objects} objects")
         if options.skip_empty and not objects:
@@ -199,6 +205,15 @@ class Report:
     def count(self, what: str, reason: str) -> int:
         return self.reasons.get((what, reason), (0, None))[0]
 
+    def why_empty(self, kind: str) -> str:
+        """What to say where no object is left; `text` has the counts."""
+        num_images, why = sum(self.images.values()), ""
+        if kind == "coco" and {reason for _, reason in self.reasons} & {STRAY, INCOMPLETE}:
+            why = '; compare the ids in the file: the text "7" is not the number 7'
+        elif num_images and not any(what == "objects left out" for what, _ in self.reasons):
+            why = f": none of the {num_images} images has an annotation"
+        return f"no {'object' if num_images else 'image'} is left to write{why}"
+
     def text(self) -> str:
         lines = [f"{name}: {count} images" for name, count in self.images.items()]
         lines.append(f"objects: {self.objects['bbox_2d']} boxes, {self.objects['poly']} outlines")
@@ -232,7 +247,7 @@ def convert(
         root: folder that image paths are relative to (default: that of the output).
 
     Raises:
-        ValueError, OSError: an argument or a file cannot be used, or no image is left to write.
+        ValueError, OSError: an argument or a file cannot be used, or no object is left to write.
     """
     output, folder, options = Path(output), Path(images), options or Options()
     if not folder.is_dir():
@@ -267,10 +282,10 @@ def convert(
             if sum(report.images.values()) == options.limit:
                 break
         else:
-            report.note("objects left out", "their image is not in the file's list", None, coco.num_strays())
+            report.note("objects left out", STRAY, None, coco.num_strays())
             report.note("images left out", "id listed before", None, coco.num_repeated)
-        if not any(report.images.values()):
-            raise ValueError(f"{annotations}: no image is left to write\n{report.text()}")
+        if not any(report.objects.values()):
+            raise ValueError(f"{annotations}: {report.why_empty(kind)}\n{report.text()}")
         for file in files.values():
             file.close()
         for name, path in unfinished.items():

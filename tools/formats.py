@@ -234,7 +234,7 @@ def _only_image(row: dict[str, Any], where: str) -> str:
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) of a JSON-lines file, or of a file that holds one JSON list."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         is_list = file.read(1) == "["
         file.seek(0)
         try:

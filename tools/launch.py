@@ -6,8 +6,9 @@
 On SIGTERM the `deepspeed` command itself ends and leaves its ranks running; on Ctrl-C its inner launcher gives them 30
 seconds and then kills them, whether or not they have saved a checkpoint (DeepSpeed 0.19). Therefore it runs in a
 session of its own, SIGTERM, SIGINT and SIGHUP are forwarded to the ranks as SIGTERM, and their exit status is returned.
-If a rank is killed and takes the others with it before they can report, this program reports the state of the run. A
-rendezvous port that is already in use is refused before anything starts.
+If a rank is killed and takes the others with it before they can report, this program reports the state of the run.
+Refused before anything starts: a rendezvous port that is already in use, a hostfile that does not exist, with which
+DeepSpeed would train on this machine alone, and GPUs that this machine lacks.
 
 With a hostfile the ranks of all nodes get the variables of `FORWARDED`; DeepSpeed by itself forwards few of them.
 """
@@ -30,7 +31,7 @@ import psutil
 
 from utils.dist import COMMAND_NAME, SECRET_NAME, check_master_port
 
-MASTER_PORT = 29500  # DeepSpeed's default
+MASTER_PORT, HOSTFILE = 29500, "/job/hostfile"  # DeepSpeed's defaults
 # Beginnings of names. DeepSpeed adds PYTHON*, and NCCL* where it runs on GPUs (launcher/runner.py, EXPORT_ENVS).
 FORWARDED = (
     *("ROLLOUT_SERVER_TOKEN", SECRET_NAME, COMMAND_NAME),
@@ -39,13 +40,23 @@ FORWARDED = (
 )
 SECRET = re.compile("TOKEN$|KEY|SECRET|PASSWORD")  # in names: such values never stand on a command line
 PLAIN = re.compile(r"[\w@%+=:,./ -]*")  # values that a shell leaves as they are, in double quotes
+# The slots that DeepSpeed finds without a hostfile, counted as it does (launcher/runner.py, main): on CPU, NUMA nodes.
+COUNT_SLOTS = """
+import os
+from deepspeed.accelerator import get_accelerator
+accelerator = get_accelerator()
+os.environ.pop(accelerator.visible_devices_envs()[0], None)
+print()
+print(accelerator.device_name(), accelerator.device_count())
+"""
 
 
 def main() -> None:
     arguments = sys.argv[1:]
     try:
+        check_places_of(arguments)
         check_port_of(arguments)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     with environment_for(arguments) as environment:
@@ -75,12 +86,13 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     """The options of DeepSpeed and of the script that matter here, as those two read them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--master_port", type=int, default=MASTER_PORT)
-    parser.add_argument("-H", "--hostfile", default="/job/hostfile")
+    parser.add_argument("-H", "--hostfile")
+    parser.add_argument("-i", "--include", default="")
     parser.add_argument("--no_ssh", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--config")
     options = parser.parse_known_args(arguments)[0]
-    options.has_hosts = Path(options.hostfile).is_file()
+    options.has_hosts = Path(options.hostfile or HOSTFILE).is_file()
     return options
 
 
@@ -162,6 +174,30 @@ def stop_other_nodes(pid: int, command: list[str]) -> bool:
 def launched_as(arguments: list[str]) -> str:
     """The command that starts the same run again."""
     return shlex.join(["python", "-m", "tools.launch", *arguments])
+
+
+def check_places_of(arguments: list[str]) -> None:
+    """Raise ValueError if `--hostfile` names no file, or `--include` a GPU that this machine lacks.
+
+    Args:
+        arguments: of this program.
+    """
+    options = options_of(arguments)
+    if options.hostfile is not None and not options.has_hosts:
+        raise ValueError(f"--hostfile {options.hostfile}: no such file; correct HOSTFILE=")
+    wanted = re.fullmatch(r"localhost:(\d+(?:,\d+)*)", options.include)
+    if options.has_hosts or not wanted:
+        return
+    # In a process of its own: this one stays small, and opens no GPU.
+    done = subprocess.run([sys.executable, "-c", COUNT_SLOTS], capture_output=True, text=True)
+    if done.returncode:
+        return  # DeepSpeed says why
+    kind, slots = done.stdout.splitlines()[-1].split()
+    if max(map(int, wanted[1].split(","))) >= int(slots):
+        few = ["no GPU that DeepSpeed finds; to train on CPU give RANKS=2 instead", "1 GPU (0)"]
+        number = 0 if kind == "cpu" else int(slots)
+        has = few[number] if number < 2 else f"{number} GPUs (0 to {number - 1})"
+        raise ValueError(f"GPUS={wanted[1]}: this machine has {has}")
 
 
 def check_port_of(arguments: list[str]) -> None:

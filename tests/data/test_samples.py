@@ -14,7 +14,7 @@ from PIL import Image
 from tests.families import BUILDERS
 from utils.answer_format import QWEN2_5VL, QWEN3VL
 from utils.data.encoding import grid_of
-from utils.data.images import open_image
+from utils.data.images import EXIF_ORIENTATION, open_image
 from utils.data.mistakes import KINDS, BadLine
 from utils.data.samples import DataError, LineReader, Sample, load_samples, map_ahead, read_samples
 from utils.geometry import Object
@@ -145,7 +145,7 @@ def test_dat_1_swift_images_as_path_or_bytes(tmp_path):
     """DAT-1."""
     raw = base64.b64encode(png(tmp_path / "b.png", 30, 20).read_bytes()).decode()
     assert load_one(tmp_path, images=[{"path": "a.png", "bytes": None}]).images == [str(tmp_path / "a.png")]
-    sample = load_one(tmp_path, images=[{"bytes": raw}])
+    sample = load_one(tmp_path, images=[{"bytes": raw}], width=30, height=20, objects=[])
     assert sample.image_sizes == [(20, 30)] and open_image(sample.images[0]).size == (30, 20)
 
 
@@ -265,7 +265,7 @@ BAD_LINES = {
         '{"images": [], "width": 9, "height": 9, "objects": [{"desc": "c", "bbox_2d": [0, 0, 1e999, 9]}]}',
         "must be a list of numbers",
     ),
-    "turned box": (line(objects=[{"desc": "c", "bbox_2d": [9, 0, 3, 9]}]), "is not [x1, y1, x2, y2]"),
+    "turned box": (line(objects=[{"desc": "c", "bbox_2d": [9, 40, 3, 39]}]), "is not [x1, y1, x2, y2]"),
     "three numbers": (line(objects=[{"desc": "c", "bbox_2d": [9, 0, 3]}]), "bbox_2d: must have 4 numbers, has 3"),
     "odd polygon": (line(objects=[{"desc": "c", "poly": [1] * 7}]), "poly: must have an even number of numbers"),
     "box of strings": (line(objects=[{"desc": "c", "bbox_2d": ["1"] * 4}]), "bbox_2d: must be a list of numbers"),
@@ -274,8 +274,26 @@ BAD_LINES = {
         line(objects=[{"desc": "c", "bbox_2d": [0, 0, 1, 1], "poly": [0] * 6}]),
         "objects[0]: needs exactly one of bbox_2d and poly, has bbox_2d and poly",
     ),
-    "no geometry": (line(objects=[{"desc": "c"}]), "has neither"),
-    "no desc": (line(objects=[{"bbox_2d": [0, 0, 1, 1]}]), "objects[0].desc: must be a non-empty string"),
+    "no geometry": (
+        line(objects=[{"desc": "c", "bbox": [0, 0, 1, 1]}]),
+        "objects[0]: needs exactly one of bbox_2d and poly, has neither (the object has 'desc', 'bbox')",
+    ),
+    "no desc": (
+        line(objects=[{"label": "c", "bbox_2d": [0, 0, 1, 1]}]),
+        "objects[0].desc: missing (the object has 'label', 'bbox_2d'); it is the object's label",
+    ),
+    "coco's box": (
+        line(objects=[{"desc": "c", "bbox_2d": [60, 20, 40, 30]}]),
+        "with x1 <= x2 and y1 <= y2; COCO's [x, y, width, height]? use python -m tools.convert --from coco",
+    ),
+    "coco's file": (
+        {"images": [{"id": 1}], "annotations": [], "categories": []},
+        "looks like COCO; convert it: python -m tools.convert --from coco",
+    ),
+    "turned size": (
+        line(width=50, height=100),
+        "width, height: 50 x 100, but the image is 100 x 50 as training shows it (EXIF turned it?); write its size",
+    ),
     "blank desc": (
         line(objects=[{"desc": " ", "bbox_2d": [0, 0, 1, 1]}]),
         "objects[0].desc: must be a non-empty string",
@@ -315,6 +333,29 @@ def test_dat_3_every_mistake_has_a_class_and_loading_finds_the_same(tmp_path, na
     with pytest.raises(DataError) as caught:
         load_samples([path], "x")
     assert caught.value.problems == bad[0].messages()
+
+
+def test_dat_3_a_size_on_its_side_is_refused_any_other_is_what_coordinates_count_in(tmp_path):
+    """DAT-3, DAT-2: as shown, so after EXIF. With several images it is nobody's."""
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = 6
+    Image.new("RGB", (40, 20)).save(tmp_path / "turned.png", exif=exif)
+    assert load_one(tmp_path, images=["turned.png"], width=20, height=40, objects=[]).height == 40
+    (problem,) = problems_of(write(tmp_path, line(images=["turned.png"], width=40, height=20)))
+    assert "width, height: 40 x 20, but the image is 20 x 40 as training shows it (EXIF turned it?)" in problem
+    png(tmp_path / "small.png", 333, 187)  # 187.3
+    assert load_one(tmp_path, images=["small.png"], width=1920, height=1080).objects[0].coords == (0, 0, 26, 23)
+    png(tmp_path / "large.png", 1920, 1080)
+    assert load_one(tmp_path, images=["large.png"], width=1000, height=1000).width == 1000
+    assert load_one(tmp_path, images=["small.png", "large.png"], width=5, height=500, objects=[]).height == 500
+
+
+@pytest.mark.parametrize("first", ["{", "\ufeff[ "])
+def test_dat_3_a_file_of_one_json_text_is_named(tmp_path, first):
+    """DAT-3: by its first line only; a broken line further down is just that."""
+    problems = problems_of(write(tmp_path, first, "{", line()))
+    assert len(problems) == 2 and "one sample per line" not in problems[1]
+    assert problems[0].endswith("Is it COCO? convert it: python -m tools.convert --from coco")
 
 
 def test_dat_3_classes_tell_missing_from_broken_images(tmp_path):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tools.check_jsonl import check
 from tools.coco import Options, convert_object
-from tools.convert import convert, main, parse_splits, split_of
+from tools.convert import INCOMPLETE, STRAY, convert, main, parse_splits, split_of
 from utils.data.samples import load_samples
 
 WIDTH, HEIGHT = 100, 80
@@ -87,24 +87,60 @@ def test_a_missing_box_comes_from_the_outline(tmp_path):
     del item["bbox"]
     assert converted(tmp_path, [item])[0][0]["objects"] == [{"desc": "cat", "bbox_2d": [10, 10, 50, 30]}]
     del item["segmentation"]
-    rows, report = converted(tmp_path, [item])
-    assert rows[0]["objects"] == [] and report.count(LOST, "neither bbox nor outline") == 1
+    rows, report = converted(tmp_path, [item, annotation()])
+    assert len(rows[0]["objects"]) == 1 and report.count(LOST, "neither bbox nor outline") == 1
 
 
 def test_crowds_categories_sizes(tmp_path):
     items = [
         annotation(iscrowd=1),
         annotation(category_id=2),
-        annotation(category_id=9),
         annotation(bbox=[0, 0, 50, 3]),
+        annotation(),
     ]
     rows, report = converted(tmp_path, items, categories=frozenset({"cat"}), min_size=4)
-    assert rows[0]["objects"] == []
+    assert len(rows[0]["objects"]) == 1
     assert {reason: count for (_, reason), (count, _) in report.reasons.items()} == {
-        "crowd": 1, "category not chosen": 1, "category not in the file's list": 1, "smaller than 4 px": 1,
+        "crowd": 1, "category not chosen": 1, "smaller than 4 px": 1,
     }  # fmt: skip
     rows, report = converted(tmp_path, items, keep_crowd=True)
-    assert len(rows[0]["objects"]) == 3
+    assert len(rows[0]["objects"]) == 4
+
+
+def test_an_image_with_an_object_of_an_unlisted_category_is_left_out(tmp_path):
+    """Training would take its line for complete, and the object for a mistake of the model."""
+    items = [annotation(0), annotation(1), annotation(1, category_id=9), annotation(2, category_id="1")]
+    rows, report = converted(tmp_path, items, many_images(3))
+    assert [row["id"] for row in rows] == ["0"]
+    assert report.reasons == {(IMAGES, "an object's category is not in the file's list"): (2, 1)}
+    lvis = [image | {"neg_category_ids": [2]} for image in many_images(2)]
+    rows, report = converted(tmp_path, items[:3], lvis)  # says itself what is complete
+    assert [row["annotated"] for row in rows] == [["cat", "traffic light"]] * 2
+    assert report.reasons == {(LOST, "category not in the file's list"): (1, 1)}
+
+
+IDS = '; compare the ids in the file: the text "7" is not the number 7'
+
+
+@pytest.mark.parametrize(
+    ("annotations", "words"),
+    [
+        ([annotation("1")] * 2, f"no object is left to write{IDS}|objects left out: {STRAY}: 2"),
+        ([annotation(category_id="1")], f"no image is left to write{IDS}|images left out: {INCOMPLETE}: 1"),
+        ([annotation(bbox=None)], "no object is left to write|objects left out: neither bbox nor outline: 1"),
+        ([], "no object is left to write: none of the 1 images has an annotation|images without objects: 1"),
+    ],
+)
+def test_a_conversion_that_leaves_no_object_ends_with_2_and_writes_nothing(
+    tmp_path, monkeypatch, capsys, annotations, words
+):
+    path, out = coco_file(tmp_path, annotations), tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        run_tool(monkeypatch, *"--from coco --output".split(), out / "d", "--annotations", path, "--images", tmp_path)
+    assert ended.value.code == 2 and not list(out.iterdir())
+    message, reason = words.split("|")
+    text = capsys.readouterr()
+    assert text.out == "" and text.err.startswith(f"{path}: {message}\n") and f"\n{reason}" in text.err
 
 
 # ---- outlines ------------------------------------------------------------------------------------------------------
@@ -141,8 +177,10 @@ def test_several_rings(tmp_path):
 def test_a_ring_beyond_the_image_is_cut(tmp_path):
     rows, report = converted(tmp_path, [annotation(segmentation=[[80, 10, 120, 10, 120, 30, 80, 30]])], geometry="poly")
     assert area(rows[0]["objects"][0]["poly"]) == 20 * 20 and report.count(CHANGED, "clipped to the image") == 1
-    rows, report = converted(tmp_path, [annotation(segmentation=[[110, 0, 120, 0, 120, 9]])], geometry="poly")
-    assert rows[0]["objects"] == [] and report.count(LOST, "outside the image") == 1
+    rows, report = converted(
+        tmp_path, [annotation(segmentation=[[110, 0, 120, 0, 120, 9]]), annotation()], geometry="poly"
+    )
+    assert len(rows[0]["objects"]) == 1 and report.count(LOST, "outside the image") == 1
 
 
 @pytest.mark.parametrize("segmentation", [[], None, [[1, 1, 5, 5]], [[1, 1, 5, 5, 9, 9]], [[3, 3] * 4]])
@@ -271,7 +309,8 @@ def test_TGT_12_lvis_lists_become_annotated(tmp_path):
         ([], [], [], set()),
     ):
         lists = {"neg_category_ids": neg, "not_exhaustive_category_ids": partial}
-        (row,), _ = converted(tmp_path, found, [image | lists])
+        rows, _ = converted(tmp_path, [*found, annotation(2)], [image | lists, image | {"id": 2}])
+        row = rows[0]
         assert row["annotated"] == sorted(CATEGORIES[category] for category in expected)
     (row,), _ = converted(tmp_path, [one], [image])
     assert "annotated" not in row  # COCO's annotation is complete
@@ -320,7 +359,7 @@ def test_limits(tmp_path):
 
 
 def test_splits_are_disjoint_deterministic_and_of_the_right_size(tmp_path):
-    path = coco_file(tmp_path, [], many_images(1000))
+    path = coco_file(tmp_path, [annotation(i) for i in range(1000)], many_images(1000))
     splits = parse_splits("train=0.8,val=0.1")
 
     def ids(seed: int) -> dict[str, list[str]]:
@@ -332,7 +371,8 @@ def test_splits_are_disjoint_deterministic_and_of_the_right_size(tmp_path):
     assert not set(first["train"]) & set(first["val"]) and not (tmp_path / "d.jsonl").exists()
     assert abs(len(first["train"]) - 800) < 50 and abs(len(first["val"]) - 100) < 40
     assert ids(0) == first and ids(1) != first
-    grown = coco_file(tmp_path, [], many_images(1500))  # an image stays in its split when others are added
+    # An image stays in its split when others are added.
+    grown = coco_file(tmp_path, [annotation(i) for i in range(1000)], many_images(1500))
     convert(grown, tmp_path, tmp_path / "d.jsonl", splits=splits)
     assert [json.loads(row)["id"] for row in (tmp_path / "d_val.jsonl").open()][: len(first["val"])] == first["val"]
     assert Counter(split_of(i, {"a": 0.5, "b": 0.5}, 3) for i in range(4000))[None] == 0
@@ -396,6 +436,13 @@ def test_files_that_cannot_be_used(tmp_path, content, words):
     with pytest.raises(ValueError, match=words):
         convert(tmp_path / "a.json", tmp_path, tmp_path / "d.jsonl")
     assert {path.name for path in tmp_path.iterdir()} == {"a.json"}
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path):
+    """DAT-1: Windows' tools write one."""
+    path = coco_file(tmp_path, [annotation()])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert convert(path, tmp_path, tmp_path / "d.jsonl").objects["bbox_2d"] == 1
 
 
 def test_a_wrong_category_name_is_met_with_the_right_one(tmp_path):

@@ -66,9 +66,10 @@ def test_DAT_1_pascal_voc(folder):
 def test_DAT_1_yolo(folder, names):
     labels = folder / "labels"
     labels.mkdir()
-    (labels / "a.txt").write_text(
-        "0 0.25 0.5 0.3 0.5\n\n1 0 0 0.5 0 0.5 0.5 0 0.5\n7 0.5 0.5 0.1 0.1\n1 0.5\nx 1 2 3 4\n"
-    )
+    (labels / "a.txt").write_text("0 0.25 0.5 0.3 0.5\n\n1 0 0 0.5 0 0.5 0.5 0 0.5\n1 0.5\n")
+    for name, line in (("c", "7 0.5 0.5 0.1 0.1"), ("d", "x 1 2 3 4")):  # left out: no such classes
+        Image.new("RGB", (WIDTH, HEIGHT)).save(folder / "images" / f"{name}.png")
+        (labels / f"{name}.txt").write_text(line)
     (labels / "classes.txt" if "\n" in names else folder / "data.yaml").write_text(names)
     assert rows_of(folder, "yolo", labels) == {"a.png": [CAT, DOG], "b.png": []}
     outlines = rows_of(folder, "yolo", labels, options=Options(geometry="poly"))
@@ -119,6 +120,8 @@ def write_lines(folder: Path, *rows: dict, as_list: bool = False) -> Path:
 def test_DAT_1_rex_omni(folder):
     boxes = [{"bbox": [10, 20, 40, 60], "phrase": "cat"}, {"bbox": [0, 0, 50, 40], "phrase": "dog"}]
     path = write_lines(folder, {"image_name": "a.png", "annotation": {"boxes": boxes}})
+    assert rows_of(folder, "rex-omni", path) == {"a.png": [CAT, DOG]}
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Windows' tools write
     assert rows_of(folder, "rex-omni", path) == {"a.png": [CAT, DOG]}
     with pytest.raises(ValueError, match="lines.json:1: no annotation.boxes of .*points"):
         rows_of(folder, "rex-omni", write_lines(folder, {"image_name": "a.png", "annotation": {"points": []}}))

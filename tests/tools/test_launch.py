@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.run.test_resume import ranks, save  # noqa: F401
-from tools.launch import check_port_of, environment_for, killed_rank_message
+from tools.launch import check_places_of, check_port_of, environment_for, killed_rank_message
 from utils.dist import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +86,43 @@ def test_the_rendezvous_port_is_read_as_deepspeed_reads_it(monkeypatch):
     check_port_of(["--master_port=29600", "train_stage2.py"])
     check_port_of(["--include", "localhost:3", "--master_port", "29700", "train_stage2.py", "--resume", "auto"])
     assert asked == [29500, 29600, 29700]
+
+
+def launched(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tools.launch", *arguments, "none.py"]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_hostfile_that_is_not_there_is_refused(tmp_path):
+    """DeepSpeed would train on this machine alone. Its default may be missing."""
+    path = str(tmp_path / "hosts")
+    for option in (["--hostfile", path], ["-H", path], [f"--hostfile={path}"]):
+        with pytest.raises(ValueError, match=f"^--hostfile {path}: no such file; correct HOSTFILE=$"):
+            check_places_of([*option, "train_stage2.py"])
+    done = launched("--hostfile", path)
+    assert (done.returncode, done.stderr) == (2, f"--hostfile {path}: no such file; correct HOSTFILE=\n")
+    check_places_of(["--num_gpus", "1", "train_stage2.py"])
+    with pytest.raises(ValueError, match="^--hostfile /job/hostfile: no such file"):
+        check_places_of(["--hostfile", "/job/hostfile", "train_stage2.py"])
+    Path(path).write_text("localhost slots=9\n")
+    check_places_of(["--hostfile", path, "--include", "localhost:8", "train_stage2.py"])
+
+
+def test_gpus_that_this_machine_lacks_are_refused(monkeypatch):
+    """As DeepSpeed counts slots: on CPU by the variable LOCAL_SIZE, and whatever CUDA_VISIBLE_DEVICES says."""
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    check_places_of(["--include", "localhost:1,0", "train_stage2.py"])
+    check_places_of(["--include", "localhost", "train_stage2.py"])
+    done = launched("--include", "localhost:1,6")
+    words = "GPUS=1,6: this machine has no GPU that DeepSpeed finds; to train on CPU give RANKS=2 instead\n"
+    assert (done.returncode, done.stderr) == (2, words)
+    monkeypatch.setattr("tools.launch.COUNT_SLOTS", "print('a line of a library', 'cuda 4', sep=chr(10))")
+    check_places_of(["--include=localhost:0,3", "train_stage2.py"])
+    with pytest.raises(ValueError, match=r"^GPUS=3,4: this machine has 4 GPUs \(0 to 3\)$"):
+        check_places_of(["-i", "localhost:3,4", "train_stage2.py"])
+    monkeypatch.setattr("tools.launch.COUNT_SLOTS", "raise SystemExit(1)")
+    check_places_of(["--include", "localhost:9", "train_stage2.py"])  # unknown: DeepSpeed decides
 
 
 def test_rank_0_refuses_a_rendezvous_port_that_is_taken(monkeypatch):

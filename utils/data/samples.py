@@ -34,6 +34,7 @@ SPECIAL_TOKEN = re.compile(r"<\|[^|>]*\|>")
 # JSON escapes can spell lone surrogates, which no tokenizer accepts and no file can hold.
 SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_SHOWN = 50  # mistakes in one error message
+FROM_COCO = "python -m tools.convert --from coco"
 FORMAT_KEYS = frozenset({"id", "images", "width", "height", "objects", "messages", "prompt", "annotated"})
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -151,7 +152,7 @@ class LineReader:
         """Read line `number` of the file at `path`, with polygons. `sizes`: its images' sizes (height, width), if they
         are known; else the images are decoded, which finds those that are cut off."""
         try:
-            sample = _read_sample(_parse_line(line), str(path), number, self, sizes)
+            sample = _read_sample(_parse_line(line, number), str(path), number, self, sizes)
             self._check_labels(sample.objects)
         except _Mistake as mistake:
             return BadLine(str(path), number, mistake.problems)
@@ -240,16 +241,20 @@ class _Mistake(Exception):
         self.problems = list(problems) or [(kind, reason)]
 
 
-def _parse_line(line: bytes) -> dict[str, Any]:
+def _parse_line(line: bytes, number: int) -> dict[str, Any]:
     def no_constant(name: str) -> float:
         raise ValueError(f"{name} is not a JSON number")
 
+    text = ""
     try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=no_constant)
+        text = line.decode("utf-8-sig")
+        row = json.loads(text, parse_constant=no_constant)
     except UnicodeDecodeError as error:
         raise _Mistake("json", f"not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise _Mistake("json", f"not valid JSON: {error}") from None
+        is_one = number == 1 and text.strip() in ("{", "[")
+        hint = f"; the file looks like one JSON text, not one sample per line. Is it COCO? convert it: {FROM_COCO}"
+        raise _Mistake("json", f"not valid JSON: {error}{hint * is_one}") from None
     if not isinstance(row, dict):
         raise _Mistake("json", f"a sample is one JSON object, not {_json_type(row)}")
     if b"\\ud" in line.lower() and SURROGATE.search(json.dumps(row, ensure_ascii=False)):
@@ -261,6 +266,8 @@ def _read_sample(
     row: dict[str, Any], path: str, number: int, reader: LineReader, sizes: list[tuple[int, int]] | None
 ) -> Sample:
     """Read every part even if another is wrong, so that one run reports all mistakes of a line."""
+    if {"images", "annotations"} <= row.keys() and not {"objects", "summary"} & row.keys():
+        raise _Mistake("file", f"looks like COCO; convert it: {FROM_COCO}")
     problems: list[tuple[str, str]] = []
     base, source = Path(path).absolute().parent, f"{path}:{number}"
 
@@ -378,8 +385,7 @@ def _flat_part(part: Any, images: list[Any]) -> str:
 def _read_images(row: dict[str, Any], inside: list[Any], base: Path) -> list[str]:
     given = row.get("images")
     if given is None and not inside:
-        keys = ", ".join(map(repr, row)) or "nothing"
-        raise _Mistake("images", f"images: missing (the line has {keys}); [] for a text sample")
+        raise _Mistake("images", f"images: missing (the line has {_keys(row)}); [] for a text sample")
     if given and inside:
         raise _Mistake("images", "images: given both as a list and inside the messages")
     given = given or inside
@@ -417,7 +423,11 @@ def _image_sizes(images: list[str]) -> list[tuple[int, int]]:
 
 
 def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tuple[int, int] | None:
-    """Return (width, height) of the line, else of its only image, else (0, 0); None if that image cannot be read."""
+    """Return (width, height) of the line, else of its only image, else (0, 0); None if that image cannot be read.
+
+    Coordinates are parts of the given size, whatever the image's own: it may have been resized, or 1000 x 1000 may say
+    that they are thousandths. Only one that is the image's lying on its side is refused.
+    """
     given = (row.get("width"), row.get("height"))
     if given == (None, None):
         if sizes is None:
@@ -427,6 +437,10 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tupl
     if wrong := [pair for pair in pairs if type(pair[1]) is not int or not 0 < pair[1] < 2**31]:
         rule = "must be a positive integer below 2**31, not"
         raise _Mistake(problems=[("size", f"{name}: {rule} {json.dumps(value)[:80]}") for name, value in wrong])
+    if sizes is not None and [given] == list(map(tuple, sizes)) and given[0] != given[1]:
+        width, height = given
+        found = f"{width} x {height}, but the image is {height} x {width} as training shows it (EXIF turned it?)"
+        raise _Mistake("size", f"width, height: {found}; write its size, and coordinates that fit it")
     return given
 
 
@@ -488,13 +502,16 @@ def _read_object(item: Any, size: tuple[int, int] | None, grid: Grid) -> Object:
     if not isinstance(item, dict):
         raise _Mistake("objects", f": must be an object, not {_json_type(item)}")
     desc = item.get("desc")
+    if "desc" not in item:
+        raise _Mistake("desc", f".desc: missing (the object has {_keys(item)}); it is the object's label")
     if not isinstance(desc, str) or not desc.strip():
         raise _Mistake("desc", ".desc: must be a non-empty string")
     if SPECIAL_TOKEN.search(desc):
         raise _Mistake("desc", f".desc: {desc!r} spells a special token")
     kinds = [kind for kind in ("bbox_2d", "poly") if kind in item]
     if len(kinds) != 1:
-        raise _Mistake("geometry", f": needs exactly one of bbox_2d and poly, has {' and '.join(kinds) or 'neither'}")
+        found = " and ".join(kinds) or f"neither (the object has {_keys(item)})"
+        raise _Mistake("geometry", f": needs exactly one of bbox_2d and poly, has {found}")
     kind, numbers = kinds[0], item[kinds[0]]
     if not isinstance(numbers, list) or not all(type(x) in (int, float) and abs(x) < math.inf for x in numbers):
         raise _Mistake("geometry", f".{kind}: must be a list of numbers")
@@ -503,7 +520,8 @@ def _read_object(item: Any, size: tuple[int, int] | None, grid: Grid) -> Object:
     if kind == "poly" and (len(numbers) < 6 or len(numbers) % 2):
         raise _Mistake("geometry", f".poly: must have an even number of numbers, at least 6, has {len(numbers)}")
     if kind == "bbox_2d" and (numbers[0] > numbers[2] or numbers[1] > numbers[3]):
-        raise _Mistake("geometry", f".bbox_2d: {numbers} is not [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2")
+        hint = f"; COCO's [x, y, width, height]? use {FROM_COCO}" * _fits_as_coco(numbers, size)
+        raise _Mistake("geometry", f".bbox_2d: {numbers} is not [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2{hint}")
     if size is None:
         return Object(desc, kind, ())  # never used: the line is rejected for another reason
     if size == (0, 0):
@@ -513,6 +531,16 @@ def _read_object(item: Any, size: tuple[int, int] | None, grid: Grid) -> Object:
     if not all(-slack <= x <= limit + slack for x, limit in zip(numbers, cycle(size), strict=False)):
         raise _Mistake("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")
     return Object(desc, kind, pixels_to_bins(numbers, width, height, grid))
+
+
+def _fits_as_coco(box: Sequence[float], size: tuple[int, int] | None) -> bool:
+    """Tell whether [x, y, width, height] lies in the image. A box that is not turned but too large never does."""
+    x, y, width, height = box
+    return size is not None and min(x, y) >= 0 < min(width, height) and x + width <= size[0] and y + height <= size[1]
+
+
+def _keys(value: dict[str, Any]) -> str:
+    return ", ".join(map(repr, value)) or "nothing"
 
 
 def _json_type(value: Any) -> str:
