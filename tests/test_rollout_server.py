@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 import rollout_server
+from tests.config.test_checkpoint_files import POINTER, write_checkpoint
 from utils.config.load import load_config
 from utils.config.plan import print_dry_run
 from utils.config.schema import Model, ServerAddress, ServerSettings
@@ -29,11 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def model_dir(tmp_path) -> Path:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_vl", "text_config": {"max_position_embeddings": 4096}})
-    )
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    return tmp_path
+    return write_checkpoint(tmp_path, {"model_type": "qwen3_vl", "text_config": {"max_position_embeddings": 4096}})
 
 
 def launch_of(model_dir: Path, *, settings: dict | None = None, **changes) -> Launch:
@@ -86,14 +83,14 @@ def test_devices_must_be_used_up_exactly(model_dir):
 
 def test_model_directory_and_length_are_checked(model_dir, tmp_path):
     """SRV-2, CFG-15: all problems at once, before loading."""
-    assert "config.json cannot be read" in model_problems(tmp_path / "nowhere", 10)[0]
+    assert f"model.path={tmp_path / 'nowhere'}: no such folder" in model_problems(tmp_path / "nowhere", 10)[0]
     assert "ends at 4096 positions" in model_problems(model_dir, 4097)[0]
     (tmp_path / "list").mkdir()
     (tmp_path / "list" / "config.json").write_text("[]")
     assert "must be JSON objects" in model_problems(tmp_path / "list", 10)[0]
     assert model_problems(model_dir, 4096) == []
     (model_dir / "model.safetensors").unlink()
-    assert "holds no weights" in model_problems(model_dir, 10)[0]
+    assert model_problems(model_dir, 10) == [f"model.path={model_dir}: holds no weights; download it again"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "gemma4"}')
     (tmp_path / "other" / "model.safetensors").touch()
@@ -214,8 +211,13 @@ def test_dry_run_prints_the_learners_plan_and_starts_nothing(model_dir, tmp_path
     done = subprocess.run(planned, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "# plan" in done.stdout and done.stdout.count("would not start: host 0.0.0.0 is not loopback") == 2
+    (model_dir / "model.safetensors").write_bytes(POINTER)
+    planned = subprocess.run(planned, capture_output=True, text=True, timeout=120)
+    lost = f"model.path={model_dir}: model.safetensors is a Git LFS pointer"
+    assert planned.returncode == 2 and f"would not start: {lost}" in planned.stdout and planned.stderr == ""
     real = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert real.returncode == 2 and real.stderr.count("not loopback") == 2 and "Traceback" not in real.stderr
+    assert lost in real.stderr
 
 
 @pytest.mark.parametrize("token", ["hunter2\r", "hunter2\xe9"])

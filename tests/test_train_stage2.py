@@ -133,7 +133,8 @@ def test_only_rank_0_speaks_but_all_ranks_leave(folder, start_model, capsys):
     path = folder / "data" / "nowhere.jsonl"
     with pytest.raises(SystemExit) as ended:
         load(config_of(folder, start_model, path))
-    assert ended.value.code == 2 and capsys.readouterr().err == f"{path}: cannot be read: No such file or directory\n"
+    message = f"custom.train_jsonl[0]={path}: cannot be read: No such file or directory; paths are relative to "
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith(message)
     with pytest.raises(SystemExit) as ended:
         load(config_of(folder, start_model, path), is_main=False)
     assert ended.value.code == 2 and capsys.readouterr().err == ""

@@ -23,6 +23,7 @@ import jinja2
 
 from tools.convert import Report, convert
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
+from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import ConfigError, exit_with, load_config
 from utils.config.memory import GIB
 from utils.config.plan import Plan, format_plan, make_plan
@@ -92,6 +93,8 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     args.output = args.output or Path(f"{_name_of(args.data)}.yaml")
     if args.output.exists():
         raise ValueError(f"{args.output}: exists; remove it, or name another file with --output")
+    if found := checkpoint_problems(args.model):
+        raise ValueError("\n".join(f"--model {args.model}: {rule}" for rule in found))
     family = find_family(args.model)
     train, val = find_data(args.data, args.val, args.images)
     form, reason = answer_form(args.model, family)

@@ -75,12 +75,7 @@ def family_in(path: str | os.PathLike[str]) -> Family:
         OSError: it has no readable config.json.
         ValueError: that is no model's, or the family is not supported.
     """
-    if (Path(path) / "config.json").is_file():
-        config = read_config(path)
-    else:
-        from transformers import PreTrainedConfig
-
-        config, _ = PreTrainedConfig.get_config_dict(path)
+    config = read_config(path)
     if "model_type" not in config:
         raise OSError(f"{path} has no config.json with a model_type")
     return family_from(config)

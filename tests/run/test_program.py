@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import re
+import shutil
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train_grpo
 import train_stage2
+from tests.config.test_checkpoint_files import POINTER
 from tests.rollout.test_client import FaultyServer
 from tests.sync.test_adapter_sync import tuned
 from tools.make_demo import make_dataset
@@ -274,6 +276,34 @@ def test_FAM_3_a_model_that_fails_its_checks_stops_both_programs(
         status, _, error = start(program, config, check_model=check)
         assert status == 2 and f"model.path={start_model}: packing changes the model's output" in error
     assert asked == [("NoLearner", "Qwen3VLProcessor", True)] * 2
+
+
+@pytest.mark.parametrize("key", ["path", "reference_path"])
+def test_CFG_16_a_checkpoint_that_is_not_whole_stops_before_servers_are_waited_for(
+    folder, start_model, server, start, monkeypatch, tmp_path, key
+):
+    """CFG-16: one message, in a dry run too, whose plan needs no weights; only a start needs the folder itself. No
+    network is asked."""
+    monkeypatch.setattr(setup, "check_ranks", lambda *_: pytest.fail("went on"))
+    model = shutil.copytree(start_model, tmp_path / "model")
+    (model / "model.safetensors").write_bytes(POINTER)
+
+    def refused(path: Path | str, *arguments: str) -> tuple[int, str, str]:
+        matching = {"losses": {"reference_kl": 1.0}} if key == "reference_path" else {}
+        config = write_config(folder, start_model, server, matching=matching)
+        written = yaml.safe_load(config.read_text())
+        written["model"][key] = str(path)
+        config.write_text(yaml.safe_dump(written))
+        return start(train_stage2, config, *arguments)
+
+    told = f'{folder}/config.yaml: model.{key}="{model}": model.safetensors is a Git LFS pointer'
+    status, out, error = refused(model, "--dry-run")
+    assert status == 0 and "# plan" in out and error.startswith(f"would not start: {told}"), error
+    status, _, error = refused(model)
+    assert status == 2 and error.startswith(told) and "after fixing this, start again with:" in error, error
+    assert refused("models/mine", "--dry-run")[::2] == (0, "")
+    status, _, error = refused("models/mine")
+    assert status == 2 and f'model.{key}="models/mine": no such folder (looked in {Path.cwd()}/models/mine;' in error
 
 
 def test_CFG_3_a_tuner_that_does_not_fit_the_model_is_told_in_one_message(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.config.test_checkpoint_files import POINTER
 from tests.tools.test_report import sample_of
 from tools.init import DataFacts, _images_of, answer_form, find_data, fit, geometry, image_roots, main, pixel_limit
 from tools.make_demo import make_dataset
@@ -255,7 +256,7 @@ def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("llama", "a llama model, which is not supported"), (None, "no readable config.json")],
+    [("llama", "a llama model, which is not supported"), (None, "config.json cannot be read")],
 )
 def test_a_model_that_cannot_be_trained_is_one_message(tmp_path, kind, message, monkeypatch, capsys):
     """Before any data are read; status 2, no traceback."""
@@ -264,6 +265,15 @@ def test_a_model_that_cannot_be_trained_is_one_message(tmp_path, kind, message, 
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert message in refused(monkeypatch, capsys, tmp_path, tmp_path)
     assert not (tmp_path / "train.yaml").exists()
+
+
+def test_a_checkpoint_that_is_not_whole_is_one_message(tmp_path, start_model, monkeypatch, capsys):
+    """Status 2, no traceback, no network."""
+    model = shutil.copytree(start_model, tmp_path / "model")
+    (model / "model.safetensors").write_bytes(POINTER)
+    told = f"--model {model}: model.safetensors is a Git LFS pointer"
+    assert refused(monkeypatch, capsys, tmp_path, model).startswith(told)
+    assert "hf download Qwen/Qwen3.5-9B --local-dir" in refused(monkeypatch, capsys, tmp_path, Path("Qwen/Qwen3.5-9B"))
 
 
 def test_mistakes_in_the_data_are_named_DAT_3(tmp_path, start_model, monkeypatch, capsys):

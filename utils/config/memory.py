@@ -6,13 +6,13 @@ fragmentation. Where there is no checkpoint, released models are recognized by n
 
 import json
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from utils.config.checkpoint_files import read_header
 from utils.config.released import MODELS, known_model
 from utils.config.schema import Config, Tuner
 from utils.config.section import value_at
@@ -64,7 +64,7 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
         if not shapes:
             config, source = _architecture(path)
             shapes = parameter_shapes(config)
-    except (OSError, ValueError, struct.error):
+    except (OSError, ValueError):
         shapes = {}
     if not shapes:
         return None
@@ -133,10 +133,10 @@ def _architecture(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield (name, shape). A safetensors file starts with the length of its JSON header: 8 bytes, little-endian."""
+    """Yield (name, shape)."""
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as stream:
-            header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
+            header = json.loads(read_header(stream))
         yield from ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 

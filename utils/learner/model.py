@@ -23,7 +23,7 @@ from utils.packing import Batch, PositionIds
 
 
 def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementation: str = "sdpa") -> nn.Module:
-    """The model of a supported family from a local checkpoint or hub name, all parameters in `dtype`.
+    """The model of a supported family from a local checkpoint, all parameters in `dtype`.
 
     `dtype` is that of forward and backward; DeepSpeed keeps float32 master weights when `bf16` or `fp16` is on.
 

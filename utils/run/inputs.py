@@ -10,6 +10,7 @@ from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from utils.config.checkpoint_files import read_header
 from utils.config.load import Config, exit_with
 from utils.dist import Ranks, capture_error
 from utils.run.resume import Checkpoint
@@ -93,10 +94,9 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _sampled(file: BinaryIO) -> Iterator[bytes]:
-    """Header of a safetensors file (its length, 8 bytes little-endian, then JSON) and three blocks of each tensor."""
-    length = file.read(8)
-    header = file.read(int.from_bytes(length, "little"))
-    yield length + header
+    """Header of a safetensors file, with its length, and three blocks of each tensor."""
+    header = read_header(file)
+    yield len(header).to_bytes(8, "little") + header
     offset = 8 + len(header)
     for name, tensor in sorted(json.loads(header).items()):
         if name == "__metadata__":
@@ -139,7 +139,10 @@ def _data_digests(cfg: Config, ranks: Ranks) -> tuple[dict[str, Any], dict[str, 
         try:
             found[path] = known.describe(path)
         except OSError as error:
-            unreadable.append(f"{path}: cannot be read: {error.strerror or error}")
+            rule = (
+                f"cannot be read: {error.strerror or error}; paths are relative to the working directory, {os.getcwd()}"
+            )
+            unreadable.append(f"{_key_of(cfg, path)}={path}: {rule}")
     arrived = ranks.gather((found, known.states, unreadable))
     data, _, unreadable = arrived[0]
     if unreadable:
@@ -148,6 +151,14 @@ def _data_digests(cfg: Config, ranks: Ranks) -> tuple[dict[str, Any], dict[str, 
         rule = "make all nodes read the same files"
         exit_with(f"data files: {others} reads different files from rank 0; {rule}", ranks.is_main)
     return data, {state: digest for _, states, _ in arrived for state, digest in states.items()}
+
+
+def _key_of(cfg: Config, path: str) -> str:
+    """The first key of the config that names a data file."""
+    files = {"train_jsonl": cfg.custom.train_jsonl, "val_jsonl": cfg.custom.val_jsonl or []}
+    return next(
+        f"custom.{key}[{i}]" for key, specs in files.items() for i, spec in enumerate(specs) if spec.path == path
+    )
 
 
 def _accepted_changes(checkpoint: Checkpoint, new: Digests, accepted: Sequence[str], ranks: Ranks) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from utils.config.load import Config, load_config_or_exit, require_variant
+from utils.config.checkpoint_files import checkpoint_problems
+from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
 from utils.config.plan import num_learners, print_dry_run
 from utils.dist import capture_error
 from utils.run.inputs import KINDS
@@ -37,6 +38,8 @@ def run_program(
     check(cfg)
     if args.dry_run:
         print_dry_run(cfg, args.world_size)
+        for line in model_problems(cfg, may_be_absent=True):  # a plan needs no weights
+            print(f"would not start: {line}", file=sys.stderr)
         sys.exit(0)
     stop, run, status = StopRequest(), None, 0
     stop.install()
@@ -46,6 +49,8 @@ def run_program(
         return end_with(error, Path(cfg.training.output_dir), args.config, *facts)
 
     try:
+        if found := model_problems(cfg):
+            exit_with("\n".join(found))
         run = set_up(cfg, args.resume or cfg.training.resume_from_checkpoint, args.accept_changes)
         run.session.stop = stop
         train(run)
@@ -63,6 +68,18 @@ def run_program(
             else:
                 status = end(error)
     sys.exit(status)
+
+
+def model_problems(cfg: Config, may_be_absent: bool = False) -> list[str]:
+    """List what is wrong with the checkpoints that a run starts from, before anything is loaded or waited for."""
+    start, reference = cfg.model.path, cfg.model.reference_path
+    folders = {"model.path": start} | ({"model.reference_path": reference} if reference not in (None, start) else {})
+    return [
+        problem(cfg, key, rule)
+        for key, folder in folders.items()
+        if not may_be_absent or os.path.isdir(folder)
+        for rule in checkpoint_problems(Path(folder), with_processor=key == "model.path")
+    ]
 
 
 def parse_args(description: str) -> argparse.Namespace:

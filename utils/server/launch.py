@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
@@ -151,18 +152,9 @@ def cpu_problems(launch: Launch) -> list[str]:
 
 def model_problems(path: Path, max_model_len: int) -> list[str]:
     """List what is wrong with the model directory, and a length that the model cannot hold."""
-    try:
-        config = read_config(path)
-    except (OSError, ValueError) as error:
-        return [f"model.path={path}: config.json cannot be read ({error}); it must be a local checkpoint directory"]
-    weights = [file for pattern in ("*.safetensors", "*.bin", "*.gguf") for file in path.glob(pattern)]
-    unreadable = [file.name for file in weights if not os.access(file, os.R_OK)]
-    if not weights or unreadable:
-        return [f"model.path={path}: {'cannot read ' + ', '.join(unreadable) if unreadable else 'holds no weights'}"]
-    try:
-        family_from(config)
-    except ValueError as error:
-        return [f"model.path={path}: {error}"]
+    if found := checkpoint_problems(path):
+        return [f"model.path={path}: {rule}" for rule in found]
+    config = read_config(path)
     text_config = config.get("text_config", config)
     longest = text_config.get("max_position_embeddings")
     scaled = (text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}).get("factor")

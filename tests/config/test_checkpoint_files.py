@@ -1,0 +1,147 @@
+"""`utils.config.checkpoint_files`: a checkpoint that is not there or not whole is told before anything is loaded."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.families import BUILDERS, build_family
+from utils.config.checkpoint_files import checkpoint_problems
+from utils.config.memory import model_size
+from utils.config.schema import Tuner
+from utils.families import family_in
+from utils.run.inputs import _describe
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_AND_PROCESSOR = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")
+
+
+def shard(num_bytes: int = 8) -> bytes:
+    """A safetensors file of one tensor."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [num_bytes // 2], "data_offsets": [0, num_bytes]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(num_bytes)
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint whose files are there and whole, and hold next to nothing."""
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(shard())
+    for name in TOKENIZER_AND_PROCESSOR:
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint of two shards and their index."""
+    write_checkpoint(tmp_path, {"model_type": "qwen3_vl"})
+    (tmp_path / "model.safetensors").unlink()
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in names:
+        (tmp_path / name).write_bytes(shard())
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: name for name in names}}))
+    return tmp_path
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    return lambda model: [(model / name).unlink() for name in names] and None
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda model: (model / name).write_bytes(content) and None
+
+
+FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+CUT = "is cut off or damaged; download it again"
+POINTS = "is a Git LFS pointer, not the file itself; run `git lfs pull` there"
+COPY = "download it again, or copy it from the model it was made of"
+FAULTS = {
+    "pointer": (write(SECOND, POINTER), f"{SECOND} {POINTS}"),
+    "pointers": (lambda model: [write(n, POINTER)(model) for n in (FIRST, SECOND)], f"{FIRST} (and 1 more) {POINTS}"),
+    "tokenizer's pointer": (write("tokenizer.json", POINTER), f"tokenizer.json {POINTS}"),
+    "no shard": (remove(FIRST), f"{FIRST} is missing, though the index of the weights names it; download it again"),
+    "cut data": (lambda model: os.truncate(model / FIRST, len(shard()) - 1), f"{FIRST} {CUT}"),
+    "cut header": (lambda model: os.truncate(model / FIRST, 20), f"{FIRST} {CUT}"),
+    "cut length": (lambda model: os.truncate(model / FIRST, 3), f"{FIRST} {CUT}"),
+    "empty": (write(FIRST, b""), f"{FIRST} {CUT}"),
+    "a page": (write(FIRST, b"<!DOCTYPE html> sign in to download"), f"{FIRST} {CUT}"),
+    "other JSON": (write(FIRST, struct.pack("<Q", 2) + b"[]"), f"{FIRST} {CUT}"),
+    "cut index": (write(INDEX, b'{"weight_map": {"w'), f"{INDEX} {CUT}"),
+    "no weights": (remove(FIRST, SECOND, INDEX), "holds no weights; download it again"),
+    "no tokenizer": (remove("tokenizer.json"), f"holds no tokenizer.json or vocab.json; {COPY}"),
+    "no end token": (remove("tokenizer_config.json"), f"holds no tokenizer_config.json; {COPY}"),
+    "no processor": (
+        remove("preprocessor_config.json"),
+        f"holds no preprocessor_config.json or processor_config.json; {COPY}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_CFG_16_SRV_2_each_fault_is_named_with_its_way_out(model: Path, name: str) -> None:
+    """CFG-16, SRV-2."""
+    spoil, message = FAULTS[name]
+    assert checkpoint_problems(model) == []
+    spoil(model)
+    assert checkpoint_problems(model) == [message]
+    assert checkpoint_problems(model, with_processor=False) == ([] if name == "no processor" else [message])
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_SRV_2_what_transformers_writes_is_whole(tmp_path: Path, family: str) -> None:
+    """SRV-2: with the family's own processor and tokenizer."""
+    assert checkpoint_problems(build_family(family, tmp_path)) == []
+
+
+def test_SRV_2_an_index_of_weights_in_the_old_form_counts_only_where_it_is_used(model: Path) -> None:
+    """SRV-2: a download may have left those files out."""
+    (model / "pytorch_model.bin.index.json").write_text('{"weight_map": {"w": "pytorch_model-1.bin"}}')
+    assert checkpoint_problems(model) == []
+    remove(FIRST, SECOND, INDEX)(model)
+    assert [text.split(",")[0] for text in checkpoint_problems(model)] == ["pytorch_model-1.bin is missing"]
+
+
+LOOKED = "no such folder (looked in {}; paths are relative to the working directory); "
+QWEN = "hf download Qwen/Qwen3-VL-8B-Instruct --local-dir models/Qwen3-VL-8B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("path", "way_out"),
+    [
+        ("Qwen/Qwen3-VL-8B-Instruct", f"download it: {QWEN}, and write models/Qwen3-VL-8B-Instruct instead"),
+        ("models/Qwen3-VL-8B-Instruct", f"download it: {QWEN}"),
+        ("me/mine", "download it: hf download me/mine --local-dir models/mine, and write models/mine instead"),
+        ("models/qwen3vl_8b_coord", "correct it, or put a checkpoint there (docs/training.md tells how to make one)"),
+    ],
+)
+def test_CFG_16_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: Any, path: str, way_out: str) -> None:
+    """CFG-16: by its name alone, without the network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asked the network"))
+    assert checkpoint_problems(Path(path)) == [LOOKED.format(tmp_path / path) + way_out]
+    with pytest.raises(OSError, match="config.json"):
+        family_in(path)
+    assert checkpoint_problems(tmp_path / "my" / "own")[0].startswith("no such folder; correct it")
+
+
+@pytest.mark.parametrize("content", [POINTER, b"", b"short"])
+def test_CFG_16_LRN_12_what_is_no_header_is_not_read_as_one(tmp_path: Path, content: bytes) -> None:
+    """CFG-16, LRN-12: its first bytes would be a length of 10^18."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    assert model_size(tmp_path, Tuner()) is None
+    with pytest.raises(ValueError, match=f"{file}: is cut off, or no safetensors file; download it again"):
+        _describe(file)
+
+
+def test_the_check_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, utils.config.checkpoint_files; print({'torch', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,114 @@
+"""What is wrong with a checkpoint folder, by the names, sizes and safetensors headers of its files: no tensor is read,
+and the network is never asked (SRV-2, CFG-16)."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import BinaryIO
+
+from utils.config.released import known_model
+from utils.families import family_from, read_config
+
+_LFS_POINTER = b"version https://git-lfs"
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+_INDEX, _OLD_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+# One file of each. Without tokenizer_config.json transformers ends answers with another token, and says nothing.
+_TOKENIZER = (("tokenizer.json", "vocab.json"), ("tokenizer_config.json",))
+_PROCESSOR = (("preprocessor_config.json", "processor_config.json"),)
+_OWN_FOLDERS = ("models", "runs", "data")  # no owners on the Hub
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
+
+
+def checkpoint_problems(folder: Path, with_processor: bool = True) -> list[str]:
+    """List why no model can be loaded from a folder, each as `FILE is ...; way out`.
+
+    Args:
+        with_processor: the image processor's files must be there, too.
+    """
+    if not folder.is_dir():
+        return [_absence(folder)]
+    try:
+        config = read_config(folder)
+    except (OSError, ValueError) as error:
+        return [f"config.json cannot be read ({error}); it must be a local checkpoint directory"]
+    try:
+        family_from(config)
+    except ValueError as error:
+        return [str(error)]
+    there = {path.name for path in folder.iterdir()}
+    index = _INDEX if any(".safetensors" in name for name in there) else _OLD_INDEX
+    weights = {name for name in there if name.endswith(_WEIGHTS)} | _shards(folder / index)
+    files: dict[str, list[str]] = {}  # by what is wrong with them
+    for name in sorted(weights | {name for name in there if name.endswith(".json")}):
+        if fault := _fault(folder / name):
+            files.setdefault(fault, []).append(name)
+    found = [f"{first}{f' (and {len(more)} more)' * bool(more)} {fault}" for fault, (first, *more) in files.items()]
+    if not weights:
+        found.append("holds no weights; download it again")
+    for names in (*_TOKENIZER, *_PROCESSOR * with_processor):
+        if there.isdisjoint(names):
+            found.append(f"holds no {' or '.join(names)}; download it again, or copy it from the model it was made of")
+    return found
+
+
+def _absence(path: Path) -> str:
+    """Say that a folder is not there, and how to get it: a Hub name is known by its form, a release by its name."""
+    looked = f" (looked in {path.absolute()}; paths are relative to the working directory)" * (not path.is_absolute())
+    name, released = path.name, known_model(path.name)
+    is_hub_name = len(path.parts) == 2 and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) and not path.parent.exists()
+    if released and name.startswith(released):
+        source = f"{'OpenGVLab' if released.startswith('Intern') else 'Qwen'}/{name}"
+    elif is_hub_name and path.parts[0] not in _OWN_FOLDERS:
+        source = str(path)
+    else:
+        return f"no such folder{looked}; correct it, or put a checkpoint there (docs/training.md tells how to make one)"
+    target = Path("models") / name if str(path) == source else path
+    rename = f", and write {target} instead" * (target != path)
+    return f"no such folder{looked}; download it: hf download {source} --local-dir {target}{rename}"
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that an index names; none where it is not there or cannot be read."""
+    try:
+        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, *_MALFORMED):
+        return set()
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a file, and the way out."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return "is a Git LFS pointer, not the file itself; run `git lfs pull` there"
+            file.seek(0)
+            is_whole = _ends_as_told(file) if path.suffix == ".safetensors" else os.path.getsize(path) > 0
+    except FileNotFoundError:
+        return "is missing, though the index of the weights names it; download it again"
+    except OSError as error:
+        return f"cannot be read ({error.strerror}); correct its permissions, or download it again"
+    except _MALFORMED:
+        is_whole = False
+    if path.name in (_INDEX, _OLD_INDEX):
+        is_whole = bool(_shards(path))
+    return None if is_whole else "is cut off or damaged; download it again"
+
+
+def _ends_as_told(file: BinaryIO) -> bool:
+    """True if a safetensors file ends where its header says that the last tensor ends."""
+    header = json.loads(read_header(file))
+    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    return os.fstat(file.fileno()).st_size == file.tell() + max(ends, default=0)
+
+
+def read_header(file: BinaryIO) -> bytes:
+    """Read a safetensors file's header: JSON, after its own length (8 bytes, little-endian).
+
+    Raises:
+        ValueError: the file is shorter than that, or something else whose first bytes are no length.
+    """
+    length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+    if length > size - 8:
+        raise ValueError(f"{file.name}: is cut off, or no safetensors file; download it again")
+    return file.read(length)
