@@ -31,16 +31,19 @@ def text_of(studies: Sequence[Study], records: Sequence[Record], missing: Mappin
 
 
 def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
-    """Return the first lines of docs/results.md: what is shown of the claim, in how many studies."""
+    """Return the first lines of docs/results.md: what is shown of the claim, in how many studies, where and by what."""
     claims = dict.fromkeys(study.claim for study in studies)
-    won = {study.claim for study in studies if any(beats_all(records, study, arm) for arm in study.on_policy)}
-    open_ = {study.claim for study in studies if not is_complete(records, study)} - won
-    lost = [claim for claim in claims if claim not in won | open_]
+    won: dict[str, list[str]] = {}
+    for study in studies:
+        if arms := [arm for arm in study.on_policy if beats_all(records, study, arm)]:
+            won.setdefault(study.claim, []).append(f"{study.title}: {' and '.join(arms)}")
+    open_ = {study.claim for study in studies if not is_complete(records, study)} - won.keys()
+    lost = [claim for claim in claims if claim not in won.keys() | open_]
     lines = [
         f"**The claim is {'shown' if len(won) >= NEEDED else 'not shown'}.** Sought: at equal steps and at equal "
         "seconds some on-policy arm beats every SFT arm, pseudo-labels included, with a 95 % interval above 0, in at "
         f"least {NEEDED} of {len(claims)} studies. So far it does in {len(won)}"
-        + (f" ({'; '.join(claim for claim in claims if claim in won)})" if won else "")
+        + (f" ({'; '.join(place for claim in claims for place in won.get(claim, []))})" if won else "")
         + f", and does not in {len(lost)}"
         + (f" ({'; '.join(lost)})." if lost else "."),
     ]

@@ -470,11 +470,12 @@ def test_the_first_lines_say_what_is_shown_and_what_is_missing():
     assert unfinished in empty and "of 4 studies" in empty
     won = all_finished(NEW_CLASS, 0.8, 0.6)
     lost, *lost_versions = (all_finished(study, 0.5, 0.6) for study in NEW_CLASSES)
-    assert "So far it does in 1 (New class)" in results_report.verdict(STUDIES, won)
+    assert "So far it does in 1 (New class: stage 2 + KL)" in results_report.verdict(STUDIES, won)
     assert "does not in 0." in results_report.verdict(STUDIES, lost)  # its other version may still win
     assert "does not in 1 (New class)" in results_report.verdict(STUDIES, sum(lost_versions, lost))
     shown = results_report.verdict(STUDIES, [*won, *all_finished(DENSE, 0.8, 0.6)])
-    assert shown.startswith("**The claim is shown.**") and "does in 2 (New class; Dense)" in shown
+    places = "New class: stage 2 + KL; Dense, real images: GRPO by object"
+    assert shown.startswith("**The claim is shown.**") and f"does in 2 ({places}), and" in shown
     versions = results_report.verdict(STUDIES, [*won, *all_finished(SHIFTED, 0.8, 0.6)])
     assert versions.startswith("**The claim is not shown.**")  # two versions of one study count once
 
