@@ -244,7 +244,7 @@ def test_GRP_2_settings_of_stage_2_have_no_say_in_grpo(key: str, value: Any) -> 
         ),
         ({"reward_funcs": ["a"], "reward_weights": [-1.0]}, "must be greater than or equal to 0"),
         ({"reward_funcs": ["a", "b", "a"]}, "names a more than once"),
-        ({"reward_funcs": []}, "List should have at least 1 item"),
+        ({"reward_funcs": []}, "must have at least 1 item"),
         ({"num_generations": 1}, "must be greater than or equal to 2"),
         ({"num_iterations": 0}, "must be greater than or equal to 1"),
         ({"scale_rewards": "std"}, "must be 'group', 'batch' or 'none'"),
