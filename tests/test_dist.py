@@ -192,3 +192,14 @@ def test_a_compile_lock_released_while_it_is_checked_is_no_error(tmp_path, monke
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_what_several_ranks_say_is_told_once_SYN_3(monkeypatch):
+    """SYN-3: with the ranks that say it; another rank's own message stands beside it."""
+    arrived = [("ValueError: no server", None), (None, 5), ("ValueError: no server", None), ("KeyError: 1", None)]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(Ranks, "gather", lambda own, value: arrived)
+    with pytest.raises(DistributedError) as failure:
+        Ranks().raise_on_all_ranks(None, "asking")
+    told = "asking failed on 3 of 4 ranks\nranks 0, 2: ValueError: no server\nrank 3: KeyError: 1"
+    assert str(failure.value) == told

@@ -3,6 +3,8 @@ demand; everything that works is tested against the real one in tests/e2e."""
 
 import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -344,3 +346,13 @@ def test_verify_always_compares_tensors_that_were_not_sent_again_SYN_7(tuned):
     server.wrong = "0.weight"
     with pytest.raises(RuntimeError, match=r"server0, worker 0, tensor 0\.weight"):
         sync.sync("run:1")
+
+
+def test_a_bucket_over_gloo_has_what_is_left_of_the_sync_SYN_11():
+    """SYN-11: else the last bucket of a sync could take its whole limit once more."""
+    transport, limits = GlooTransport(bucket_bytes=8, timeout_s=300.0, open_timeout_s=9.0), []
+    group = SimpleNamespace(broadcast=lambda tensors, options: limits.append(options.timeout.total_seconds()))
+    for left_s in (20.0, -5.0):
+        transport.deadline = time.monotonic() + left_s
+        transport.start(group, torch.zeros(2))
+    assert limits == [pytest.approx(21.0, abs=0.5), pytest.approx(1.0, abs=0.01)]
