@@ -11,7 +11,8 @@
 A COCO or LVIS file is streamed, and its annotations are grouped by image in a temporary database on disk (in TMPDIR,
 about as large as the file), so memory use does not depend on its size. Images keep the order of the file, objects that
 of the annotations. Everything left out or changed is counted by reason and reported at the end, with the first case of
-each.
+each. Where an object was left out that the image shows, such as a crowd, the line gets `annotated` (TGT-12): all
+categories but that object's.
 
 Outlines (`--geometry poly`): an object drawn as one ring keeps its points. Several rings, a ring that extends beyond
 the image, and run-length masks (compressed or not) are first united and clipped to the image. The largest part is
@@ -22,9 +23,11 @@ Images whose EXIF data say that they are shown turned or mirrored: training show
 drawn on what is shown, `--exif stored` as drawn on the stored pixels and turns them. Without it, such images are left
 out, unless the annotations give a size that only one of the two has.
 
-LVIS annotates some categories of an image only. Its lines therefore get `annotated` (TGT-12): the categories of their
-objects and those known to be absent, without the not exhaustively annotated ones and those of which an object was left
-out.
+LVIS annotates some categories of an image only. Its lines therefore get `annotated`: the categories of their objects
+and those known to be absent, without the not exhaustively annotated ones and those of which an object was left out.
+
+A conversation (swift, sharegpt) keeps its question as the line's `messages`. One with several questions becomes a line
+for each. An answer that spells no box, or some that cannot be read, is left out.
 """
 
 import argparse
@@ -44,13 +47,15 @@ from typing import Any
 from PIL import Image
 
 from tools.coco import CocoFile, LeftOut, Options, convert_object
-from tools.formats import READERS, Annotations
+from tools.formats import READERS, SEVERAL_LINES_PER_IMAGE, Annotations
 from utils.data.images import EXIF_ORIENTATION, image_size
 from utils.data.samples import map_ahead
 
 UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
 INCOMPLETE = "an object's category is not in the file's list"
 STRAY = "their image is not in the file's list"
+# Why the image shows no such object, or none that the user wants; all other reasons leave a gap in the annotation.
+NO_GAP = ("category not chosen", "degenerate", "outside the image", "smaller than")
 
 # ---- one image -----------------------------------------------------------------------------------------------------
 
@@ -81,16 +86,20 @@ def convert_image(
     try:
         if image_id is None:
             raise LeftOut("malformed: no id")
+        if "unusable" in image:
+            raise LeftOut(image["unusable"])
         path = _find_image(image, folder)
         width, height, orientation = _checked_size(image, path, options.exif)
         stored = (height, width) if orientation >= 5 else (width, height)
-        objects, incomplete = [], set(image.get("not_exhaustive_category_ids") or [])
+        objects, incomplete, gaps = [], set(image.get("not_exhaustive_category_ids") or []), set()
         for item in annotations:
             try:
                 converted, remarks = convert_object(_in_pixels(item, *stored), categories, *stored, options)
             except LeftOut as reason:
                 result.objects_left_out.append(str(reason))
                 incomplete.add(item.get("category_id"))
+                if not str(reason).startswith(NO_GAP):
+                    gaps.add(categories.get(item.get("category_id")))
                 continue
             objects.append(turned(converted, orientation, *stored))
             result.remarks.extend(remarks)
@@ -102,13 +111,25 @@ def convert_image(
             raise LeftOut("no objects")
     except LeftOut as reason:
         return Converted(image_id, None, str(reason))
-    shown = os.path.relpath(path.absolute(), root.absolute())
+    shown = relative_path(path, root)
     result.row = {"id": str(image_id), "images": [shown], "width": width, "height": height, "objects": objects}
+    if "messages" in image:
+        result.row["messages"] = image["messages"]
     if "neg_category_ids" in image:
         absent = {categories.get(category) for category in image["neg_category_ids"]}
         known = {item["desc"] for item in objects} | absent
         result.row["annotated"] = sorted(known - {None} - {categories.get(category) for category in incomplete})
+    elif gaps:
+        result.row["annotated"] = sorted((options.categories or set(categories.values())) - gaps)
     return result
+
+
+def relative_path(path: str | os.PathLike, folder: Path) -> str:
+    """Return the path as a line of a data file in this folder names it."""
+    path, folder = Path(path).absolute(), folder.absolute()
+    if path.is_relative_to(folder):
+        return str(path.relative_to(folder))
+    return os.path.relpath(path, folder.resolve())  # ".." leads out of what a link points to, not out of the link
 
 
 def _find_image(image: dict[str, Any], folder: Path) -> Path:
@@ -136,9 +157,9 @@ def _checked_size(image: dict[str, Any], path: Path, exif: str | None) -> tuple[
         height, width = image_size(path)
         with Image.open(path) as opened:
             orientation = opened.getexif().get(EXIF_ORIENTATION, 1)
-            stored = opened.size
     except OSError:
         raise LeftOut("image file cannot be read") from None
+    stored = (height, width) if orientation in range(5, 9) else (width, height)
     given = image.get("width"), image.get("height")
     if given not in ((width, height), stored, (None, None)):
         raise LeftOut("the image file's size differs from the annotations'")
@@ -269,13 +290,14 @@ def convert(
             stack.callback(path.unlink, missing_ok=True)
         files = {name: stack.enter_context(path.open("w", encoding="utf-8")) for name, path in unfinished.items()}
 
-        def work(item: tuple[int | str | None, str, list[str]]) -> Converted:
-            image, found = json.loads(item[1]), list(map(json.loads, item[2]))
-            return convert_image(item[0], image, found, coco.categories, folder, root, options)
+        def work(item: tuple[str, int | str | None, str, list[str]]) -> tuple[str, Converted]:
+            split, image_id, image, found = item
+            parts = json.loads(image), list(map(json.loads, found))
+            return split, convert_image(image_id, *parts, coco.categories, folder, root, options)
 
         # In threads, because most of the time goes into reading image headers, often from a network disk.
-        for converted in map_ahead(work, _in_a_split(coco.images(), splits, seed, report), max_ahead=32):
-            split = split_of(converted.image_id, splits, seed)
+        chosen = _in_a_split(coco.images(), kind in SEVERAL_LINES_PER_IMAGE, splits, seed, report)
+        for split, converted in map_ahead(work, chosen, max_ahead=32):
             _count(report, converted, str(targets[split]))
             if converted.row is not None:
                 files[split].write(json.dumps(converted.row, ensure_ascii=False) + "\n")
@@ -294,14 +316,15 @@ def convert(
 
 
 def _in_a_split(
-    images: Iterable[tuple[Any, ...]], splits: dict[str, float] | None, seed: int, report: Report
+    images: Iterable[tuple[Any, ...]], by_name: bool, splits: dict[str, float] | None, seed: int, report: Report
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the images that belong to a split; count the others."""
+    """Yield the images that belong to a split, each behind the split's name; count the others."""
     for image in images:
-        if split_of(image[0], splits, seed) is None:
+        split = split_of(json.loads(image[1])["file_name"] if by_name else image[0], splits, seed)
+        if split is None:
             report.note("images left out", "in no split", image[0])
         else:
-            yield image
+            yield split, *image
 
 
 def _count(report: Report, converted: Converted, target: str) -> None:
@@ -380,7 +403,11 @@ def main() -> None:
     add("--main-part", type=float, default=0.9, metavar="SHARE", help="see above; 0 always writes the largest part")
     add("--simplify", type=float, metavar="PX", help="drop outline points that move the line by less than this")
     add("--limit", type=int, metavar="N", help="stop after this many images, all splits together")
-    add("--splits", metavar="NAME=SHARE,...", help="e.g. train=0.9,val=0.1; disjoint, by a hash of the image's id")
+    add(
+        "--splits",
+        metavar="NAME=SHARE,...",
+        help="e.g. train=0.9,val=0.1; disjoint, by a hash of the image's id or name",
+    )
     add("--seed", type=int, default=0, help="of the splits")
     args = parser.parse_args()
     choices = dict(

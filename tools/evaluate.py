@@ -26,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 from tqdm import tqdm
 
@@ -328,7 +329,7 @@ def write(output: Path, result: dict[str, Any], predictions: Sequence[dict[str, 
 
 
 def show(result: dict[str, Any], title: str) -> None:
-    table = Table(title=title)
+    table = Table(title=Text(title))
     table.add_column("score")
     table.add_column("value", justify="right")
     for name, value in result.items():
@@ -342,7 +343,7 @@ def show(result: dict[str, Any], title: str) -> None:
     labels = Table("label", "objects", "predicted", "precision", "recall", "F1", title="labels")
     for label, row in result["labels"].items():
         ratios = (f"{row[name]:.4f}" for name in ("precision", "recall", "f1"))
-        labels.add_row(label, str(row["num_gt"]), str(row["num_pred"]), *ratios)
+        labels.add_row(Text(label), str(row["num_gt"]), str(row["num_pred"]), *ratios)
     Console().print(labels)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from tools.convert import relative_path
 from utils.config.load import exit_with
 from utils.geometry import Kind, Object, bins_to_pixels, bounding_box, normal_label
 
@@ -46,9 +47,12 @@ def main() -> None:
         args.output.write_text("".join(lines))
         print(f"{len(lines)} images: {args.output}")
         return
-    if num_bare := sum(not record["images"] for record in records):
-        print(f"{args.answers}: {num_bare} answers to no image are left out, as COCO needs one; --to jsonl keeps them")
-        records = [record for record in records if record["images"]]
+    with_file = [record for record in records if record["images"] and not record["images"][0].startswith("data:")]
+    if num_bare := len(records) - len(with_file):
+        print(
+            f"{args.answers}: {num_bare} answers to no image file are left out: COCO needs one; --to jsonl keeps them"
+        )
+        records = with_file
     args.output.mkdir(parents=True, exist_ok=True)
     folder, files = coco_files(records)
     for name, content in files.items():
@@ -131,7 +135,7 @@ def sample_line(record: Record, folder: Path) -> dict[str, Any]:
         coords = [round(value, 2) for value in bins_to_pixels(object_.coords, width, height)]
         if min(max(coords[axis::2]) - min(coords[axis::2]) for axis in (0, 1)) > 0:
             objects.append({"desc": object_.desc, object_.kind: coords})
-    images = [image if image.startswith("data:") else os.path.relpath(image, folder) for image in record["images"]]
+    images = [image if image.startswith("data:") else relative_path(image, folder) for image in record["images"]]
     return {"id": record["id"], "images": images, "width": width, "height": height, "objects": objects}
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import xml.etree.ElementTree as xml  # noqa: S405  # data files are the operator's own
 from collections.abc import Callable, Iterator
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,10 @@ _REFERENCE = re.compile(
 )
 _BOX = re.compile(r"(?:<\|box_start\|>|<box>)(.*?)(?:<\|box_end\|>|</box>)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_SPELT = re.compile(r'"bbox_2d"|<\|box_start\|>|<box>')  # what each box of an answer has once
+_EMPTY = re.compile(r"(```(json)?)?\s*\[\s*\]\s*(```)?|\s*")
+_JSON, _OPENED = json.JSONDecoder(), re.compile(r"[\[{]")
+SEVERAL_LINES_PER_IMAGE = ("swift", "sharegpt", "rex-omni")
 
 
 class Annotations:
@@ -111,7 +114,7 @@ def _yolo(folder: Path, images: Path, unit: int) -> Iterator[Item]:
     for path in sorted(path for path in images.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES):
         name = path.relative_to(images)
         labels = (folder / name).with_suffix(".txt")
-        lines = labels.read_text().splitlines() if labels.is_file() else []
+        lines = labels.read_text(encoding="utf-8-sig").splitlines() if labels.is_file() else []
         yield (
             str(name.with_suffix("")),
             {"file_name": str(name)},
@@ -137,9 +140,10 @@ def _yolo_names(labels: Path, names: Path | None) -> dict[Any, str]:
     path = names or next((path for path in near if path.is_file()), None)
     if path is None:
         raise ValueError(f"{labels}: no class names: neither classes.txt nor data.yaml is near it; pass --names FILE")
+    text = path.read_text(encoding="utf-8-sig")
     if path.suffix == ".txt":
-        return dict(enumerate(line.strip() for line in path.read_text().splitlines()))
-    found = (yaml.safe_load(path.read_text()) or {}).get("names")
+        return dict(enumerate(line.strip() for line in text.splitlines()))
+    found = (yaml.safe_load(text) or {}).get("names")
     if not isinstance(found, list | dict):
         raise ValueError(f"{path}: names: must be a list, or a mapping from class number to name")
     return {int(key): str(name) for key, name in (found.items() if isinstance(found, dict) else enumerate(found))}
@@ -160,7 +164,7 @@ def _rex_omni(path: Path, images: Path, unit: int) -> Iterator[Item]:
 
 
 def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
-    """ms-swift's lines with `objects`: {"ref": [...], "bbox": [...], "bbox_type"?}. One image each."""
+    """ms-swift's lines with `objects`: {"ref": [...], "bbox": [...], "bbox_type"?}, and `messages`. One image each."""
     for number, row in _json_lines(path):
         objects, name = row.get("objects") or {}, _only_image(row, f"{path}:{number}")
         if not isinstance(objects, dict):
@@ -173,41 +177,94 @@ def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
             raise ValueError(f"{path}:{number}: {len(refs)} ref entries for {len(boxes)} bbox entries; pair them")
         unit = 1 if objects.get("bbox_type") == "norm1" else 0
         pairs = zip(repeat(refs[0]) if len(refs) == 1 else refs, boxes, strict=False)
-        yield str(row.get("id", number)), {"file_name": name}, [_object(ref, box, unit) for ref, box in pairs]
+        image = {"file_name": name} | _question(_turns(row, "messages", f"{path}:{number}"), refs)
+        yield str(row.get("id", number)), image, [_object(ref, box, unit) for ref, box in pairs]
+
+
+def _question(turns: list[dict[str, Any]], refs: list[Any]) -> dict[str, Any]:
+    """`messages` before the answer, each `<ref-object>` replaced by the next name; or why they are `unusable`."""
+    turns = [{"role": _role(turn), "content": _text(turn)} for turn in turns]
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    if not turns:
+        return {}
+    if any(turn["role"] == "assistant" for turn in turns):
+        return {"unusable": "several questions, and nothing says which objects answer which"}
+    names = iter(map(str, refs))
+    for turn in turns:
+        turn["content"] = re.sub("<ref-object>", lambda marker: next(names, marker[0]), turn["content"])
+    if any(re.search("<ref-object>|<bbox>|<video>|<audio>", turn["content"]) for turn in turns):
+        return {"unusable": "its question holds a marker that nothing replaces"}
+    return {"messages": turns}
 
 
 def _sharegpt(path: Path, images: Path, unit: int) -> Iterator[Item]:
     """LLaMA-Factory's and ShareGPT's conversations, whose answers hold boxes as text: JSON with `bbox_2d` and `label`,
-    or the reference and box marks of Qwen-VL, Qwen2-VL, InternVL and Rex-Omni."""
+    or the reference and box marks of Qwen-VL, Qwen2-VL, InternVL and Rex-Omni. Each question with its answer is one."""
     for number, row in _json_lines(path):
-        turns = row.get("conversations") or row.get("messages") or []
-        if not _is_list_of_dicts(turns):
-            rule = "conversations must be a list of {from, value}, or messages one of {role, content}"
-            raise ValueError(f"{path}:{number}: {rule}; correct the line")
-        answers = [turn.get("value", turn.get("content")) for turn in turns if _speaker(turn) in ("gpt", "assistant")]
-        found = chain.from_iterable(_boxes_in(answer) for answer in answers if isinstance(answer, str))
-        items = [_object(label, box, unit) for label, box in found]
-        yield str(row.get("id", number)), {"file_name": _only_image(row, f"{path}:{number}")}, items
+        where, row_id = f"{path}:{number}", str(row.get("id", number))
+        turns = _turns(row, "conversations" if row.get("conversations") else "messages", where)
+        name, system = _only_image(row, where), [turn for turn in turns if _role(turn) == "system"]
+        turns = [turn for turn in turns if _role(turn) != "system"]
+        ends = [at for at, turn in enumerate(turns) if _role(turn) == "assistant"]
+        if not ends:
+            yield row_id, {"file_name": name, "unusable": "no answer"}, []
+        for begin, end in zip([0, *(at + 1 for at in ends)], ends, strict=False):
+            answer, image = _text(turns[end]), {"file_name": name}
+            messages = [{"role": _role(turn), "content": _text(turn)} for turn in (*system, *turns[begin:end])]
+            if begin < end:
+                image["messages"] = messages
+            found = list(_boxes_in(answer))
+            if len(found) < len(_SPELT.findall(answer)):
+                image["unusable"] = "its answer spells boxes that cannot be read"
+            elif not found and not _EMPTY.fullmatch(answer):
+                image["unusable"] = "its answer spells no box"
+            objects = [_object(label, box, unit) for label, box in found]
+            yield row_id if len(ends) == 1 else f"{row_id}.{ends.index(end) + 1}", image, objects
+
+
+def _turns(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    turns = row.get(key) or []
+    if not _is_list_of_dicts(turns):
+        rule = "conversations must be a list of {from, value}, or messages one of {role, content}"
+        raise ValueError(f"{where}: {rule}; correct the line")
+    return turns
 
 
 def _is_list_of_dicts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
-def _speaker(turn: dict[str, Any]) -> str | None:
-    return turn.get("from", turn.get("role"))
+def _role(turn: dict[str, Any]) -> str:
+    speaker = turn.get("from", turn.get("role"))
+    return {"human": "user", "gpt": "assistant"}.get(speaker, speaker)
+
+
+def _text(turn: dict[str, Any]) -> str:
+    """Text of a turn, whose content may be a list of parts."""
+    content = turn.get("value", turn.get("content"))
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def _json_values_in(text: str) -> Iterator[Any]:
+    """Each JSON list or object in a text, in fences or between words."""
+    at = 0
+    while found := _OPENED.search(text, at):
+        try:
+            value, at = _JSON.raw_decode(text, found.start())
+            yield value
+        except (ValueError, RecursionError):
+            at = found.end()
 
 
 def _boxes_in(text: str) -> Iterator[tuple[str, Any]]:
     """(label, [x1, y1, x2, y2]) of each box that an answer spells."""
-    fenced = _FENCED.search(text)
-    try:
-        rows = json.loads(fenced[1] if fenced else text)
-    except ValueError:
-        rows = []
-    for row in rows if isinstance(rows, list) else [rows]:
-        if isinstance(row, dict) and "bbox_2d" in row:
-            yield str(row.get("label", "")), row["bbox_2d"]
+    for value in _json_values_in(text):
+        for row in value if isinstance(value, list) else [value]:
+            if isinstance(row, dict) and "bbox_2d" in row:
+                yield str(row.get("label", "")), row["bbox_2d"]
     for label, boxes in _REFERENCE.findall(text):
         numbers = [float(number) for box in _BOX.findall(boxes) for number in _NUMBER.findall(box)]
         for start in range(0, len(numbers), 4):

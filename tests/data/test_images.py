@@ -29,6 +29,7 @@ from utils.data.images import (
     open_image,
     to_rgb,
 )
+from utils.data.samples import DataError
 
 
 def png(colour=(10, 20, 30), size=(8, 6)) -> bytes:
@@ -274,7 +275,7 @@ def test_an_url_that_names_no_server_is_unreadable_SRV_10(place):
         ImageStore([], allow_urls=True).open(f"http://{place}/x.png")
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L", "1", "I;16", "turned"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L", "1", "turned"])
 def test_server_and_learner_see_the_same_pixels(root, mode):
     """ROL-3, SRV-5"""
     image = Image.effect_noise((7, 5), 60).convert("RGB")
@@ -284,8 +285,6 @@ def test_server_and_learner_see_the_same_pixels(root, mode):
         exif[EXIF_ORIENTATION] = 6
         path = root / "x.jpg"
         image.save(path, exif=exif)
-    elif mode == "I;16":
-        Image.new("I;16", (7, 5), 3000).save(path)
     else:
         if mode in ("RGBA", "LA"):
             image.putalpha(100)
@@ -293,6 +292,19 @@ def test_server_and_learner_see_the_same_pixels(root, mode):
     ours, theirs = ImageStore([root]).open(str(path)), open_image(path)
     assert ours.size == theirs.size and ours.tobytes() == theirs.tobytes()
     assert to_rgb(Image.open(path)).mode == "RGB"
+
+
+@pytest.mark.parametrize(("mode", "name"), [("I;16", "x.png"), ("I;16", "x.tiff"), ("I", "x.tiff"), ("F", "x.tiff")])
+def test_deep_grey_values_are_refused_DAT_3_SRV_5(root, mode, name):
+    """DAT-3, SRV-5: Pillow would cut them off at 255, so that an X-ray is white, to learner and server alike."""
+    Image.new(mode, (7, 5), 3000).save(root / name)
+    for read in (open_image, image_size):
+        with pytest.raises(OSError, match="x.*grey values of more than 8 bits .*mode I|F"):
+            read(root / name)
+    with pytest.raises(ValueError, match="grey values of more than 8 bits"):
+        ImageStore([root]).open(str(root / name))
+    with pytest.raises(DataError, match="grey values of more than 8 bits .*8 bits per channel"):
+        load_one(root, images=[name], objects=[])
 
 
 def test_open_image_turns_by_exif_and_puts_transparency_on_white(tmp_path):

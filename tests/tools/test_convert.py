@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import shapely
+from faster_coco_eval import COCO, COCOeval_faster
 from faster_coco_eval.core import mask as rle_masks
 from PIL import Image
 
 from tools.check_jsonl import check
 from tools.coco import Options, convert_object
 from tools.convert import INCOMPLETE, STRAY, convert, main, parse_splits, split_of
+from tools.evaluate import coco_scores
 from utils.data.samples import load_samples
+from utils.geometry import Object, pixels_to_bins
 
 WIDTH, HEIGHT = 100, 80
 CATEGORIES = {1: "cat", 2: "traffic light"}
@@ -104,7 +107,37 @@ def test_crowds_categories_sizes(tmp_path):
         "crowd": 1, "category not chosen": 1, "smaller than 4 px": 1,
     }  # fmt: skip
     rows, report = converted(tmp_path, items, keep_crowd=True)
-    assert len(rows[0]["objects"]) == 4
+    assert len(rows[0]["objects"]) == 4 and "annotated" not in rows[0]
+
+
+def test_TGT_12_DAT_1_a_line_without_an_object_that_the_image_shows_is_complete_for_the_others_only(tmp_path):
+    """DAT-1, TGT-12: what stands in a crowd, or where an annotation cannot be read, is no mistake of the model. What is
+    no object, or none that the user wants, leaves no gap."""
+    crowd = annotation(iscrowd=1, bbox=[50, 0, 50, 80])
+    for lost, options, expected in (
+        (crowd, {}, ["traffic light"]),
+        (crowd, {"categories": frozenset({"cat"})}, []),
+        (annotation(bbox="x"), {}, ["traffic light"]),
+        (annotation(bbox=[0, 0, 0, 3]), {}, None),
+        (annotation(bbox=[500, 0, 10, 3]), {}, None),
+        (annotation(bbox=[0, 0, 50, 3]), {"min_size": 4}, None),
+        (annotation(category_id=2), {"categories": frozenset({"cat"})}, None),
+    ):
+        (row,), _ = converted(tmp_path, [annotation(), lost], **options)
+        assert row.get("annotated") == expected
+
+    # The model finds the cat and three more in the crowd. COCO's own evaluation of the source passes over these.
+    path = coco_file(tmp_path, [crowd | {"id": 1, "area": 4000}, annotation(id=2, area=1200)])
+    boxes = [[10, 20, 30, 40], [52, 0, 20, 70], [70, 5, 20, 70], [60, 10, 30, 60]]
+    coco = COCO(str(path))
+    results = [{"image_id": 1, "category_id": 1, "bbox": box, "score": 0.9} for box in reversed(boxes)]
+    evaluation = COCOeval_faster(coco, coco.loadRes(results), "bbox")
+    evaluation.run()
+    convert(path, tmp_path, tmp_path / "d.jsonl")
+    (sample,) = load_samples([tmp_path / "d.jsonl"], prompt="find")[0]
+    corners = [(x, y, x + width, y + height) for x, y, width, height in boxes]
+    found = [Object("cat", "bbox_2d", pixels_to_bins(box, WIDTH, HEIGHT)) for box in corners]
+    assert coco_scores([sample], [found])["AP50"] == evaluation.stats_as_dict["AP_50"] == 1.0
 
 
 def test_an_image_with_an_object_of_an_unlisted_category_is_left_out(tmp_path):
@@ -389,6 +422,19 @@ def test_paths_relative_to_a_given_root(tmp_path):
     path = coco_file(tmp_path / "images", [annotation()])
     convert(path, tmp_path / "images", tmp_path / "out" / "d.jsonl", root=tmp_path)
     assert json.loads((tmp_path / "out" / "d.jsonl").read_text())["images"] == ["images/1.png"]
+
+
+def test_dat_1_a_folder_that_is_a_link(tmp_path):
+    """DAT-1: the system goes up from where the link points to. Paths below the folder stay as they are."""
+    (tmp_path / "disk" / "deep" / "data").mkdir(parents=True)
+    (tmp_path / "data").symlink_to(tmp_path / "disk" / "deep" / "data")
+    (tmp_path / "images").mkdir()
+    for folder, shown in ((tmp_path / "images", None), (tmp_path / "data", "1.png")):
+        path = coco_file(folder, [annotation()])
+        convert(path, folder, tmp_path / "data" / "d.jsonl")
+        (sample,) = load_samples([tmp_path / "data" / "d.jsonl"], prompt="find")[0]
+        assert Path(sample.images[0]).is_file()
+        assert shown in (None, json.loads((tmp_path / "data" / "d.jsonl").read_text())["images"][0])
 
 
 # ---- the whole -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,15 @@ def image(*objects: Object, width: int = 640, height: int = 480) -> Sample:
     return Sample("x", [], [], width, height, list(objects), [], "x.jsonl:1")
 
 
+def test_labels_are_shown_as_they_are(capsys) -> None:
+    """They come from data and model, and would else be read as rich's markup."""
+    row = {"num_gt": 1, "num_pred": 1, "precision": 1.0, "recall": 1.0, "f1": 1.0}
+    labels = ("car [/b]", "[red]bus", "a[link=x]")
+    evaluate.show({"f1": 0.5, "labels": dict.fromkeys(labels, row)}, title="checkpoint [/b]")
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in (*labels, "checkpoint [/b]", "0.5000"))
+
+
 # ---- COCO ----------------------------------------------------------------------------------------------------------
 
 

@@ -118,11 +118,11 @@ def test_jsonl_is_read_back_as_annotation_DAT_1(tmp_path, answers, monkeypatch):
 def test_answers_to_no_image_are_left_out_of_coco_DAT_1(tmp_path, answers, monkeypatch, capsys):
     """DAT-1: a line may have none."""
     lines = [json.loads(line) for line in answers[0].open()]
-    lines[1]["images"] = []
+    lines[1]["images"], lines[2]["images"] = [], ["data:image/png;base64,AAAA"]
     answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     run(monkeypatch, answers[0], "--output", tmp_path / "out")
-    assert "1 answers to no image are left out" in capsys.readouterr().out
-    assert [own["sample"] for own in json.loads((tmp_path / "out/instances.json").read_text())["images"]] == ["a", "c"]
+    assert "2 answers to no image file are left out" in capsys.readouterr().out
+    assert [own["sample"] for own in json.loads((tmp_path / "out/instances.json").read_text())["images"]] == ["a"]
 
 
 @pytest.mark.parametrize(

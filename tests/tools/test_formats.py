@@ -13,8 +13,8 @@ from PIL import Image, ImageOps
 
 from tests.packages import folder_with
 from tools.coco import Options
-from tools.convert import convert, main
-from utils.data.images import EXIF_ORIENTATION
+from tools.convert import INCOMPLETE, convert, main
+from utils.data.images import EXIF_ORIENTATION, image_size, open_image
 from utils.data.samples import load_samples
 
 WIDTH, HEIGHT = 100, 80
@@ -55,6 +55,7 @@ def test_DAT_1_pascal_voc(folder):
     assert rows_of(folder, "voc", folder / "voc") == {"a.png": [CAT]}
     assert rows_of(folder, "voc", folder / "voc", options=Options(keep_crowd=True)) == {"a.png": [CAT, DOG]}
     (folder / "voc" / "b.xml").write_text("<annotation>")
+    assert json.loads((folder / "data.jsonl").read_text())["annotated"] == ["cat", "dog"]  # an owl has no box
     with pytest.raises(ValueError, match="b.xml: not XML"):
         rows_of(folder, "voc", folder / "voc")
     (folder / "voc" / "b.xml").write_text(VOC.replace("<width>100", "<width>x"))
@@ -74,6 +75,16 @@ def test_DAT_1_yolo(folder, names):
     assert rows_of(folder, "yolo", labels) == {"a.png": [CAT, DOG], "b.png": []}
     outlines = rows_of(folder, "yolo", labels, options=Options(geometry="poly"))
     assert outlines["a.png"][1] == {"desc": "dog", "poly": [0, 0, 50, 0, 50, 40, 0, 40]}
+
+
+def test_yolo_files_with_a_byte_order_mark_DAT_1(folder):
+    """DAT-1: as Windows' tools write. It is not part of the first name."""
+    (folder / "labels").mkdir()
+    (folder / "labels" / "a.txt").write_text("0 0.25 0.5 0.3 0.5\n", encoding="utf-8-sig")
+    for name, text in (("classes.txt", "cat\n"), ("data.yaml", "names: [cat]\n")):
+        (folder / "labels" / name).write_text(text, encoding="utf-8-sig")
+        assert rows_of(folder, "yolo", folder / "labels")["a.png"] == [CAT]
+        (folder / "labels" / name).unlink()
 
 
 def test_yolo_needs_class_names(folder):
@@ -162,6 +173,102 @@ def test_DAT_1_answers_that_spell_boxes(folder, form, is_chat):
         rows_of(folder, "sharegpt", path)
 
 
+def lines_of(folder: Path, kind: str, path: Path, **more: Any) -> dict[str, tuple[list, list]]:
+    """Convert, and return prompt and labels as training reads them, by id."""
+    convert(path, folder / "images", folder / "data.jsonl", kind=kind, **more)
+    return {
+        sample.id: (sample.messages, [found.desc for found in sample.objects])
+        for sample in load_samples([folder / "data.jsonl"], prompt="find")[0]
+    }
+
+
+def test_DAT_1_a_conversation_keeps_its_questions(folder):
+    """DAT-1: each with its own answer is a line."""
+    system = {"from": "system", "value": "Be brief."}
+    first = [{"from": "human", "value": "<image>Find cats."}, {"from": "gpt", "value": ANSWERS["json"]}]
+    second = [{"from": "human", "value": "Find owls."}, {"from": "gpt", "value": "[]"}]
+    path = write_lines(
+        folder,
+        {"id": "x", "image": "a.png", "conversations": [system, *first, *second]},
+        {"id": "y", "image": "b.png", "conversations": first},
+    )
+    found = lines_of(folder, "sharegpt", path, unit=1000)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>Find cats."}]
+    assert found == {
+        "x.1": (asked, ["cat", "dog"]),
+        "x.2": ([asked[0], {"role": "user", "content": "Find owls."}], []),
+        "y": (asked[1:], ["cat", "dog"]),
+    }
+
+
+def test_DAT_1_ms_swift_keeps_its_question(folder):
+    """DAT-1: with the names that its markers stand for."""
+    asked = {"role": "user", "content": "<image>Find <ref-object>."}
+    answer = {"role": "assistant", "content": "<ref-object><bbox>"}
+    objects = {"ref": ["cat", "cat"], "bbox": [[10, 20, 40, 60]] * 2}
+    rows = [
+        {"id": name, "images": ["a.png"], "messages": turns, "objects": objects}
+        for name, turns in (
+            ("one", [asked, answer]),
+            ("none", []),
+            ("two", [asked, answer, asked, answer]),
+            ("box", [{"role": "user", "content": "What is at <bbox>?"}, answer]),
+        )
+    ]
+    found = lines_of(folder, "swift", write_lines(folder, *rows))
+    assert found == {
+        "one": ([{"role": "user", "content": "<image>Find cat."}], ["cat", "cat"]),
+        "none": ([{"role": "user", "content": "find"}], ["cat", "cat"]),
+    }
+
+
+def test_DAT_1_splits_of_questions_keep_an_image_together(folder):
+    """DAT-1."""
+    rows = []
+    for at in range(8):
+        Image.new("RGB", (WIDTH, HEIGHT)).save(folder / "images" / f"{at}.png")
+        for label in ("cat", "dog", "owl"):
+            objects = {"ref": [label], "bbox": [[10, 20, 40, 60]]}
+            rows.append({"id": f"{at}{label}", "images": [f"{at}.png"], "objects": objects})
+    path = write_lines(folder, *rows)
+    convert(path, folder / "images", folder / "d.jsonl", kind="swift", splits={"train": 0.5, "val": 0.5})
+    parts = [
+        [json.loads(line)["images"][0] for line in (folder / f"d_{name}.jsonl").open()] for name in ("train", "val")
+    ]
+    assert all(parts) and not set(parts[0]) & set(parts[1]) and sum(map(len, parts)) == 24
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ('Here they are: [{"bbox_2d": [100, 250, 400, 750], "label": "cat"}]', ["cat"]),
+        ('```json\n[{"bbox_2d": [0, 0, 9, 9]}]\n``` and ```\n{"bbox_2d": [0, 0, 9, 9]}\n```', INCOMPLETE),
+        ('```\n[{"bbox_2d": [0, 0, 9, 9], "label": "a"}]\n``` {"bbox_2d": [0, 0, 9, 9], "label": "b"}', ["a", "b"]),
+        ("[]", []),
+        ("```json\n[]\n```", []),
+        ("", []),
+        ("It is at <|box_start|>(1,2),(10,12)<|box_end|>.", "its answer spells boxes that cannot be read"),
+        ('{"found": [{"bbox_2d": [0, 0, 9, 9], "label": "cat"}]}', "its answer spells boxes that cannot be read"),
+        ('[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}, {"bbox_2d"', "its answer spells boxes that cannot be read"),
+        ("A cat on a mat.", "its answer spells no box"),
+        (None, "no answer"),
+    ],
+)  # fmt: skip
+def test_DAT_1_no_answer_becomes_an_image_without_objects_unless_it_says_so(folder, answer, expected):
+    """DAT-1: training would take the line for complete, and teach the model to say nothing."""
+    sound = {"from": "gpt", "value": ANSWERS["json"]}
+    turns = [{"from": "human", "value": "Find."}, *([] if answer is None else [{"from": "gpt", "value": answer}])]
+    path = write_lines(folder, {"image": "a.png", "conversations": turns}, {"image": "b.png", "conversations": [sound]})
+    report = convert(path, folder / "images", folder / "d.jsonl", kind="sharegpt", unit=1000)
+    rows = {
+        row["id"]: [item["desc"] for item in row["objects"]] for row in map(json.loads, (folder / "d.jsonl").open())
+    }
+    if isinstance(expected, str):
+        assert list(rows) == ["2"] and report.reasons == {("images left out", expected): (1, "1")}
+    else:
+        assert rows["1"] == expected and not report.reasons
+
+
 BOX = [10, 20, 40, 60]
 
 
@@ -213,7 +320,9 @@ def test_the_program_reads_other_formats(folder, monkeypatch):
 # ---- EXIF ----------------------------------------------------------------------------------------------------------
 
 
-def turned_image(folder: Path, orientation: int, size: tuple[int, int]) -> tuple[Path, list[int], list[int]]:
+def turned_image(
+    folder: Path, orientation: int, size: tuple[int, int], suffix: str = "png"
+) -> tuple[Path, list[int], list[int]]:
     """An image with one white box: (path, the box in stored pixels, the box in the shown image as Pillow turns it)."""
     pixels = np.zeros((size[1], size[0]), dtype=np.uint8)
     pixels[5:20, 10:40] = 255
@@ -222,13 +331,17 @@ def turned_image(folder: Path, orientation: int, size: tuple[int, int]) -> tuple
     exif[EXIF_ORIENTATION] = orientation
     image.save(folder / "t.png", exif=exif)
     left, top, right, bottom = ImageOps.exif_transpose(Image.open(folder / "t.png")).getbbox()
-    return folder / "t.png", [10, 5, 40, 20], [left, top, right, bottom]
+    image.save(folder / f"t.{suffix}", exif=exif)
+    return folder / f"t.{suffix}", [10, 5, 40, 20], [left, top, right, bottom]
 
 
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
 @pytest.mark.parametrize("size", [(60, 60), (80, 50)])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_boxes_of_a_turned_image_lie_where_training_shows_their_objects(tmp_path, orientation, size):
-    path, stored, shown = turned_image(tmp_path, orientation, size)
+def test_boxes_of_a_turned_image_lie_where_training_shows_their_objects(tmp_path, orientation, size, suffix):
+    path, stored, shown = turned_image(tmp_path, orientation, size, suffix)
+    image = open_image(path)
+    assert image_size(path) == image.size[::-1] and list(image.getbbox()) == shown
 
     def found(box: list[int], given: tuple[int, int] | None, **options: Any) -> list[dict]:
         image = {"id": 1, "file_name": path.name} | ({} if given is None else {"width": given[0], "height": given[1]})

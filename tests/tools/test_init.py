@@ -233,14 +233,16 @@ def test_data_that_list_some_objects_get_long_answers_and_hold_the_others_TGT_12
 ):
     """TGT-12, TGT-16: one object is listed of the many that an image may show."""
     monkeypatch.chdir(tmp_path)
-    for name, more in (("some", {"annotated": ["cat"]}), ("all", {})):
+    for name, num_partial in (("some", 5), ("all", 0), ("crowds", 1)):
         Image.new("RGB", (64, 64)).save("a.png")
         line = {"images": ["a.png"], "width": 64, "height": 64, "objects": [{"desc": "cat", "bbox_2d": [1, 2, 30, 40]}]}
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line | more) + "\n")
+        lines = [json.dumps(line | ({"annotated": ["cat"]} if at < num_partial else {})) + "\n" for at in range(5)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
         arguments = ["init", "--data", f"{name}.jsonl", "--model", str(start_model), "--gpus", "0"]
         monkeypatch.setattr(sys, "argv", arguments)
         main()
-    some, everything = (load_config(f"{name}.yaml").rm for name in ("some", "all"))
+    some, everything, crowds = (load_config(f"{name}.yaml").rm for name in ("some", "all", "crowds"))
+    assert crowds == everything  # a line here and there that says so does not make the data partly annotated
     assert (some.max_new_tokens, some.losses.reference_kl, some.targets.unmatched) == (1024, 30.0, "drop_duplicates")
     assert everything.max_new_tokens < 100 and everything.targets.unmatched == "trim"
     assert everything.losses.reference_kl == 0.0

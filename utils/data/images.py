@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -220,12 +220,20 @@ def _short(source: str | os.PathLike) -> str:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to RGB, turned as the EXIF tag says, transparency on white."""
+    """Convert to RGB, turned as the EXIF tag says, transparency on white. Raises ValueError for deep grey values."""
+    check_depth(image)
     image = ImageOps.exif_transpose(image)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")
+
+
+def check_depth(image: Image.Image) -> None:
+    """Raise ValueError for grey values of more than 8 bits: Pillow would cut them off at 255, to a white image."""
+    if image.mode.startswith(("I", "F")):
+        reason = "no rule fits all of them; save it with 8 bits per channel"
+        raise ValueError(f"grey values of more than 8 bits (Pillow's mode {image.mode}): {reason}")
 
 
 class ShardImage(str):
@@ -294,8 +302,10 @@ def image_size(image: str | os.PathLike, decode: bool = False) -> tuple[int, int
     """Return (height, width) as `open_image` will give it, from the header alone; `decode`: only if all pixels can be
     decoded too. Raises as `open_image` does."""
     with _opened(image) as opened:
+        check_depth(opened)
         width, height = opened.size
-        turned = opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+        # Pillow gives a TIFF's size as it is shown.
+        turned = opened.format != "TIFF" and opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
         if decode:
             opened.draft(None, (1, 1))  # a JPEG at an eighth of its size: still all of the file, in a third of the time
             opened.load()
@@ -305,13 +315,15 @@ def image_size(image: str | os.PathLike, decode: bool = False) -> tuple[int, int
 @contextmanager
 def _opened(image: str | os.PathLike) -> Iterator[Image.Image]:
     """Open lazily. Whatever Pillow raises inside becomes an `OSError` that names the image."""
-    source: str | io.BytesIO = os.fspath(image)
+    name = os.fspath(image)
     try:
-        if source.startswith("data:"):
-            source = io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
-        elif found := image if isinstance(image, ShardImage) else find_in_shard(source):
+        if name.startswith("data:"):
+            source: BinaryIO = io.BytesIO(base64.b64decode(name.partition(",")[2], validate=True))
+        elif found := image if isinstance(image, ShardImage) else find_in_shard(name):
             source = io.BytesIO(found.read())
-        with Image.open(source) as opened:
+        else:  # a path itself Pillow would map into memory, where a grey TIFF that EXIF turns has its sides swapped
+            source = open(name, "rb")
+        with source, Image.open(source) as opened:
             yield opened
     except binascii.Error as error:
         raise OSError(f"{_short(image)}: bad base64: {error}") from None
