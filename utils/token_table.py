@@ -90,7 +90,7 @@ class TokenTable:
             raise ValueError(
                 f"the tokenizer lacks {len(missing)} of {NUM_BINS} coordinate tokens ({names}); each must be a single "
                 "token. Add them (python -m tools.add_coord_tokens) and train the model on answers that use them, or "
-                "set answer_format: qwen3vl, which needs none"
+                "set answer_format to the family's own form (qwen3vl, qwen2_5vl, internvl), which needs none"
             )
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end token (eos_token), so an answer cannot be closed")

@@ -94,6 +94,16 @@ def test_CFG_16_SRV_2_each_fault_is_named_with_its_way_out(model: Path, name: st
     assert checkpoint_problems(model, with_processor=False) == ([] if name == "no processor" else [message])
 
 
+@pytest.mark.parametrize("section", ["quantization_config", "text_config"])
+def test_CFG_17_quantized_weights_are_refused_by_name(model: Path, section: str) -> None:
+    """CFG-17: the merged checkpoint would hold plain weights beside a config that says fp8."""
+    found = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    nested = found if section == "quantization_config" else {"quantization_config": found}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", section: nested}))
+    message = "config.json is of quantized weights (fp8), which are not supported; use the release in bfloat16"
+    assert checkpoint_problems(model) == [message]
+
+
 @pytest.mark.parametrize("family", BUILDERS)
 def test_SRV_2_what_transformers_writes_is_whole(tmp_path: Path, family: str) -> None:
     """SRV-2: with the family's own processor and tokenizer."""

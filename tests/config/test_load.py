@@ -408,8 +408,8 @@ def test_CFG_3_whatever_a_file_holds_is_reported_and_never_crashes(value: Any) -
         ("deepspeed: !!int abc", "cannot be read as int: .*abc.* line 1, column 12"),
         ("deepspeed: !!timestamp abc", "cannot be read as timestamp: .* line 1"),
         (f"training: {{seed: {'9' * 5000}}}", "cannot be read as int: .* line 1"),
-        ('extends: "a\\0.yaml"', "cannot be read as str: .*a.x00.yaml' holds a NUL"),
-        ('custom: {train_jsonl: "a\\0.jsonl"}', "cannot be read as str: .*a.x00.jsonl' holds a NUL"),
+        ('extends: "a\\0.yaml"', "cannot be read as str: .*a.x00.yaml' contains a NUL"),
+        ('custom: {train_jsonl: "a\\0.jsonl"}', "cannot be read as str: .*a.x00.jsonl' contains a NUL"),
     ],
 )
 def test_CFG_3_a_value_that_yaml_cannot_make_is_told_with_its_line(tmp_path: Path, text: str, reason: str) -> None:

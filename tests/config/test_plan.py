@@ -529,7 +529,7 @@ def test_CFG_16_the_plan_refuses_a_tuner_that_trains_nothing(tmp_path: Path) -> 
     """CFG-16, CFG-3: but not where the names are those of an adapter's own file."""
     tuner = {"type": "lora", "target_modules": ["q_prj"]}
     with pytest.raises(
-        ConfigError, match=r'tuner.target_modules=\["q_prj"\]: .*nothing would learn; correct the names'
+        ConfigError, match=r'tuner.target_modules=\["q_prj"\]: .*nothing would be trained; correct the module names'
     ):
         make_plan(config(model={"path": str(checkpoint(tmp_path))}, tuner=tuner), 1)
     assert make_plan(config(model={"path": str(tmp_path)}, tuner=tuner | {"adapter_path": "a"}), 1)

@@ -210,7 +210,7 @@ def test_GRP_2_without_packing_the_row_length_may_be_left_out() -> None:
     data |= {"global_max_length": None, "training": {"output_dir": "o", "packing": False}}
     assert build_config(data).global_max_length is None
     data["rlhf"]["max_new_tokens"] = 4096
-    assert "rlhf.max_new_tokens=4096 fills it" in only_problem(data)
+    assert "rlhf.max_new_tokens=4096 alone fills it" in only_problem(data)
     data["rlhf"]["vllm_mode"] = "colocate"
     assert "is required with rlhf.vllm_mode: colocate" in only_problem(data)
 

@@ -224,7 +224,7 @@ def test_CFG_15_the_shortest_of_row_and_servers() -> None:
 def test_CFG_3_modules_by_a_pattern_that_is_none(pattern: str) -> None:
     """CFG-3."""
     found = only_problem(edited(tuner={"type": "lora", "target_modules": pattern}))
-    assert f'tuner.target_modules="{pattern}": is no regular expression: ' in found
+    assert f'tuner.target_modules="{pattern}": is not a valid regular expression: ' in found
 
 
 def test_CFG_17_the_answer_format_brings_its_own_prompt() -> None:
@@ -282,7 +282,7 @@ def test_CFG_14_buffer_holds_a_batch() -> None:
     [
         ({"global_max_length": REMOVE}, "global_max_length=null: is required for stage 2"),
         ({"RM__max_new_tokens": 4096}, "must fit in global_max_length=4096"),
-        ({"RS": {"vllm_max_model_len": 1024}}, "max_new_tokens=1024 fills it"),
+        ({"RS": {"vllm_max_model_len": 1024}}, "max_new_tokens=1024 alone fills it"),
         (
             {"RS": {"vllm_max_model_len": 2048, "servers": [{"vllm_max_model_len": 512}]}},
             "servers[0].vllm_max_model_len=512",

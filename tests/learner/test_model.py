@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from peft.tuners.lora.config import KasaConfig, MontecloraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -431,6 +433,32 @@ def test_an_existing_adapter_is_trained_further_lrn_2(start, tmp_path):
     with pytest.raises(ValueError, match=r"tuner.rank=8 \(the adapter has 4\); tuner.use_dora=False"):
         wrong = {**tuner, "rank": 8, "use_dora": False}
         apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**wrong, adapter_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "make, settings, message",
+    [
+        (LoHaConfig, {}, "is LOHA; use LoRA or DoRA"),
+        (IA3Config, {"feedforward_modules": []}, "is IA3; use LoRA or DoRA"),
+        (LoraConfig, {"alora_invocation_tokens": [3, 4]}, ".*ALoraLinearVariant cannot be merged .* use LoRA or DoRA"),
+        (LoraConfig, {"kasa_config": KasaConfig()}, ".*KasaLinearVariant cannot be merged .* use LoRA or DoRA"),
+        (LoraConfig, {"monteclora_config": MontecloraConfig()}, ".*MontecloraLinearVariant cannot be merged"),
+        (LoraConfig, {"lora_bias": True}, ".*only one adapter, without bias, on a linear layer can be merged"),
+        (LoraConfig, {"trainable_token_indices": {"embed_tokens": [1, 2]}}, ".*TrainableTokensLayer cannot be merged"),
+        (LoraConfig, {"modules_to_save": ["embed_tokens"]}, "unties the embeddings .* ensure_weight_tying=True"),
+        (LoraConfig, {"modules_to_save": ["embed_tokens", "lm_head"]}, "unties the embeddings from the head"),
+    ],
+)
+def test_an_existing_adapter_that_cannot_be_merged_is_refused_at_start_lrn_2(start, tmp_path, make, settings, message):
+    """LRN-2, SYN-4: without a first checkpoint or sync, whose merge alone would find it."""
+    rank = {} if make is IA3Config else {"r": 4}
+    model = get_peft_model(load_model(start, "float32", "sdpa"), make(target_modules=["q_proj"], **rank, **settings))
+    model.save_pretrained(tmp_path)
+    ours = Tuner(
+        type="lora", rank=4, alpha=8, adapter_path=str(tmp_path), modules_to_save=settings.get("modules_to_save", [])
+    )
+    with pytest.raises(ValueError, match=f"tuner.adapter_path={tmp_path}:? {message}"):
+        apply_tuner(load_model(start, "float32", "sdpa"), ours)
 
 
 def test_an_adapter_in_a_frozen_part_stays_active_but_frozen_lrn_2(start, tmp_path):

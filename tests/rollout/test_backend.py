@@ -15,7 +15,7 @@ from utils.rollout.backend import (
     read_output,
     request_config,
 )
-from utils.server.protocol import ChatCompletionResponse, ChatMessage, Choice, InferCall, RolloutOutput
+from utils.server.protocol import ChatCompletionResponse, ChatMessage, Choice, InferCall, RequestConfig, RolloutOutput
 
 REQUESTS = [
     RolloutRequest(f"s{i}", [{"role": "user", "content": "<image>Find all."}], [f"/data/{i}.png"], [1, 2, 3])
@@ -93,6 +93,16 @@ def test_srv_4_the_server_takes_what_is_sent():
     sent = call.request_config
     assert (sent.temperature, sent.top_p, sent.top_k, sent.repetition_penalty) == (0.7, 0.9, 20, 1.1)
     assert (sent.max_tokens, sent.seed, call.infer_requests[0].images) == (64, 3, ["/data/0.png"])
+
+
+def test_rol_1_no_setting_is_left_to_the_checkpoint():
+    """ROL-1: a server samples as colocate does, whatever generation_config.json says."""
+    engine = pytest.importorskip("utils.server.engine")
+    colocate = pytest.importorskip("utils.rollout.colocate")
+    theirs = {"temperature": 0.3, "top_p": 0.8, "top_k": 7, "min_p": 0.2, "repetition_penalty": 1.05}
+    for sampling in (RolloutSampling(), RolloutSampling(temperature=1.0, max_new_tokens=64, logprobs=True)):
+        sent = RequestConfig.model_validate(request_config(sampling))
+        assert repr(engine.sampling_params(sent, 3, theirs)) == repr(colocate.sampling_params(sampling, 3))
 
 
 def test_con_3_a_failed_request_is_an_empty_rollout():

@@ -44,6 +44,22 @@ def test_tensors_have_pefts_names_and_b_is_scaled_SYN_10(settings):
         torch.testing.assert_close(before[name] + change, getattr(merged, name).weight)
 
 
+def test_an_adapter_in_a_frozen_part_goes_with_every_sync_SYN_10():
+    """SYN-10: the engine fills its slot with what one update brings, and with nothing else."""
+    model = tuned()
+    for name, parameter in model.named_parameters():
+        if "first" in name:
+            parameter.requires_grad_(False)
+    server = StandIn(AdapterWeights(model))
+    limits = {"run_id": "run", "bucket_bytes": 1 << 20, "timeout_s": 5, "open_timeout_s": 5}
+    addresses = [("127.0.0.1", 1), ("127.0.0.1", 2)]
+    sync = AdapterSync(server.weights, OneRank(server.events), server, addresses, **limits)
+    sync.transport = server
+    for step in range(2):
+        assert sync.sync(f"run:{step}").num_tensors == 4
+        assert server.names == [entry.name for entry in server.weights.entries]
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -36,6 +36,9 @@ def checkpoint_problems(folder: Path, with_processor: bool = True) -> list[str]:
         family_from(config)
     except ValueError as error:
         return [str(error)]
+    if quantization := config.get("quantization_config") or config.get("text_config", {}).get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        return [f"config.json is of quantized weights ({method}), which are not supported; use the release in bfloat16"]
     there = {path.name for path in folder.iterdir()}
     index = _INDEX if any(".safetensors" in name for name in there) else _OLD_INDEX
     weights = {name for name in there if name.endswith(_WEIGHTS)} | _shards(folder / index)

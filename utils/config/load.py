@@ -82,7 +82,7 @@ for _tag, _pattern, _first in (
 
 def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
     if re.search("[\0\ud800-\udfff]", node.value):
-        raise ValueError(f"{node.value!r} holds a NUL or half a character, as no path may")
+        raise ValueError(f"{node.value!r} contains a NUL or a lone surrogate, which no path may contain")
     return loader.construct_scalar(node)
 
 

@@ -125,7 +125,7 @@ def _impossible(cfg: Config, plan: Plan, device_bytes: int) -> list[str]:
     found, size = [], plan.model_size
     # A regular expression goes by the model's own names, from which those in files may differ.
     if size and not size.trainable and cfg.tuner.adapter_path is None and isinstance(cfg.tuner.target_modules, list):
-        rule = "no weight of the parts that are not frozen is selected, so nothing would learn; correct the names"
+        rule = "selects no weight in the unfrozen parts, so nothing would be trained; correct the module names"
         found.append(problem(cfg, "tuner.target_modules", rule))
     if device_bytes and plan.learner_memory and sum(plan.learner_memory.values()) > device_bytes:
         way_out = "use zero3" if plan.zero_stage < 3 else "use zero3_offload or more learners"

@@ -78,7 +78,7 @@ def _lengths_fit(cfg: Config) -> Found:
         yield key, f"prompt and response must fit in global_max_length={row}; lower it or raise global_max_length"
     for path, length in _engine_lengths(cfg).items():
         if new_tokens >= length:
-            rule = f"prompt and response must fit, and {key}={new_tokens} fills it; raise it or lower that"
+            rule = f"must hold prompt and response, but {key}={new_tokens} alone fills it; raise this, or lower {key}"
             yield path, rule
         elif cfg.is_grpo and row is not None and length < row:
             yield path, f"must be at least global_max_length={row}; raise it or lower that"
@@ -258,7 +258,7 @@ def _tuner_is_consistent(cfg: Config) -> Found:
         re.compile(tuner.target_modules if isinstance(tuner.target_modules, str) else "")
     except (re.error, OverflowError, RecursionError) as error:
         way_out = 'correct it, or give a list of name endings, or "all-linear"'
-        yield "tuner.target_modules", f"is no regular expression: {error}; {way_out}"
+        yield "tuner.target_modules", f"is not a valid regular expression: {error}; {way_out}"
     if tuner.freeze_llm and tuner.freeze_vit and tuner.freeze_aligner and not tuner.modules_to_save:
         yield "tuner.freeze_llm", "leaves nothing to train; unfreeze the llm, the vit or the aligner"
     if tuner.freeze_vit and cfg.training.vit_lr is not None:
@@ -520,5 +520,6 @@ def _true_labels_are_learnt(cfg: Config) -> Found:
     if cfg.rm.targets.label_context == "truth" and cfg.rm.matching.label == "ignore":
         yield (
             f"{RM}.targets.label_context",
-            "truth writes labels to learn them; set matching.label: correct, or own here",
+            "truth writes the true labels so that they are trained, but matching.label: ignore trains none; set "
+            "matching.label: correct, or own here",
         )

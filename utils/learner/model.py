@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from utils.config.schema import Training, Tuner
 from utils.families import PARTS, family_in, family_of, part_of
 from utils.packing import Batch, PositionIds
+from utils.sync.merged_weights import MergedWeights
 
 
 def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementation: str = "sdpa") -> nn.Module:
@@ -77,7 +78,8 @@ def apply_tuner(model: nn.Module, tuner: Tuner) -> nn.Module:
     are not trained.
 
     Raises:
-        ValueError: nothing would be trained, a name matches nothing, or `adapter_path` contradicts the other settings.
+        ValueError: nothing would be trained, a name matches nothing, or `adapter_path` contradicts the other settings
+            or is not LoRA or DoRA that can be merged.
     """
     frozen = _frozen_parts(tuner)
     if tuner.type == "full":
@@ -137,7 +139,6 @@ def _new_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     if unknown := [entry for entry in tuner.modules_to_save if not any(_ends_with(name, entry) for name in names)]:
         raise ValueError(f"tuner.modules_to_save: no module's name ends in {unknown}")
     saves_embeddings = any(part_of(entry) == "embeddings" for entry in tuner.modules_to_save)
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     config = LoraConfig(
         r=tuner.rank,
         lora_alpha=tuner.alpha,
@@ -146,16 +147,19 @@ def _new_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
         target_modules=adapter_targets(model, tuner),
         modules_to_save=list(tuner.modules_to_save) or None,
         # Otherwise PEFT trains a copy of the embeddings and leaves the head unchanged (or the other way round).
-        ensure_weight_tying=saves_embeddings and tied,
+        ensure_weight_tying=saves_embeddings and _is_tied(model),
     )
     # The adapter has the model's dtype: ZeRO wants a single one, and its optimizer holds the float32 copy.
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def _load_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
-    from peft import PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
 
+    where, was_tied = f"tuner.adapter_path={tuner.adapter_path}", _is_tied(model)
     saved = PeftConfig.from_pretrained(tuner.adapter_path)
+    if not isinstance(saved, LoraConfig):
+        raise ValueError(f"{where} is {saved.peft_type.value}; use LoRA or DoRA")
     pairs = {
         "rank": (saved.r, tuner.rank),
         "alpha": (saved.lora_alpha, tuner.alpha),
@@ -164,11 +168,22 @@ def _load_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     }
     wrong = [f"tuner.{key}={ours} (the adapter has {its})" for key, (its, ours) in pairs.items() if its != ours]
     if wrong:
-        raise ValueError(f"tuner.adapter_path={tuner.adapter_path} does not fit: {'; '.join(wrong)}")
+        raise ValueError(f"{where} does not fit: {'; '.join(wrong)}")
     saved.lora_dropout = tuner.dropout
-    return PeftModel.from_pretrained(
+    loaded = PeftModel.from_pretrained(
         model, tuner.adapter_path, config=saved, is_trainable=True, autocast_adapter_dtype=False
     )
+    try:
+        MergedWeights(loaded)  # here, not at the first sync or checkpoint
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if was_tied and not _is_tied(loaded):  # the merged checkpoint's config would say tied of two tensors
+        raise ValueError(f"{where} unties the embeddings from the head; make it with PEFT's ensure_weight_tying=True")
+    return loaded
+
+
+def _is_tied(model: nn.Module) -> bool:
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 def _normalized(names: Sequence[str] | None) -> list[str]:

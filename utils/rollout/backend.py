@@ -209,12 +209,16 @@ def infer_request(request: RolloutRequest) -> dict[str, Any]:
 
 
 def request_config(sampling: RolloutSampling) -> dict[str, Any]:
-    """The sampling in ms-swift's `RequestConfig` form; the seed is each call's own."""
+    """The sampling in ms-swift's `RequestConfig` form; the seed is each call's own.
+
+    What is left out would come from the model's generation_config, which a colocated engine does not read.
+    """
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "return_details": True,
         "logprobs": sampling.logprobs,

@@ -155,12 +155,17 @@ def _effective_entries(module: nn.Module, prefix: str) -> Iterator[WeightEntry]:
 
 
 def _adapter_of(layer: nn.Module, prefix: str) -> Adapter | None:
+    from peft.tuners.lora.variants import DoraLinearVariant
+
     active = [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
     if not active:
         return None
     if len(active) > 1 or not isinstance(layer.get_base_layer(), nn.Linear) or layer.lora_bias[active[0]]:
         raise ValueError(f"{prefix}: only one adapter, without bias, on a linear layer can be merged while streaming")
     name = active[0]
+    variant = layer.lora_variant.get(name)
+    if not isinstance(variant, DoraLinearVariant | None):
+        raise ValueError(f"{prefix}: {type(variant).__name__} cannot be merged while streaming; use LoRA or DoRA")
     vector = layer.lora_magnitude_vector[name].weight if name in layer.lora_magnitude_vector else None
     return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], vector)
 

@@ -82,7 +82,7 @@ class WeightSync:
     """Drives syncs of merged weights on all ranks (SYN-2): fence, rank 0 sends, fence.
 
     The first sync through a communicator sends everything, later ones what can have changed, in whole groups (SYN-6).
-    After `open` and after any failure the next one is full again.
+    After `open` and after any failure the next one is full again. An adapter always goes whole.
     """
 
     mode: ClassVar[str] = "full"
@@ -209,7 +209,7 @@ class WeightSync:
         last: the engine has nothing to load before the first bucket has arrived whole."""
         entries = self.weights.entries
         chosen = {entry.name for entry in entries}
-        if self._servers_are_whole:
+        if self._servers_are_whole and self.mode == "full":  # a slot holds one update's tensors alone, frozen ones, too
             changing = {entry.name for entry in entries if entry.can_change}
             chosen = set().union(*(whole_groups(changing, own) for own in self._parameters)) or chosen
         order = sorted(range(len(entries)), key=lambda index: entries[index].num_bytes > self.bucket_bytes)  # stable
