@@ -11,7 +11,6 @@ more likely, one that scored worse less likely. How to run it: docs/runbook_grpo
 
 import logging
 import math
-import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
@@ -121,7 +120,6 @@ class Grpo:
         self.session = session
         self.rewards = rewards
         self.data_position = session.data.stream.state_dict()
-        self._scoring = threading.Lock()  # one reward function at a time
         self._redraw: deque[int] = deque()  # numbers of prompts that a checkpoint's prepared micro-steps had drawn
         session.prefetch(self, draws_more=session.cfg.rlhf.dynamic_sample)
 
@@ -146,7 +144,7 @@ class Grpo:
         num_used = training.per_device_train_batch_size
         groups = self.generate_groups(prompts.samples[:num_used], step, micro_step_idx)
         for turn in range(1, cfg.max_resample_times + 1) if cfg.dynamic_sample else ():
-            answers = [self.score_group(group, step) for group in groups]
+            answers = self.session.prefetcher.in_finish_thread(self.score_groups, groups, step)
             no_signal = np.flatnonzero(~has_signal(answers, self.reward_weights(step))).tolist()
             # Each rank uses servers by itself; other engines work on all ranks together.
             is_needed = [bool(no_signal)]
@@ -169,7 +167,7 @@ class Grpo:
 
     def judge(self, responses: Responses, step: int) -> MicroStep:
         """Score responses; a slow reward function holds up no request in this thread."""
-        groups = [self.score_group(group, step) for group in responses.groups]
+        groups = self.score_groups(responses.groups, step)
         return MicroStep(groups, responses.num_drawn, responses.data_position)
 
     def lag(self, micro_step: MicroStep, step: int) -> int:
@@ -192,12 +190,14 @@ class Grpo:
             for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
         ]
 
-    def score_group(self, group: ResponseGroup, step: int) -> Group:
-        """Score the responses to one prompt for `step`, once however often this is called."""
-        if group.answers is None:
-            with self._scoring, self.session.timed("prepare"):
-                group.answers = [self.make_answer(group.sample, group.prompt, result, step) for result in group.results]
-        return group.answers
+    def score_groups(self, groups: Sequence[ResponseGroup], step: int) -> list[Group]:
+        """Score the responses to each prompt for `step`, once however often this is called. All reward functions run in
+        one thread, the one that judges."""
+        with self.session.timed("prepare"):
+            for own in groups:
+                if own.answers is None:
+                    own.answers = [self.make_answer(own.sample, own.prompt, result, step) for result in own.results]
+        return [own.answers for own in groups]
 
     def make_answer(self, sample: Sample, prompt: EncodedPrompt, result: RolloutResult, step: int) -> Answer:
         """Score one response and write it as a training sequence.
@@ -290,7 +290,8 @@ class Grpo:
 
     def evaluate(self, step: int) -> None:
         """Average rewards of greedy responses to the validation samples, with the settings of the last step."""
-        records = self.session.score_validation(step, self.evaluation_record)
+        score = partial(self.session.prefetcher.in_finish_thread, self.evaluation_record)
+        records = self.session.score_validation(step, score)
         sums: Counter[str] = Counter()
         for record in records:
             sums.update({f"reward/{name}": value for name, value in record["rewards"].items()})

@@ -44,6 +44,17 @@ def same(completion, sample):
 """
 
 
+KEEPS_A_CONNECTION = """
+import functools, sqlite3
+
+connect = functools.cache(sqlite3.connect)
+
+
+def known(completion, sample):
+    return connect(":memory:").execute("select 0.5").fetchone()[0]
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def process_groups_stay(ranks):
     """Runs of this process share those of `ranks`."""
@@ -200,7 +211,7 @@ def test_prompts_without_signal_make_way_for_the_next_GRP_6_LRN_1(folder, start_
 def grpo_of(session, rewards: dict) -> train_grpo.Grpo:
     """A run on a session that is made up."""
     run = object.__new__(train_grpo.Grpo)
-    run.session, run.rewards, run._redraw, run._scoring = session, rewards, deque(), threading.Lock()
+    run.session, run.rewards, run._redraw = session, rewards, deque()
     run.reward_weights = lambda step: np.ones(max(len(rewards), 1))
     return run
 
@@ -384,7 +395,8 @@ def resampling_run() -> train_grpo.Grpo:
     training = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2)
     cfg = SimpleNamespace(training=training, rlhf=SimpleNamespace(dynamic_sample=True, max_resample_times=2))
     data = SimpleNamespace(stream=SampleStream([list(range(40))], seed=3))
-    run = grpo_of(SimpleNamespace(cfg=cfg, data=data, policy=SimpleNamespace(client=object())), {})
+    policy = SimpleNamespace(client=object())
+    run = grpo_of(SimpleNamespace(cfg=cfg, data=data, policy=policy, timed=lambda part: nullcontext()), {})
     run.session.prefetcher = Prefetcher(run, 2, num_threads=2, draws_more=True)
     return run
 
@@ -485,11 +497,13 @@ def test_what_a_checkpoint_holds_ahead_must_fit_the_settings_of_now_LRN_5_PCK_3(
 
 def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
     """GRP-5, LRN-8: the second micro-step is asked while the first one's answers are still being judged; with
-    `dynamic_sample`, whose further requests follow from rewards, they are judged before, and only once."""
-    second_is_asked, judged = threading.Event(), []
+    `dynamic_sample`, whose further requests follow from rewards, they are judged before, and only once. Whoever asks,
+    one thread judges."""
+    second_is_asked, judged, judges = threading.Event(), [], set()
 
     def slow(completion, sample):
         judged.append(str(completion))
+        judges.add(threading.current_thread().name)
         assert second_is_asked.wait(20), "the second micro-step waits for rewards"
         return len(judged) % 2
 
@@ -509,10 +523,11 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
         policy = SimpleNamespace(client=object(), generate=generate)
         parts = {"cfg": cfg, "data": data, "policy": policy, "place": lambda segment: segment}
         session = SimpleNamespace(**parts, timed=lambda part: nullcontext())
-        return grpo_of(session, {"slow": slow})
+        run = grpo_of(session, {"slow": slow})
+        Session.prefetch(session, run)
+        return run
 
     run = slow_run()
-    Session.prefetch(run.session, run)
     made = run.session.prefetcher.get(0)
     run.session.prefetcher.drain()
     assert judged == ["0"] * 4 + ["1"] * 4 and [len(group) for micro in made for group in micro.groups] == [2] * 4
@@ -521,3 +536,13 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
     responses = run.generate(run.draw(), 0, 0)
     assert judged == ["0"] * 4
     assert run.judge(responses, 0).groups == [group.answers for group in responses.groups] and len(judged) == 4
+    assert judges == {"finish_0"}
+
+
+def test_evaluation_scores_in_the_thread_that_judges_GRP_5_LRN_7(folder, start_model):
+    """GRP-5, LRN-7: a reward function may keep what belongs to one thread, as a connection of sqlite3 does."""
+    (folder / "kept.py").write_text(KEEPS_A_CONNECTION)
+    rewards = {"reward_funcs": ["known"], "reward_weights": None, "reward_files": [str(folder / "kept.py")]}
+    training = {"max_steps": 1, "eval_steps": 1, "eval_at_start": True}
+    found = curves(run(config_of(folder, start_model, "kept", training, **rewards)))
+    assert found["eval/reward"] == [0.5, 0.5] and found["reward"] == [0.5]

@@ -222,12 +222,12 @@ def killed_rank_message(number: int, arguments: list[str]) -> list[str]:
     # Imported late, so that the launcher stays small while the ranks run.
     from utils.config.load import load_config
     from utils.run.rollout_log import read_rollout_log
-    from utils.run.shutdown import newest_checkpoint
+    from utils.run.shutdown import newest_checkpoint, resume_command
 
     run_dir = Path(load_config(options_of(arguments).config).training.output_dir)
     log, newest = run_dir / "rollouts.jsonl", newest_checkpoint(run_dir)
     lines = read_rollout_log(log) if log.exists() else []
-    command = launched_as(arguments) + " --resume auto" * ("--resume" not in arguments)
+    command = resume_command(launched_as(arguments), newest)
     return [
         f"run {run_dir}: a rank was ended by {signal.Signals(number).name}"
         + "; the kernel does this when memory runs out (see dmesg)" * (number == signal.SIGKILL),

@@ -51,6 +51,24 @@ def test_lrn_1_the_seed_decides_the_order():
     assert global_ids(files(50), 50, 1, seed=1) != global_ids(files(50), 50, 1, seed=2)
 
 
+def test_lrn_1_a_draw_that_fails_is_drawn_again_as_a_whole():
+    """LRN-1: by a checkpoint that was saved meanwhile, and in this process; here across the border of an epoch."""
+    order, errors = SampleStream([range(5)], seed=1).next(9), [None] * 6 + [OSError("image")]
+
+    class File(list):
+        def __getitem__(self, index):
+            if errors and (error := errors.pop(0)) is not None:
+                raise error
+            return super().__getitem__(index)
+
+    stream = SampleStream([File(range(5))], seed=1)
+    assert stream.next(4) == order[:4]
+    with pytest.raises(OSError, match="image"):
+        stream.next(3)
+    assert stream.state_dict()["position"] == stream.position == 4
+    assert stream.next(5) == order[4:9]
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 30), st.integers(1, 4), st.integers(1, 4))
 def test_lrn_1_resumed_stream_goes_on_also_with_other_ranks(sizes, draws, before, after):

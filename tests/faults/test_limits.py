@@ -95,6 +95,6 @@ def test_requests_in_flight_are_waited_for_10_s_at_the_end_LRN_8():
         name: SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("ranks", "monitor", "watch")
     }
     policy = SimpleNamespace(engine=SimpleNamespace(close=lambda: closed.append("engine")))
-    prefetcher = SimpleNamespace(drain=lambda timeout_s: waits.append(timeout_s))
+    prefetcher = SimpleNamespace(close=lambda timeout_s: waits.append(timeout_s))
     Session.close(SimpleNamespace(lock=None, policy=policy, prefetcher=prefetcher, **ends))
     assert waits == [10.0] and set(closed) == {"ranks", "monitor", "watch", "engine"}

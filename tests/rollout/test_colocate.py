@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,9 +18,10 @@ colocate = pytest.importorskip("utils.rollout.colocate")
 
 from tools.make_demo import make_dataset  # noqa: E402
 from utils.dist import DistributedError, Ranks  # noqa: E402
-from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling  # noqa: E402
+from utils.rollout.backend import Engine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling  # noqa: E402
 from utils.run.policy import Policy  # noqa: E402
 from utils.run.records import Timer  # noqa: E402
+from utils.sync.weight_sync import Probe  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 PLACE = {"global_step": 3, "micro_step_idx": 1, "run_seed": 5}
@@ -232,26 +234,47 @@ def test_starting_an_engine_changes_neither_threads_nor_random_numbers_ROL_7(mon
     torch.set_num_threads(before)
 
 
-def test_the_engine_sleeps_and_wakes_once_per_step_ROL_7(monkeypatch):
-    """ROL-7: awake from the sync, its probe included, to the last micro-step; asleep again after a failure, too."""
-    calls = []
-    llm = SimpleNamespace(
-        wake_up=lambda: calls.append("wake"),
-        sleep=lambda level: calls.append("sleep"),
-        collective_rpc=lambda *args, **kwargs: [{"error": None, "result": None}],
-        reset_mm_cache=lambda: None,
-        reset_prefix_cache=lambda: True,
-        llm_engine=SimpleNamespace(reset_encoder_cache=lambda: None),
-        generate=lambda prompts, params, use_tqdm: calls.append("generate") or prompts,
-    )
+def engine_on(llm: SimpleNamespace, ranks: Ranks, monkeypatch, probe: Probe | None = None) -> Engine:
+    """A backend on a made-up `vllm.LLM`, whose weight updates succeed."""
+    llm.collective_rpc = lambda *args, **kwargs: [{"error": None, "result": None}]
+    llm.reset_mm_cache, llm.reset_prefix_cache = lambda: None, lambda: True
+    llm.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None)
     monkeypatch.setattr(colocate, "start_engine", lambda *args, **options: llm)
     monkeypatch.setattr(colocate, "vllm_prompt", lambda *args: {})
     monkeypatch.setattr(colocate, "read_output", lambda output, version: RolloutResult([], [], "", "stop", version))
-    ranks = Ranks()
-    weights = SimpleNamespace(entries=[], tensors=lambda: iter(()))
-    engine = colocate.ColocateEngine(
-        colocate.Model(path="m"), colocate.Vllm(tensor_parallel_size=1), weights, ranks, None
+    weights = SimpleNamespace(entries=[], tensors=lambda: iter(()), dtype=torch.float32)
+    vllm = colocate.Vllm(tensor_parallel_size=1)
+    return colocate.ColocateEngine(colocate.Model(path="m"), vllm, weights, ranks, None, probe)
+
+
+def test_no_request_draws_from_the_learners_random_numbers_LRN_5_ROL_7(monkeypatch):
+    """LRN-5, ROL-7: in this process vLLM samples from torch's global generator unless a request is greedy or has a
+    seed. A resumed run makes its first sync, which compares prompts, where the whole one made none."""
+    asked = []
+
+    def generate(prompts, params, use_tqdm):
+        asked.extend(params if isinstance(params, list) else [params])
+        step = {7: SimpleNamespace(logprob=-1.0)}
+        return [SimpleNamespace(prompt_token_ids=[5], prompt_logprobs=[step])] * len(prompts)
+
+    request = {"messages": [], "images": []}
+    probe = Probe(request, [7], lambda: np.array([-1.0]), [(request, [5])])
+    engine = engine_on(SimpleNamespace(generate=generate), Ranks(), monkeypatch, probe)
+    engine.sync("run:0")
+    sampled, context = RolloutSampling(temperature=1.0), RolloutContext(**PLACE, policy_version="run:0")
+    engine.generate([RolloutRequest("s", [], [], [])] * 2, sampled, context)
+    assert len(asked) == 4 and all(params.temperature == 0 or params.seed is not None for params in asked)
+
+
+def test_the_engine_sleeps_and_wakes_once_per_step_ROL_7(monkeypatch):
+    """ROL-7: awake from the sync, its probe included, to the last micro-step; asleep again after a failure, too."""
+    calls, ranks = [], Ranks()
+    llm = SimpleNamespace(
+        wake_up=lambda: calls.append("wake"),
+        sleep=lambda level: calls.append("sleep"),
+        generate=lambda prompts, params, use_tqdm: calls.append("generate") or prompts,
     )
+    engine = engine_on(llm, ranks, monkeypatch)
     engine.sleeps, engine.is_awake = True, False
     policy = Policy(engine, None, ranks, "run", 0, str, None, Timer())
     request = RolloutRequest("s", [], [], [])

@@ -2,13 +2,13 @@
 
 import io
 import json
-import math
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -95,7 +95,8 @@ def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp
         cfg=SimpleNamespace(training=SimpleNamespace(collapse=SimpleNamespace(model_dump=lambda: BOUNDS))),
         ranks=SimpleNamespace(gather=lambda own: [own], is_main=True),
         on_all_ranks=lambda work, where: work(),
-        **{"monitor": monitor, "run_dir": tmp_path, "metric": "f1", "best": 0.0, "validation": {}, "collapsed": set()},
+        eval_settings=lambda: {"metric": "f1"},
+        **{"monitor": monitor, "run_dir": tmp_path, "metric": "f1", "validation": {}, "collapsed": set()},
     )
     metrics = {f"seconds/{part}": 1.0 for part in LOGGED_PARTS} | {"train/tokens_per_s": 9.0}
     Session.log_evaluation(session, 0, score, [])
@@ -214,27 +215,47 @@ def test_an_evaluation_is_written_with_its_answers_by_id_LRN_7(tmp_path):
     assert len(list((tmp_path / "eval").iterdir())) == 2
 
 
-@pytest.mark.parametrize("owed", [False, True])
+def settings_of(metric: str = "f1", digest: str = "a", **changes: Any) -> dict[str, Any]:
+    """The settings of an evaluation, in a config with these changes and validation data of this digest."""
+    cfg = build_config(edited(custom__val_jsonl="val.jsonl", **changes))
+    inputs = {"digests": {"data": {"val.jsonl": {"bytes": 9, "blake2b": digest}}}}
+    return Session.eval_settings(SimpleNamespace(cfg=cfg, metric=metric, inputs=inputs))
+
+
 @pytest.mark.parametrize(
-    ("metric", "changes", "is_kept"),
-    [("f1", {}, True), ("recall", {}, False), ("f1", {"training__eval_limit": 3}, False)],
+    ("changes", "is_kept"),
+    [
+        ({}, True),
+        ({"training__max_steps": 7}, True),
+        ({"metric": "recall"}, False),
+        ({"digest": "b"}, False),
+        ({"training__eval_limit": 3}, False),
+        ({"data__prompt": "Find the cats."}, False),
+        ({"RM__answer_format": "qwen3vl"}, False),
+        ({"RM__max_new_tokens": 9}, False),
+        ({"RM__eval__iou_threshold": 0.7}, False),
+        ({"model__image_max_pixels": 4096}, False),
+        ({"model__image_min_pixels": 64}, False),
+    ],
 )
-def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(
-    monkeypatch, caplog, tmp_path, metric, changes, is_kept, owed
-):
-    """LRN-7, LRN-5: a score of another metric, or on other samples, says nothing about this one; nor does one that the
-    checkpoint owed and another process made."""
-    write_evaluation(tmp_path, 4, {"f1": 0.9, "recall": 0.9}, [], is_best=True)
+def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(caplog, monkeypatch, tmp_path, changes, is_kept):
+    """LRN-7, LRN-5: a score of another metric, of other samples or from another prompt says nothing about this one,
+    whichever process of the run made it."""
     monkeypatch.setattr("utils.run.session.set_random_states", lambda *_: None)
-    before = SimpleNamespace(cfg=build_config(edited()), metric="f1")
-    resumed = {"best": 0.7, "best_of": Session._what_is_best(before), "owes_evaluation": owed, "random": None}
-    now = SimpleNamespace(cfg=build_config(edited(**changes)), metric=metric, resumed=resumed, best=-math.inf)
-    now.run_dir, now.steps_done = tmp_path, 4
-    now.ranks = SimpleNamespace(gather=lambda own: [own], is_main=True, device="cpu")
-    now._what_is_best = partial(Session._what_is_best, now)
+    write_evaluation(tmp_path, 4, {"f1": 0.9, "recall": 0.9, "settings": settings_of()}, [], is_best=True)
+    now = MagicMock(run_dir=tmp_path, metric="f1", eval_settings=lambda: settings_of(**changes), steps_done=4)
+    now.ranks.gather, now.on_all_ranks = lambda own: [own], lambda work, where: work()
+    now.policy.log_calls.return_value = now.policy.pop_sync_metrics.return_value = {}
     Session.resume(now, SimpleNamespace(load_state_dict=lambda state: None))
-    assert now.best == ((0.9 if owed else 0.7) if is_kept else -math.inf)
     assert ("the best score so far no longer counts" in caplog.text) is not is_kept
+    for step, score, is_best in (
+        (5, 0.8, not is_kept),
+        (6, 0.7, False),
+        (7, 0.95, True),
+        (7, 0.95, True),
+    ):  # 7 is made anew
+        Session.log_evaluation(now, step, {"f1": score, "recall": score}, [])
+        assert json.loads(evaluation_file(tmp_path, step).read_text())["is_best"] is is_best
 
 
 def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):

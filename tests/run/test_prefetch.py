@@ -1,10 +1,14 @@
 """Order, bounds and failures of preparing ahead (LRN-8), with asking and finishing under the test's hand."""
 
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 from tests.rollout.test_client import setting
 from utils.capacity import call_seed, request_seed
 from utils.config.schema import Async
+from utils.data.stream import SampleStream
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling, ServerEngine
 from utils.run.prefetch import Prefetcher
 from utils.run.session import Session
@@ -210,23 +215,62 @@ def test_what_is_prepared_goes_on_in_another_process_with_the_same_samples(engin
     assert engine.asked[5:] == [(2, 1), (3, 0), (3, 1)]
 
 
+def test_a_process_ends_soon_after_its_prefetcher_LRN_8():
+    """LRN-8, LRN-12: of a slow reward's micro-steps only the one that is being judged is waited for."""
+    program = """
+import time
+from types import SimpleNamespace
+from utils.run.prefetch import Prefetcher
+def judge(responses, step):
+    time.sleep(1.5)
+stages = SimpleNamespace(encode=None, draw=list, generate=lambda *_: None, judge=judge, lag=lambda *_: 0)
+prefetcher = Prefetcher(stages, 1, window=40, queue_limit=40)
+prefetcher.get(0)
+prefetcher.close(5)
+print(time.time())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert time.time() - float(ended.stdout) < 10
+
+
+class Unreadable(list):
+    """A data file of which some reads fail."""
+
+    failures: Sequence[bool] = ()
+
+    def __getitem__(self, index):
+        fails, *self.failures = [*self.failures, False]
+        if fails:
+            raise RuntimeError("no such image")
+        return super().__getitem__(index)
+
+
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 3), st.lists(st.booleans(), max_size=12))
-def test_every_sample_is_used_once_and_in_order_whatever_fails(window, queue_limit, micro_steps, failures):
-    """LRN-1, LRN-8."""
+@given(
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.lists(st.booleans(), max_size=12),
+    st.lists(st.booleans(), max_size=12),
+)
+def test_every_sample_is_used_once_and_in_order_whatever_fails(window, queue_limit, micro_steps, failures, unreadable):
+    """LRN-1, LRN-8: a request, or reading a sample of a draw, which may cross the border of an epoch."""
     engine = Engine(errors=[RuntimeError("no") if fails else None for fails in failures])
     engine.gate.set()
+    data = Unreadable(range(5))
+    data.failures = unreadable
+    engine.draw = partial(SampleStream([data]).next, 2)
     prefetcher = Prefetcher(engine, micro_steps, window=window, queue_limit=queue_limit)
     used = []
     for step in range(5):
         while True:
             try:
-                used += [item[0][0] for item in prefetcher.get(step)]
+                used += [sample for item in prefetcher.get(step) for sample in item[0]]
                 break
             except RuntimeError:
                 continue
     prefetcher.drain(5)
-    assert used == list(range(5 * micro_steps))
+    assert used == SampleStream([range(5)]).next(5 * micro_steps * 2)
     assert all(step <= 4 + window for step, _ in engine.asked)
 
 
@@ -433,3 +477,14 @@ def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DI
     engine.gate.set()
     taker.join(5)
     session.policy.drain()
+
+
+def test_the_end_of_a_session_ends_its_threads_LRN_8(engine):
+    """LRN-8: so that nothing of what was prepared is judged any more."""
+    session = MagicMock(lock=None)
+    session.cfg.rm.async_, session.cfg.training.gradient_accumulation_steps = Async(), 1
+    Session.prefetch(session, engine)
+    assert session.prefetcher.get(0) == [([0], 0, 0)]
+    Session.close(session)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        session.prefetcher.in_finish_thread(print)

@@ -52,6 +52,9 @@ def ranks(monkeypatch) -> Ranks:
     return Ranks()
 
 
+SETTINGS = {"metric": "f1", "prompt": "find all"}
+
+
 def save(run: Path, step: int, ranks: Ranks, limit: int | None = None, config: dict = CONFIG) -> Path:
     def write(folder: Path) -> None:
         (folder / "state").mkdir()
@@ -60,7 +63,8 @@ def save(run: Path, step: int, ranks: Ranks, limit: int | None = None, config: d
 
     (run / "run.json").parent.mkdir(parents=True, exist_ok=True)
     (run / "run.json").write_text("{}")
-    return write_checkpoint(run, step, ranks, write, run_id="abc", config=config, save_total_limit=limit)
+    kept = {"save_total_limit": limit, "eval_settings": SETTINGS}
+    return write_checkpoint(run, step, ranks, write, run_id="abc", config=config, **kept)
 
 
 def names(run: Path) -> list[str]:
@@ -161,6 +165,19 @@ resume.write_checkpoint(Path({str(tmp_path)!r}), 4, Ranks(), write, run_id="r", 
     assert newest_complete(tmp_path, ranks)[0].step == 4 and not (tmp_path / "checkpoint-4.partial").exists()
 
 
+@pytest.mark.parametrize("limit", [None, 3])
+def test_what_a_killed_save_left_goes_once_another_is_complete_LRN_5(tmp_path, ranks, limit):
+    """LRN-5: a resumed run may never save that step again, and a partial checkpoint can be tens of GB; whatever was
+    complete once, stays."""
+    save(tmp_path, 2, ranks)
+    flip(tmp_path / "checkpoint-2" / "model.bin")
+    save(tmp_path, 2, ranks)
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-5.partial")
+    save(tmp_path, 4, ranks, limit)
+    left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert left == ["checkpoint-2", "checkpoint-2.damaged-1", "checkpoint-4"]
+
+
 def test_a_full_disk_ends_the_save_and_harms_nothing_LRN_5(tmp_path, ranks, monkeypatch):
     """LRN-5: the error reaches every rank, and the space is free again."""
     save(tmp_path, 2, ranks)
@@ -198,11 +215,24 @@ def test_save_total_limit_keeps_the_newest_complete_ones_LRN_5(tmp_path, ranks):
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest_LRN_5(tmp_path, ranks):
-    """LRN-5: by the evaluations so far; an earlier best one goes."""
-    for step, f1 in ((2, 0.5), (4, 0.7), (6, 0.6), (8, 0.65), (10, 0.6)):
+    """LRN-5: by the evaluations so far; an earlier best one goes. Of equal ones the first is the best."""
+    for step, f1 in ((2, 0.5), (4, 0.7), (6, 0.6), (8, 0.7), (10, 0.6), (12, 0.6)):
         save(tmp_path, step, ranks, limit=2)
-        write_evaluation(tmp_path, step, {"f1": f1}, [], is_best=step in (2, 4))
-    assert names(tmp_path) == ["checkpoint-10", "checkpoint-8", "checkpoint-4"]
+        write_evaluation(tmp_path, step, {"f1": f1, "settings": SETTINGS}, [], is_best=step in (2, 4))
+    assert names(tmp_path) == ["checkpoint-12", "checkpoint-10", "checkpoint-4"]
+
+
+def test_the_best_checkpoint_is_the_best_of_those_there_are_LRN_5_LRN_7(tmp_path, ranks):
+    """LRN-5, LRN-7: where the best evaluations were made at the start and between two checkpoints; scores of other
+    validation data, or of another prompt, say nothing."""
+    scores = {0: 0.9, 1: 0.1, 2: 0.3, 3: 0.8, 4: 0.7, 5: 0.95, 6: 0.6, 7: 0.5, 8: 0.2, 9: 0.2, 10: 0.2}
+    for step, f1 in scores.items():
+        if step and step % 2 == 0:
+            save(tmp_path, step, ranks, limit=1)
+        settings = SETTINGS | ({"prompt": "find the cats"} if step == 6 else {})
+        f1 = 0.99 if step == 6 else f1
+        write_evaluation(tmp_path, step, {"f1": f1, "settings": settings}, [], is_best=step in (0, 5, 6))
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-4"]
 
 
 def test_a_deletion_interrupted_by_a_kill_is_finished_LRN_5(tmp_path, ranks):

@@ -133,8 +133,8 @@ def test_log_1_a_checkpoint_keeps_the_calls_of_the_micro_steps_that_it_keeps(tmp
         monkeypatch.setattr(session, name, lambda *_: None)
     monkeypatch.setattr(session, "rank_file", lambda folder, rank: folder / "rank.pt")
     monkeypatch.setattr(session, "write_checkpoint", lambda run_dir, step, ranks, write, **facts: write(tmp_path))
-    run = MagicMock(steps_done=3, best=0.5, timed=lambda part: nullcontext())
-    run.cfg.training.gradient_accumulation_steps, run._what_is_best.return_value = 2, "f1"
+    run = MagicMock(steps_done=3, timed=lambda part: nullcontext())
+    run.cfg.training.gradient_accumulation_steps = 2
     run._evaluates_at.return_value, run.policy.engine = False, SimpleNamespace(mode="full", fallback=None)
     run.policy.rollout_log = RolloutLog(tmp_path, Calls(*others, *kept), Rank())
     program = SimpleNamespace(state_dict=lambda: {"ahead": [{}] * 3}, load_state_dict=lambda state: None)

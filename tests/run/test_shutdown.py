@@ -10,7 +10,15 @@ import pytest
 from tests.run.test_resume import ranks, save  # noqa: F401
 from utils.dist import DistributedError
 from utils.rollout.link import RolloutError
-from utils.run.shutdown import STOPPED_STATUS, Stopped, StopRequest, end_with, resume_command
+from utils.run.shutdown import (
+    STOPPED_STATUS,
+    Stopped,
+    StopRequest,
+    closing_report,
+    end_with,
+    launch_command,
+    resume_command,
+)
 
 
 def test_last_words_name_step_version_checkpoint_and_command_LRN_5(tmp_path, ranks, capsys, monkeypatch):  # noqa: F811
@@ -63,15 +71,23 @@ def test_the_command_of_a_run_without_a_launcher_LRN_5(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["train_stage2.py"])
-    assert resume_command("a.yaml") == "python train_stage2.py --config a.yaml --resume auto"
+    assert launch_command("it's a.yaml") == """python train_stage2.py --config 'it'"'"'s a.yaml'"""
+    assert resume_command(launch_command("a.yaml"), None) == "python train_stage2.py --config a.yaml --resume auto"
 
 
-@pytest.mark.parametrize("more", ["", " --resume auto"])
-def test_the_command_of_a_run_is_that_of_its_launcher_LRN_5(monkeypatch, more):
-    """LRN-5: with hostfile and port, which the ranks cannot see."""
-    command = "python -m tools.launch --hostfile hosts --master_port 29777 train_stage2.py --config a.yaml"
-    monkeypatch.setenv("LEARNER_COMMAND", command + more)
-    assert resume_command("a.yaml") == f"{command} --resume auto"
+@pytest.mark.parametrize("given", ["", "--resume", "--resume auto", "--resume runs/a/checkpoint-2", "--resume='a b/c'"])
+def test_the_command_of_a_run_is_that_of_its_launcher_LRN_5(monkeypatch, tmp_path, ranks, given):  # noqa: F811
+    """LRN-5: with hostfile and port, which the ranks cannot see. It resumes from the newest checkpoint, beside which
+    the one that was given would be refused; until there is one, it starts from the given one."""
+    command = "python -m tools.launch --hostfile hosts --master_port 29777 train_stage2.py --config 'my a.yaml'"
+    launched = command.replace("--config", f"{given} --config") if "=" in given else f"{command} {given}"
+    monkeypatch.setenv("LEARNER_COMMAND", launched)
+    stop = Stopped("stopped by SIGTERM")
+    first = closing_report(stop, tmp_path, "a.yaml", 1, None)[-1]
+    assert first.endswith(f"start again with: {launched if given else f'{command} --resume auto'}")
+    save(tmp_path, 4, ranks)
+    later = closing_report(stop, tmp_path, "a.yaml", 5, None)[-1]
+    assert later.endswith(f"resume from it with: {command} --resume auto")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ for path in sorted(Path(sys.argv[2]).glob("wandb/offline-run-*/*.wandb")):
         if record.HasField("exit"):
             facts[-1].append(record.exit.exit_code)
 kept = [name for row in points for name in row if name.endswith("/path")]
-points = [[row["_step"], row["loss/total"]] for row in points if "loss/total" in row]
+points = [[row["step"], row["loss/total"]] for row in points if "loss/total" in row]
 print(json.dumps({"points": points, "facts": facts, "kept": sorted(kept)}))
 """
 TRACKIO = """
@@ -163,6 +164,40 @@ def test_a_fresh_run_in_an_old_directory_is_another_run(tmp_path, monkeypatch):
     for purge_step, run_id in ((None, "a"), (5, "b"), (0, "c"), (None, "d")):
         Known(RunFacts(tmp_path, run_id, purge_step=purge_step))
     assert begun == [None, "a", None, None]
+
+
+def test_wandb_takes_an_evaluation_at_a_step_that_it_has_LOG_3(tmp_path, monkeypatch):
+    """LOG-3, LRN-5: a resumed run makes up for it. W&B's own steps only go forward: of what a resumed run logs with
+    `step=`, those up to the last one are ignored (0.31.0)."""
+    rows, axes = [], {}
+
+    class Run:
+        def __init__(self, **_):
+            self.step = rows[-1][0] + 1 if rows else 0
+
+        def log(self, values, step=None):
+            if step is None or step >= self.step:
+                self.step = self.step if step is None else step
+                rows.append((self.step, values))
+                self.step += step is None
+
+        def define_metric(self, name, step_metric=None):
+            axes[name] = step_metric
+
+    wandb = SimpleNamespace(init=Run, Settings=dict, Image=str, Table=lambda columns, data: data)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    trackers.WandB(RunFacts(tmp_path, "a")).scalars(2, {"loss/total": 3.0})
+    resumed = trackers.WandB(RunFacts(tmp_path, "b", purge_step=3))
+    resumed.scalars(2, {"eval/f1": 0.5, "loss/total": 3.0})
+    resumed.table(2, "eval/labels", ["label"], [["cat"]])
+    resumed.image(3, "dump/0", "picture")
+    assert [row for _, row in rows] == [
+        {"loss/total": 3.0, "step": 2},
+        {"eval/f1": 0.5, "step": 2},
+        {"eval/labels": [["cat"]], "step": 2},
+        {"dump/0": "picture", "step": 3},
+    ]
+    assert axes == {"step": None, "*": "step"}
 
 
 class Broken:

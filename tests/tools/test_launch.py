@@ -53,6 +53,8 @@ def test_the_launcher_reports_the_run_of_a_killed_rank_LRN_5(tmp_path, ranks):  
     with Path(run / "rollouts.jsonl").open("w") as file:
         lines = [{"step": step, "phase": "train", "weight_version": f"r:{step - 1}"} for step in (4, 5)]
         file.writelines(json.dumps(line) + "\n" for line in lines)
+    for given in (["--resume=auto"], ["--resume", str(run / "checkpoint-2")]):
+        assert killed_rank_message(signal.SIGKILL, [*arguments, *given])[-1] == f"  resume from it with: {command}"
     lines = killed_rank_message(signal.SIGKILL, [*arguments, "--resume", "auto"])
     assert lines[0].startswith(f"run {run}: a rank was ended by SIGKILL; the kernel does this when memory runs out")
     assert lines[1:] == [

@@ -52,16 +52,20 @@ class SampleStream:
         return self._start + self._num_drawn * self.world_size + self.rank
 
     def next(self, n: int) -> list[Sample]:
-        """This rank's next `n` samples."""
-        samples = []
-        for _ in range(n):
-            while self.position >= self._epoch_start + len(self._order):
-                self._epoch_start += len(self._order)
-                self._epoch += 1
-                self._order = self.epoch_order(self._epoch)
-            file, index = self._order[self.position - self._epoch_start]
-            samples.append(self.datasets[file][index])
-            self._num_drawn += 1
+        """This rank's next `n` samples. Where one of them cannot be read, none is drawn."""
+        samples, before = [], self.state_dict()
+        try:
+            for _ in range(n):
+                while self.position >= self._epoch_start + len(self._order):
+                    self._epoch_start += len(self._order)
+                    self._epoch += 1
+                    self._order = self.epoch_order(self._epoch)
+                file, index = self._order[self.position - self._epoch_start]
+                samples.append(self.datasets[file][index])
+                self._num_drawn += 1
+        except BaseException:
+            self.load_state_dict(before)
+            raise
         return samples
 
     def state_dict(self, num_undone: int = 0) -> dict[str, Any]:

@@ -179,9 +179,11 @@ class ColocateEngine(Engine):
 
     def _check_probe(self, ours: np.ndarray) -> None:
         where = f"the engine of rank {self.ranks.rank}"
+        # Greedy: sampling without a seed would draw from the learner's own random numbers.
+        greedy = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         for request, ids in self.probe.prompts if self.num_syncs == 0 else ():
             prompt = vllm_prompt(self.processor, request["messages"], request["images"])
-            output = self.llm.generate([prompt], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)[0]
+            output = self.llm.generate([prompt], greedy, use_tqdm=False)[0]
             self.probe.check_prompt(ids, list(output.prompt_token_ids), where)
         request, token_ids = self.probe.infer_request, self.probe.token_ids
         prompt = vllm_prompt(self.processor, request["messages"], request["images"], token_ids)

@@ -151,10 +151,10 @@ def first_evaluation(run_dir: Path) -> dict[str, Any]:
     return json.loads(min(run_dir.glob("eval/step_*.json")).read_text())
 
 
-def best_step(run_dir: Path) -> int | None:
-    """The step whose evaluation was the best so far, by `metric_for_best_model`; None before the first one."""
+def comparable_scores(run_dir: Path, settings: Mapping[str, Any]) -> dict[int, float]:
+    """The metric by step, of the finished evaluations that were made with these `Session.eval_settings`."""
     made = [json.loads(path.read_text()) for path in run_dir.glob("eval/step_*.json")]
-    return max((scores["step"] for scores in made if scores.get("is_best")), default=None)
+    return {scores["step"]: scores[settings["metric"]] for scores in made if scores.get("settings") == settings}
 
 
 def write_evaluation(

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 Key = tuple[int, int]  # optimizer step, micro-step within it
 
 
@@ -141,11 +142,21 @@ class Prefetcher(Generic[Item]):
             self._changed.wait_for(lambda: not any(key < (step, micro_step_idx) for key in self._running))
             yield
 
+    def in_finish_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+        """Return `work(*args)`, done by the thread that judges, behind what waits there. Called in any other thread."""
+        return self._finisher.submit(work, *args).result()
+
     def drain(self, timeout_s: float | None = None) -> None:
         """Stop issuing requests and wait for those in flight. Finished micro-steps are kept."""
         with self._changed:
             self._stopping = True
             self._changed.wait_for(lambda: not self._running, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Drain, and drop what waits to be encoded or judged: Python ends only when such threads have no work left."""
+        self.drain(timeout_s)
+        for thread in (self._encoder, self._finisher):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, keys: list[Key]) -> None:
         """Return when all of them are generated. Raises: what a stage raised first, once the others have ended."""

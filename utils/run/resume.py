@@ -6,7 +6,8 @@
       state/            DeepSpeed's shards (trained parameters, optimizer) and one file per rank: data position, ...
       merged/ adapter/  the finished model (LRN-6)
 
-`checkpoint-40.partial` was never finished; `checkpoint-40.deleting` is being deleted because of `save_total_limit`.
+`checkpoint-40.partial` was never finished, and goes once another is; `checkpoint-40.deleting` is being deleted because
+of `save_total_limit`.
 Callers decide what a checkpoint contains.
 """
 
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 from utils.dist import DistributedError, Ranks, capture_error
-from utils.run.monitor import best_step
+from utils.run.monitor import comparable_scores
 from utils.run.rollout_log import read_rollout_log
 
 logger = logging.getLogger(__name__)
@@ -82,11 +83,13 @@ def write_checkpoint(
     config: Mapping[str, Any],
     inputs: Mapping[str, Any] | None = None,
     save_total_limit: int | None = None,
+    eval_settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Make `checkpoint-STEP` (collective): `write(folder)` fills a `.partial` folder, which is then renamed.
 
     `write` is a collective that fails on all ranks together. `save_total_limit` is the number of complete checkpoints
-    to keep; older ones are deleted once this one is complete.
+    to keep, beside the best by evaluations with `eval_settings`; older ones are deleted once this one is complete, and
+    so is what a killed process left of others.
 
     Raises:
         DistributedError: on all ranks if any rank failed (for instance on a full disk); the partial folder is removed.
@@ -115,8 +118,11 @@ def write_checkpoint(
             logger.error("%s could not be saved; %d MiB are free there", final, shutil.disk_usage(run_dir).free >> 20)
             shutil.rmtree(partial, ignore_errors=True)  # on a full disk this makes room again
         raise
-    if ranks.is_main and save_total_limit is not None:
-        delete_old(run_dir, save_total_limit)
+    if ranks.is_main:
+        for other in run_dir.glob("checkpoint-*.partial"):
+            shutil.rmtree(other, ignore_errors=True)
+        if save_total_limit is not None:
+            delete_old(run_dir, save_total_limit, eval_settings)
     ranks.fence()
     return final
 
@@ -157,17 +163,20 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def delete_old(run_dir: Path, save_total_limit: int) -> None:
-    """Delete complete checkpoints but the newest `save_total_limit` and the best one so far.
+def delete_old(run_dir: Path, save_total_limit: int, eval_settings: Mapping[str, Any] | None = None) -> None:
+    """Delete complete checkpoints but the newest `save_total_limit` and the best of those that were evaluated, with
+    `eval_settings`.
 
     Damaged ones are neither counted nor deleted.
     """
     whole = [path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None]
+    scores = comparable_scores(run_dir, eval_settings) if eval_settings else {}
+    evaluated = [path for path in reversed(whole) if _step_of(path) in scores]
+    best = max(evaluated, key=lambda path: scores[_step_of(path)], default=None)  # of equal ones the first
     for path in run_dir.glob("checkpoint-*.deleting"):  # of a process killed halfway; in the way of a rename
         _delete(path)
-    best = best_step(run_dir)
     for path in whole[save_total_limit:]:
-        if _step_of(path) != best:
+        if path != best:
             _delete(path)
 
 

@@ -26,7 +26,7 @@ from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.rollout.backend import RolloutResult, RolloutSampling
 from utils.rollout.teacher import Teacher
-from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, first_evaluation, write_evaluation
+from utils.run.monitor import Monitor, collapse_warnings, comparable_scores, first_evaluation, write_evaluation
 from utils.run.policy import Policy
 from utils.run.prefetch import Prefetcher, Stages
 from utils.run.records import LOGGED_PARTS, Timer
@@ -95,7 +95,7 @@ class Session:
     watch: ServerWatch
     timer: Timer
     metric: str
-    inputs: dict[str, Any] | None = None  # digests of data and base checkpoint, for the manifest
+    inputs: dict[str, Any]  # digests of data and base checkpoint, for the manifest
     lock: RunLock | None = None  # on the run directory, rank 0's
     resumed: dict[str, Any] | None = None
     teacher: Teacher | None = None
@@ -103,7 +103,6 @@ class Session:
     steps_done: int = 0
     steps_saved: int = 0  # those that the newest checkpoint holds
     owes_evaluation: bool = False
-    best: float = -math.inf  # of `metric`, so far
     validation: dict[str, float] = field(default_factory=dict)  # the newest score and the first, for the progress line
     collapsed: set[str] = field(default_factory=set)  # signs of collapse that the last step showed
     prefetcher: Prefetcher | None = None
@@ -141,16 +140,9 @@ class Session:
         """
         problem = None
         if self.resumed is not None:
-            if self.resumed.get("best_of", own := self._what_is_best()) == own:
-                self.best = self.resumed["best"]
-                if self.resumed["owes_evaluation"]:
-                    made = evaluation_file(self.run_dir, self.steps_done)
-                    if made.exists():  # by an earlier resumed process
-                        self.best = max(self.best, json.loads(made.read_text())[self.metric])
-            else:
-                logger.warning(
-                    "evaluation settings changed since the checkpoint; the best score so far no longer counts"
-                )
+            has_scores = any(self.run_dir.glob("eval/step_*.json"))
+            if self.ranks.is_main and has_scores and not comparable_scores(self.run_dir, self.eval_settings()):
+                logger.warning("evaluation settings changed; the best score so far no longer counts")
             if calls := self.resumed.get("calls"):  # absent in checkpoints of earlier versions
                 self.policy.rollout_log.restore(calls)
             set_random_states(self.resumed["random"], self.ranks.device)
@@ -271,14 +263,22 @@ class Session:
             self._save_unsaved()
             raise Stopped(self._stop_words(signal_name))
 
-    def _what_is_best(self) -> str:
+    def eval_settings(self) -> dict[str, Any]:
         """What the metric of evaluations depends on besides the weights: only those with the same can be compared."""
-        cfg = self.cfg
-        facts: list[Any] = [self.metric, cfg.training.eval_limit, cfg.rm.eval.iou_threshold]
-        facts += [file.model_dump(mode="json") for file in cfg.custom.val_jsonl or []]
+        cfg, digests = self.cfg, self.inputs["digests"]["data"]
+        settings = {
+            "metric": self.metric,
+            "val_jsonl": [file.model_dump(mode="json") | digests[file.path] for file in cfg.custom.val_jsonl or []],
+            "eval_limit": cfg.training.eval_limit,
+            "prompt": cfg.data.prompt,
+            **cfg.model.model_dump(include={"image_min_pixels", "image_max_pixels"}),
+            **cfg.rm.model_dump(include={"answer_format", "max_new_tokens"}),
+            "iou_threshold": cfg.rm.eval.iou_threshold,
+        }
         if cfg.is_grpo and cfg.rlhf:
-            facts.append(cfg.rlhf.model_dump(mode="json", include={"reward_funcs", "reward_weights", "reward_iou"}))
-        return json.dumps(facts)
+            rewards = {"reward_funcs", "reward_files", "reward_weights", "reward_iou"}
+            settings |= cfg.rlhf.model_dump(mode="json", include=rewards)
+        return settings
 
     def _evaluates_at(self, step: int) -> bool:
         every = self.cfg.training.eval_steps
@@ -323,7 +323,6 @@ class Session:
         """Write an evaluation to disk and to the curves, `responses` of all ranks together (collective). `more` stands
         in the file only."""
         gathered = [response for part in self.ranks.gather(responses) for response in part]
-        is_best = result[self.metric] > self.best
 
         def write() -> None:
             metrics = {f"eval/{name}": value for name, value in result.items()}
@@ -337,14 +336,17 @@ class Session:
                     step, "eval/labels", columns, [[label, *row.values()] for label, row in labels.items()]
                 )
             self.monitor.flush()
-            write_evaluation(self.run_dir, step, {**result, **(more or {})}, gathered, is_best)
+            settings = self.eval_settings()
+            others = [score for at, score in comparable_scores(self.run_dir, settings).items() if at != step]
+            is_best = result[self.metric] > max(others, default=-math.inf)
+            record = {**result, **(more or {}), "settings": settings}
+            write_evaluation(self.run_dir, step, record, gathered, is_best)
             start = first_evaluation(self.run_dir)[self.metric]
             self.validation = {f"val_{self.metric}": result[self.metric], "first": start}
             shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
             logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
 
         self.on_all_ranks(write, f"writing the evaluation at step {step}")
-        self.best = max(self.best, result[self.metric])
 
     # Checkpoints and the end
 
@@ -369,7 +371,6 @@ class Session:
             num_ahead, num_micro_steps = len(own["ahead"]), self.cfg.training.gradient_accumulation_steps
             own["calls"] = self.policy.rollout_log.calls_ahead(self.steps_done, num_ahead, num_micro_steps)
             own["random"] = random_states(self.ranks.device)
-            own["best"], own["best_of"] = self.best, self._what_is_best()
             own["owes_evaluation"] = self._evaluates_at(self.steps_done)
             own["sync"] = {"mode": self.policy.engine.mode, "fallback": self.policy.engine.fallback}
 
@@ -383,9 +384,10 @@ class Session:
             save_adapter(self.learner.model, folder / "adapter", self.ranks)
 
         config, limit = self.cfg.model_dump(mode="json", by_alias=True), self.cfg.training.save_total_limit
-        facts = {"run_id": self.run_id, "config": config, "inputs": self.inputs, "save_total_limit": limit}
+        facts = {"run_id": self.run_id, "config": config, "inputs": self.inputs}
+        kept = {"save_total_limit": limit, "eval_settings": self.eval_settings()}
         with self.timed("save"):
-            write_checkpoint(self.run_dir, self.steps_done, self.ranks, write, **facts)
+            write_checkpoint(self.run_dir, self.steps_done, self.ranks, write, **facts, **kept)
         self.steps_saved = self.steps_done
 
     def finish(self, **facts: Any) -> None:
@@ -417,4 +419,4 @@ class Session:
             last_first.callback(self.policy.engine.close)
             last_first.callback(self.monitor.close)
             last_first.callback(self.watch.close)
-            self.prefetcher.drain(timeout_s=10.0)
+            self.prefetcher.close(timeout_s=10.0)

@@ -1,7 +1,9 @@
 """End of a run before its last step: on request, after an optimizer step and with a checkpoint, or by an error. Either
 way rank 0's last lines say what happened and how to continue."""
 
+import argparse
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -83,10 +85,11 @@ def closing_report(error: Exception, run_dir: Path, config: str, step: int | Non
     what = str(error) if isinstance(error, Stopped) else f"failed: {type(error).__name__}: {error}"
     where = "before the first step" if step is None else f"after optimizer step {step}, generating weights {version}"
     newest = newest_checkpoint(run_dir)
+    command = resume_command(launch_command(config), newest)
     lines = [f"run {run_dir}: {what}", f"  it ended {where}"]
     if newest is None:
-        return [*lines, f"  no checkpoint is complete; start again with: {resume_command(config)}"]
-    return [*lines, f"  newest complete checkpoint: {newest}", f"  resume from it with: {resume_command(config)}"]
+        return [*lines, f"  no checkpoint is complete; start again with: {command}"]
+    return [*lines, f"  newest complete checkpoint: {newest}", f"  resume from it with: {command}"]
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -94,16 +97,20 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return next((path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None), None)
 
 
-def resume_command(config: str) -> str:
-    command = launch_command(config)
-    return command if "--resume" in command.split() else f"{command} --resume auto"
+def resume_command(command: str, newest: Path | None) -> str:
+    """The command with `--resume auto`, also in place of a checkpoint that it names, which would be refused beside a
+    newer one. As long as there is no checkpoint, the one that it names is what the run starts from."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?", const="auto")
+    given, others = parser.parse_known_args(shlex.split(command))
+    return command if given.resume and newest is None else shlex.join([*others, "--resume", "auto"])
 
 
 def launch_command(config: str) -> str:
     """What launched this process: as `tools.launch` says, else as far as it is visible from inside."""
     if command := os.environ.get(COMMAND_NAME):
         return command
-    program = f"{Path(sys.argv[0]).name} --config {config}"
+    program = f"{Path(sys.argv[0]).name} --config {shlex.quote(config)}"
     if "LOCAL_WORLD_SIZE" not in os.environ and "WORLD_SIZE" not in os.environ:
         return f"python {program}"
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -163,15 +163,15 @@ class RunLogger(Service):
     library: Any  # the module, with `Image` and `Table`
     run: Any
 
-    def send_scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def send_scalars(self, step: int, values: Mapping[str, Any]) -> None:
         self.run.log(dict(values), step=step)
 
     def send_image(self, step: int, name: str, pixels: Any) -> None:
-        self.run.log({name: self.library.Image(pixels)}, step=step)
+        self.send_scalars(step, {name: self.library.Image(pixels)})
 
     def send_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
         table = self.library.Table(columns=list(columns), data=[list(row) for row in rows])
-        self.run.log({name: table}, step=step)
+        self.send_scalars(step, {name: table})
 
 
 class WandB(RunLogger):
@@ -193,7 +193,14 @@ class WandB(RunLogger):
             config=dict(facts.config),
             settings=wandb.Settings(console="off"),
         )
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
         return run_id
+
+    def send_scalars(self, step: int, values: Mapping[str, Any]) -> None:
+        # W&B ignores what is logged with `step=` of the last step or an earlier one of a resumed run, such as an
+        # evaluation that is made up for.
+        self.run.log({**values, "step": step})
 
     def close(self) -> None:
         self.run.finish(exit_code=0 if self.facts.has_finished else 1)
