@@ -192,6 +192,15 @@ def test_equal_rewards_give_no_gradient_but_for_kl_GRP_6(folder, start_model):
     assert found["train/fill_ratio"][0] > 0.05
 
 
+def test_the_policy_is_that_of_the_temperature_GRP_6_LOG_3(folder, start_model, caplog):
+    """GRP-6, LOG-3: ratios, KL and gradient are those of the distribution that was sampled from. All answers are cut,
+    and the run says so."""
+    training = {"max_steps": 1, "eval_steps": 0}
+    found = curves(run(config_of(folder, start_model, "cold", training, decoding={"temperature": 0.5}, beta=0.5)))
+    assert found["policy/kl"] == pytest.approx([0.0], abs=1e-9) and found["policy/ratio_max"] == pytest.approx([1.0])
+    assert caplog.text.count("answers run into max_new_tokens") == 1
+
+
 def test_inner_steps_leave_the_old_policy_GRP_6(folder, start_model):
     """GRP-6: with two optimizer steps over the same answers ratios of the second are off 1, and KL grows from 0."""
     found = curves(run(config_of(folder, start_model, "inner", num_iterations=2, beta=0.01)))
@@ -245,6 +254,40 @@ def test_truncated_and_failed_answers_GRP_6_CON_3(folder, start_model):
     assert not answer(folder, start_model, cut, overlong_filter=True).is_valid
     failed = answer(folder, start_model, RolloutResult([], [], "", None, None, error="unreadable"))
     assert failed.is_failed and not failed.is_valid and failed.num_tokens == 0 and not failed.rewards.any()
+
+
+def test_an_answer_longer_than_a_row_is_refused_PCK_3(folder, start_model):
+    """PCK-3."""
+    with pytest.raises(ValueError, match="global_max_length"):
+        answer(folder, start_model, RolloutResult([7] * 1023, [5, 6], "ab", "length", "r:0"))
+
+
+def test_a_checkpoint_stands_behind_the_last_prompt_drawn_GRP_6_LRN_5():
+    """GRP-6, LRN-5: an earlier micro-step may have drawn replacements last."""
+    made = [SimpleNamespace(data_position={"position": at}) for at in (12, 8)]
+    session = SimpleNamespace(steps_done=0, num_steps=1, timed=lambda part: nullcontext(), prepare=lambda step: made)
+    for name in ("begin", "on_all_ranks", "end_step", "finish"):
+        setattr(session, name, lambda *_: None)
+    run = SimpleNamespace(session=session, **{name: lambda *_: None for name in ("weight", "pack", "learn")})
+    train_grpo.train(run)
+    assert run.data_position == {"position": 12} and session.steps_done == 1
+
+
+@pytest.mark.parametrize(("reward", "needs"), [("summary_format", False), ("detection_f1", True), ("odd", False)])
+def test_only_rewards_of_objects_need_coordinates_GRP_1(folder, start_model, monkeypatch, reward, needs):
+    """GRP-1: with others GRPO trains any released model."""
+    seen: list[dict] = []
+
+    def open_session(*_: object, **options: object) -> None:
+        seen.append(options)
+        raise NotImplementedError
+
+    monkeypatch.setattr(train_grpo, "open_session", open_session)
+    with pytest.raises(NotImplementedError):
+        train_grpo.set_up(
+            load_config(config_of(folder, start_model, "any", reward_funcs=[reward], reward_weights=[1.0]))
+        )
+    assert seen[0]["needs_coordinates"] is needs
 
 
 def test_an_answer_with_an_image_placeholder_is_left_out_GRP_6(folder, start_model):

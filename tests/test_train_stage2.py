@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,17 +19,20 @@ import train_stage2
 from tests.families import build_family
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
+from utils.config.schema import RolloutMatching
 from utils.data.encoding import encode_prompt
 from utils.dist import Ranks
+from utils.drafts import Arrangement
 from utils.families import FAMILIES
 from utils.geometry import Object
+from utils.learner.learner import StepResult
 from utils.packing import CarryBuffer, collate_packed
 from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
 from utils.run.inputs import check_inputs
 from utils.run.session import Session
 from utils.scores import scores
-from utils.targets import format_objects
+from utils.targets import TargetOptions, format_objects
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +262,17 @@ def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(folder, start_mode
     assert not train_stage2.teacher_forced(run_of(folder, start_model).cfg, 0, 0, 0, eight).any()
 
 
+def test_answers_go_to_the_samples_that_asked_DAT_4(folder, start_model, monkeypatch):
+    """DAT-4: where some samples of a micro-step are teacher-forced."""
+    run = run_of(folder, start_model)
+    monkeypatch.setattr(train_stage2, "teacher_forced", lambda *_: np.array([True, False, True, False]))
+    policy = SimpleNamespace(generate=lambda samples, *_, **__: [answer_of(run, sample.id) for sample in samples])
+    parts = {"cfg": run.cfg, "ranks": Ranks(), "policy": policy, "timed": lambda part: nullcontext()}
+    stage2, samples = SimpleNamespace(session=SimpleNamespace(**parts)), run.samples[:4]
+    responses = train_stage2.Stage2.generate(stage2, (samples, [None] * 4), 0, 0)
+    assert {index: answer.text for index, answer in responses.results.items()} == {i: samples[i].id for i in (1, 3)}
+
+
 def test_a_file_has_its_own_teacher_forced_ratio_and_annotated_labels_DAT_5(folder, start_model, tmp_path):
     """DAT-5, TGT-12: what a line says itself wins."""
     lines = rows(folder)[:3]
@@ -301,6 +317,35 @@ def test_duplicates_are_dropped_by_the_overlap_of_the_config_TGT_11(folder, star
     segment = segment_of(run, sample, answer_of(run, format_objects([first, again])), train_stage2.Rollouts())
     expected = format_objects([first, again][: 2 - num_dropped])
     assert text_of(run, segment).startswith(expected) and segment.stats["num_trimmed"] == num_dropped
+
+
+@pytest.mark.parametrize(("threshold", "num_matched"), [(0.5, 1), (0.7, 0)])
+def test_objects_match_from_the_threshold_of_the_config_on_TGT_4(folder, start_model, threshold, num_matched):
+    """TGT-4 at the call site: the two overlap by 0.62."""
+    run, rollouts = run_of(folder, start_model, matching={"iou_threshold": threshold}), train_stage2.Rollouts()
+    true, predicted = (Object("red circle", "bbox_2d", (0, 0, 100, y2)) for y2 in (100, 62))
+    sample = replace(run.samples[0], objects=[true])
+    segment = segment_of(run, sample, answer_of(run, format_objects([predicted])), rollouts)
+    assert segment.stats["num_matched"] == rollouts.counts["matched"] == num_matched
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "expected"),
+    [
+        ("matching", "label", "ignore", {"label": "ignore"}),
+        ("targets", "unmatched", "trim", {"arrangement": Arrangement(unmatched="trim")}),
+        ("targets", "duplicate_iou", 0.7, {"arrangement": Arrangement(duplicate_iou=0.7)}),
+        ("targets", "place", "order", {"arrangement": Arrangement(place="order")}),
+        ("targets", "label_context", "truth", {"arrangement": Arrangement(label_context="truth")}),
+        ("targets", "supervise_structure", True, {"supervise_structure": True}),
+        ("losses", "desc", 0.25, {"desc_weight": 0.25}),
+        ("losses", "coord", 0.25, {"coord_weight": 0.25}),
+    ],
+)
+def test_every_option_of_the_target_is_that_of_the_config_TGT_7_TGT_9(section, key, value, expected):
+    """TGT-7, TGT-9, and the keys of `RM.targets`."""
+    options = train_stage2.target_options(RolloutMatching(**{section: {key: value}}))
+    assert options == TargetOptions(**expected) != TargetOptions()
 
 
 @pytest.mark.parametrize("place", ["end", "order"])
@@ -388,6 +433,69 @@ def test_supervised_training_opens_no_engine_and_prepares_rows_in_a_thread_LRN_1
         assert session.prefetcher._background == in_a_thread
 
 
+def test_a_segment_longer_than_the_limit_is_refused_without_packing_too_PCK_3(run):
+    """PCK-3: where no buffer looks at it."""
+    segment = segment_of(run, run.samples[0], None, train_stage2.Rollouts())
+
+    def pack(limit: int) -> list:
+        training = SimpleNamespace(packing=False)
+        session = SimpleNamespace(cfg=SimpleNamespace(training=training, global_max_length=limit))
+        micro_step = train_stage2.MicroStep([segment], train_stage2.Rollouts())
+        return train_stage2.Stage2.pack(SimpleNamespace(session=session), micro_step)
+
+    assert pack(len(segment)) == [segment]
+    with pytest.raises(ValueError, match=f"{segment.sample_id}: its segment has {len(segment)} tokens"):
+        pack(len(segment) - 1)
+
+
+def test_what_is_left_in_the_buffers_is_counted_at_the_end_LRN_1():
+    """LRN-1: over all ranks."""
+    said = {}
+    session = SimpleNamespace(begin=lambda run: None, steps_done=4, num_steps=4, finish=said.update)
+    session.ranks = SimpleNamespace(gather=lambda own: [own, 5])
+    train_stage2.train(SimpleNamespace(session=session, buffer=["a", "b"]))
+    assert said == {"segments_left": 7}
+
+
+def log_step(run, rollouts: train_stage2.Rollouts, num_tokens: int = 100, **training) -> dict | None:
+    """Log a step whose rows could hold 100 tokens; returns what is said of the quality of its responses."""
+    said = []
+    session = SimpleNamespace(
+        cfg=SimpleNamespace(training=run.cfg.training.model_copy(update=training)),
+        ranks=SimpleNamespace(gather=lambda own: [own]),
+        timer=SimpleNamespace(pop=dict),
+        prefetcher=SimpleNamespace(num_remade=0),
+        stop=SimpleNamespace(signal_name=None),
+        log_step=lambda step, metrics, quality, **shown: said.append(quality),
+        monitor=None,
+    )
+    session.gather_step = partial(Session.gather_step, session)
+    stage2 = SimpleNamespace(session=session, buffer=[], dump=SimpleNamespace(write=lambda *_: None))
+    result = StepResult(losses={"total": 1.0}, grad_norm=1.0, learning_rates={}, num_tokens=num_tokens, room=100)
+    train_stage2.log_step(stage2, 3, result, [train_stage2.MicroStep([], rollouts)], [[]])
+    (quality,) = said
+    return quality
+
+
+def test_a_step_is_judged_by_its_own_responses_LOG_3(run):
+    """LOG-3: answers that collapse are seen; without responses nothing is said of them."""
+    rollouts = train_stage2.Rollouts()
+    segment_of(run, run.samples[0], answer_of(run, "the the the"), rollouts)
+    assert log_step(run, rollouts)["parse_rate"] == 0.0
+    assert log_step(run, train_stage2.Rollouts()) is None
+
+
+def test_rows_that_are_filled_too_little_are_a_warning_CFG_14(run, caplog):
+    """CFG-14: with packing."""
+    for num_tokens, packing, num_warnings in ((69, True, 1), (70, True, 0), (69, False, 0)):
+        caplog.clear()
+        settings = {"packing": packing, "packing_min_fill_ratio": 0.7}
+        log_step(run, train_stage2.Rollouts(), num_tokens, **settings)
+        assert [text.partition(";")[0] for text in caplog.messages] == [
+            "step 3: rows are only 0.69 full"
+        ] * num_warnings
+
+
 def test_a_sample_without_objects_trains_to_the_empty_list_DAT_1(run):
     """DAT-1."""
     sample, rollouts = run.samples[0], train_stage2.Rollouts()
@@ -403,25 +511,36 @@ def test_a_loopback_server_reaches_the_learner_on_loopback_SYN_1():
     assert setup.learner_host("http://127.0.0.1:8000/prefix") == "127.0.0.1"
 
 
+def evaluate(run, sample, response: RolloutResult) -> dict:
+    """The scores of an evaluation of one sample."""
+    found = {}
+    session = SimpleNamespace(
+        cfg=run.cfg,
+        data=SimpleNamespace(table=run.table),
+        ranks=SimpleNamespace(sum=dict),
+        score_validation=lambda step, score: [score(sample, response)],
+        log_evaluation=lambda step, result, predictions, more: found.update(result),
+    )
+    train_stage2.Stage2.evaluate(SimpleNamespace(session=session), 1)
+    return found
+
+
+def test_evaluation_counts_answers_that_were_cut_off_LRN_7(run):
+    """LRN-7: at the call site."""
+    whole = answer_of(run, format_objects(run.samples[0].objects))
+    for response, rate in ((whole, 0.0), (replace(whole, finish_reason="length"), 1.0)):
+        assert evaluate(run, run.samples[0], response)["truncated_rate"] == rate
+
+
 def test_evaluation_holds_no_label_against_the_model_that_is_not_annotated_TGT_12(folder, start_model):
     """TGT-12, LRN-7: at the call site."""
     run = run_of(folder, start_model)
     sample = run.samples[0]
     response = answer_of(run, format_objects([*sample.objects, replace(sample.objects[0], desc="grey cat")]))
-    found = {}
-
-    def evaluate(annotated: frozenset | None) -> float:
-        session = SimpleNamespace(
-            cfg=run.cfg,
-            data=SimpleNamespace(table=run.table),
-            ranks=SimpleNamespace(sum=dict),
-            score_validation=lambda step, score: [score(replace(sample, annotated=annotated), response)],
-            log_evaluation=lambda step, result, predictions, more: found.update(result),
-        )
-        train_stage2.Stage2.evaluate(SimpleNamespace(session=session), 1)
-        return found["precision"]
-
-    assert evaluate(None) < evaluate(frozenset({"red circle"})) == 1.0
+    whole, in_part = (
+        evaluate(run, replace(sample, annotated=annotated), response) for annotated in (None, frozenset({"red circle"}))
+    )
+    assert whole["precision"] < in_part["precision"] == 1.0
 
 
 def test_evaluation_scores_new_labels_apart_LRN_9(folder, start_model):
@@ -432,12 +551,5 @@ def test_evaluation_scores_new_labels_apart_LRN_9(folder, start_model):
         cat = replace(run.samples[0].objects[0], desc="grey cat")
         sample = replace(run.samples[0], objects=[*run.samples[0].objects, cat])
         response = answer_of(run, format_objects(run.samples[0].objects))
-        session = SimpleNamespace(
-            cfg=run.cfg,
-            data=SimpleNamespace(table=run.table),
-            ranks=SimpleNamespace(sum=dict),
-            score_validation=lambda step, score, pair=(sample, response): [score(*pair)],
-            log_evaluation=lambda step, result, predictions, more: found.append(result),
-        )
-        train_stage2.Stage2.evaluate(SimpleNamespace(session=session), 1)
+        found.append(evaluate(run, sample, response))
     assert "f1_new" not in found[0] and (found[1]["f1_new"], found[1]["f1_old"]) == (0.0, 1.0)

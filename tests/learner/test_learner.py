@@ -232,6 +232,17 @@ def test_the_start_policy_is_the_model_with_adapters_disabled_or_a_frozen_one_GR
     assert [parameter.requires_grad for parameter in learner.model.parameters()] == trained
 
 
+def test_scores_are_those_without_dropout_GRP_6(tmp_path, start_model, ranks):
+    """GRP-6: ratios to the policy's own log-probabilities; training goes on with dropout."""
+    learner = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4, "dropout": 0.5}, "zero0")
+    for name, parameter in learner.model.named_parameters():
+        if "lora_B" in name:  # zeros at the start
+            nn.init.normal_(parameter, std=0.1)
+    rows = [policy_row_of(learner.model, answers_of(learner.model, 2), {"s0": 1.0, "s1": -1.0})]
+    (first,), (again,) = (learner.logprobs(rows, 1.0) for _ in range(2))
+    assert torch.equal(first, again) and learner.engine.module.training
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # a loss that is not finite
 
@@ -334,6 +345,20 @@ def test_what_is_saved_after_a_loss_that_is_not_finite_is_the_step_before_LRN_12
         one.step(matching_rows(one, is_bad=False), objective, 1)
     expected = weights_of(other)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(resumed).items())
+
+
+@pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
+def test_a_resumed_run_takes_the_optimizers_settings_of_the_config_LRN_5(tmp_path, start_model, ranks, deepspeed):
+    """LRN-5: not those of the checkpoint."""
+    tuner, objective = {"type": "lora", "rank": 4}, MatchingObjective(Losses())
+    changed = {"weight_decay": 0.1, "adam_beta2": 0.9, "adam_epsilon": 1e-3}
+    one, two = (learner_of(tmp_path, start_model, ranks, tuner, deepspeed, **own) for own in ({}, changed))
+    one.step(matching_rows(one, is_bad=False), objective, 0)
+    one.save_state(tmp_path / "state")
+    two.load_state(tmp_path / "state")
+    groups = two.engine.optimizer.param_groups
+    assert max(group["weight_decay"] for group in groups) == 0.1
+    assert {(group["betas"][1], group["eps"]) for group in groups} == {(0.9, 1e-3)}
 
 
 def test_buffers_are_on_the_ranks_device_under_zero_3_LRN_2(tmp_path, start_model, ranks, monkeypatch):

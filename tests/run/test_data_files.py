@@ -175,7 +175,8 @@ def test_labels_that_no_object_has_are_named_DAT_5(tmp_path, caplog, monkeypatch
     raw["custom"]["train_jsonl"][0]["annotated"] = ["fork lift", "forklift"]
     raw["custom"]["val_jsonl"][0]["annotated"] = ["dog"]
     raw["custom"]["extra"]["rollout_matching"]["eval"]["new_labels"] = ["dog", "cat", "cow"]
-    load(build_config(raw))
+    _, (val,) = load(build_config(raw))
+    assert val[0].annotated == {"dog"}
     assert [record.message for record in caplog.records] == [
         f"annotated of {path}: no object there is called forklift; is it misspelt?",
         f"{RM}.eval.new_labels: no object there is called cat, cow; is it misspelt?",
@@ -185,6 +186,15 @@ def test_labels_that_no_object_has_are_named_DAT_5(tmp_path, caplog, monkeypatch
     raw["training"]["output_dir"] = str(tmp_path / "other")
     load(build_config(raw))
     assert not caplog.records
+
+
+def test_an_evaluations_limit_counts_over_its_files_LRN_7(tmp_path):
+    """LRN-7: the first three samples, of files of two and five."""
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for file, number in zip(files, (2, 5), strict=True):
+        write(tmp_path, *[line()] * number).rename(file)
+    _, val = load(config(tmp_path / "run", *files))
+    assert [len(own) for own in val] == [2, 1]
 
 
 def test_dat_6_only_rank_0_reads(tmp_path, monkeypatch):

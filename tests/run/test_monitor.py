@@ -82,16 +82,16 @@ def test_progress_says_where_the_time_goes_LOG_5(tmp_path, capsys):
 
 def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp_path, caplog):
     """LOG-3, LOG-5: as a session logs it; a sign of collapse that returns after it was over is said again."""
-    shown, tables, score = [], [], {"f1": 0.5, "num_images": 1.0}
+    shown, tables, recorded, score = [], [], {}, {"f1": 0.5, "num_images": 1.0}
     monitor = SimpleNamespace(
         progress=lambda step, seconds, **values: shown.append((seconds, values)),
-        scalars=lambda *_: None,
+        scalars=lambda step, values: recorded.update(values),
         table=lambda *own: tables.append(own),
         flush=lambda: None,
     )
     session = SimpleNamespace(
         policy=SimpleNamespace(log_calls=lambda *_: {}, pop_sync_metrics=lambda: {}),
-        watch=SimpleNamespace(pop_metrics=lambda: {}),
+        watch=SimpleNamespace(pop_metrics=lambda: {"server/0/running": 3.0}),
         cfg=SimpleNamespace(training=SimpleNamespace(collapse=SimpleNamespace(model_dump=lambda: BOUNDS))),
         ranks=SimpleNamespace(gather=lambda own: [own], is_main=True),
         on_all_ranks=lambda work, where: work(),
@@ -110,6 +110,7 @@ def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp
         {"loss": 1.0, "val_f1": 0.75, "first": 0.5, "tokens_per_s": 9.0},
     )
     assert len([text for text in caplog.messages if "no longer parse" in text]) == 2
+    assert recorded["server/0/running"] == 3.0 and recorded["eval/f1"] == 0.75  # LOG-6
 
 
 def test_collapse_is_warned_about_past_each_bound_LOG_3():
@@ -256,6 +257,20 @@ def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(caplog, monkey
     ):  # 7 is made anew
         Session.log_evaluation(now, step, {"f1": score, "recall": score}, [])
         assert json.loads(evaluation_file(tmp_path, step).read_text())["is_best"] is is_best
+
+
+def test_an_evaluation_is_due_before_the_first_step_and_after_the_last_LRN_7():
+    """LRN-7: a resumed run starts with one only if it owes it: any other would overwrite that of its checkpoint."""
+    for resumed, owes, num_made in ((None, False, 1), ({}, False, 0), ({}, True, 1)):
+        made: list[int] = []
+        session = MagicMock(resumed=resumed, owes_evaluation=owes, steps_done=4)
+        session.policy.client = session.teacher = None
+        Session.begin(session, SimpleNamespace(evaluate=made.append))
+        assert made == [4] * num_made
+    session = MagicMock(num_steps=5)
+    for every, due in ((2, [2, 4, 5]), (0, [])):
+        session.cfg.training.eval_steps = every
+        assert [step for step in range(1, 6) if Session._evaluates_at(session, step)] == due
 
 
 def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):

@@ -135,11 +135,12 @@ def test_log_1_a_checkpoint_keeps_the_calls_of_the_micro_steps_that_it_keeps(tmp
     monkeypatch.setattr(session, "write_checkpoint", lambda run_dir, step, ranks, write, **facts: write(tmp_path))
     run = MagicMock(steps_done=3, timed=lambda part: nullcontext())
     run.cfg.training.gradient_accumulation_steps = 2
-    run._evaluates_at.return_value, run.policy.engine = False, SimpleNamespace(mode="full", fallback=None)
+    run._evaluates_at.return_value, run.policy.engine = False, SimpleNamespace(mode="full", fallback="no slots")
     run.policy.rollout_log = RolloutLog(tmp_path, Calls(*others, *kept), Rank())
     program = SimpleNamespace(state_dict=lambda: {"ahead": [{}] * 3}, load_state_dict=lambda state: None)
     Session._save(run, program)
     run.resumed = torch.load(tmp_path / "rank.pt", weights_only=True)
+    assert run.resumed["sync"] == {"mode": "full", "fallback": "no slots"}  # SYN-10: not tried again
     run.policy.rollout_log = resumed = RolloutLog(tmp_path, Calls(), Rank())
     run.ranks.gather = lambda own: [own]
     Session.resume(run, program)

@@ -530,6 +530,19 @@ def test_the_program(tmp_path, monkeypatch, capsys):
         assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_the_program_passes_limits_and_seed_on(tmp_path, monkeypatch):
+    """`convert` itself is tested above."""
+    items = [annotation(i) for i in range(40)]
+    path, out = coco_file(tmp_path, [*items, annotation(7)], many_images(40)), tmp_path / "d.jsonl"
+    splits, options = "a=0.5,b=0.5", Options(max_objects=1)
+    args = ["--from", "coco", "--annotations", path, "--images", tmp_path, "--output", out]
+    run_tool(monkeypatch, *args, "--max-objects", 1, "--splits", splits, "--seed", 5)
+    written = [(tmp_path / f"d_{name}.jsonl").read_text() for name in "ab"]
+    assert sum(text.count("\n") for text in written) == 39
+    convert(path, tmp_path, out, options, parse_splits(splits), seed=5)
+    assert written == [(tmp_path / f"d_{name}.jsonl").read_text() for name in "ab"]
+
+
 PEAK = """
 import re, sys
 from pathlib import Path

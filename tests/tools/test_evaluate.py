@@ -263,6 +263,22 @@ def test_what_the_config_says_of_the_file_holds_here_too_DAT_5_LRN_9(
     assert ("f1_old" in found) is not bool(annotated)  # there is no other class but in neutral predictions
 
 
+def test_limit_takes_the_first_samples(start_model, tmp_path, monkeypatch) -> None:
+    data, config = run_files(tmp_path, start_model)
+    asked = []
+
+    def generate(model, processor, samples, sampling, batch_size):
+        asked.extend(sample.id for sample in samples)
+        yield from (RolloutResult([], [], "", "stop", None, 0) for _ in samples)
+
+    monkeypatch.setattr(evaluate, "generate_with_hf", generate)
+    output = tmp_path / "out.json"
+    where = ["--checkpoint", start_model, "--data", data, "--config", config, "--output", output]
+    call(*where, "--backend", "hf", "--limit", 2)()
+    assert asked == [json.loads(line)["id"] for line in data.open()][:2]
+    assert json.loads(output.read_text())["num_images"] == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

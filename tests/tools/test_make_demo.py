@@ -23,6 +23,7 @@ from tools.make_demo import (
     make_demo,
     sinusoid_2d,
 )
+from utils.answer_format import FORMATS
 from utils.config.load import ConfigError
 from utils.data.encoding import encode_prompt, load_processor
 from utils.data.samples import load_samples
@@ -241,6 +242,14 @@ def test_TGT_16_the_warmup_has_no_start_policy(tmp_path):
     path.write_text("model: m\ntrain_jsonl: t.jsonl\noutput_dir: o\nsteps: 1\nlosses: {reference_kl: 1}\n")
     with pytest.raises(ConfigError, match="losses.reference_kl=1: the warm-up learns every token"):
         warmup_sft.load_warmup_config(path)
+
+
+def test_the_warmup_asks_as_the_answer_format_does_DAT_1(start_model, dataset):
+    """DAT-1: unless the config has a prompt."""
+    values = {"model": str(start_model), "train_jsonl": str(dataset / "train.jsonl"), "answer_format": "qwen3vl"}
+    for data, prompt in (({}, FORMATS["qwen3vl"].prompt), ({"prompt": "List."}, "List.")):
+        (sample,) = warmup_sft.load_parts(tiny_warmup(**values, data=data)).stream.next(1)
+        assert sample.messages[-1]["content"] == prompt
 
 
 def test_shipped_warmup_config_reads_and_writes_where_the_demo_does():
