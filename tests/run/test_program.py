@@ -795,6 +795,15 @@ def test_SYN_10_CFG_8_the_sync_of_a_config(folder, start_model, server, caplog, 
         assert warnings == [] and sync.fallback is None
 
 
+@pytest.mark.parametrize(("is_ahead", "expected"), [(True, "keep"), (False, "wait")])
+def test_SYN_9_what_runs_during_a_sync_is_treated_as_the_config_says(folder, start_model, server, is_ahead, expected):
+    """SYN-9: without rollouts ahead of training nothing runs then."""
+    ahead = {"enabled": is_ahead, "version_window": int(is_ahead), "on_sync": "keep"}
+    cfg = load_config(write_config(folder, start_model, server, tuner=LORA, matching={"async": ahead}))
+    sync = setup.make_weight_sync(cfg, Ranks(), "run", SimpleNamespace(), SimpleNamespace(model=tuned()), None)
+    assert sync.on_running == expected
+
+
 def test_SYN_10_without_fallback_dora_stops_before_anything_is_loaded(folder, start_model, server, start):
     """SYN-10: with the way out; `--dry-run` of the same file with fallback says what will happen, and why."""
     sync = {"mode": "adapter", "fallback_to_full": False}

@@ -235,7 +235,7 @@ def test_an_owed_evaluation_is_made_once_unless_evaluation_is_off_now_LRN_5_LRN_
 def test_trackers_learn_what_the_run_is_LOG_3_LRN_5(tmp_path, report_to):
     """LOG-3, LRN-5: those of the config, on rank 0 alone; a resumed run's from the step after its checkpoint."""
     data = config_of(tmp_path, tmp_path / "model", "http://10.0.0.3:8000", 8001, {})
-    data["training"]["report_to"] = report_to
+    data["training"] |= {"report_to": report_to, "logging_steps": 3}
     cfg, engine = build_config(data), SimpleNamespace(mode="full", fallback=None)
     inputs = {"accepted_changes": []}
     for checkpoint, purge_step in ((None, None), (Checkpoint(tmp_path / "checkpoint-3", 3, "abc", 1, {}, {}), 4)):
@@ -245,7 +245,8 @@ def test_trackers_learn_what_the_run_is_LOG_3_LRN_5(tmp_path, report_to):
             assert monitor.facts.run_id == "def" and monitor.facts.run_dir == Path(cfg.training.output_dir)
             assert monitor.facts.config["training"]["report_to"] == cfg.training.report_to
             assert [own.name for own in monitor._trackers] == (cfg.training.report_to if rank.is_main else [])
-            assert monitor.num_steps == 9 and (not rank.is_main or monitor.facts.purge_step == purge_step)
+            assert (monitor.num_steps, monitor.logging_steps) == (9, 3)
+            assert not rank.is_main or monitor.facts.purge_step == purge_step
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
