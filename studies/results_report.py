@@ -35,7 +35,7 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     claims = dict.fromkeys(study.claim for study in studies)
     won: dict[str, list[str]] = {}
     for study in studies:
-        if arms := [arm for arm in study.on_policy if beats_all(records, study, arm)]:
+        if arms := wins(records, study):
             won.setdefault(study.claim, []).append(f"{study.title}: {' and '.join(arms)}")
     open_ = {study.claim for study in studies if not is_complete(records, study)} - won.keys()
     lost = [claim for claim in claims if claim not in won.keys() | open_]
@@ -49,7 +49,19 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     ]
     if unfinished := [claim for claim in claims if claim in open_]:
         lines.append(f"Not finished, so without a verdict: {'; '.join(unfinished)}.")
+    num_won = sum(len(places) for places in won.values())
+    num_open = sum(not is_complete(records, study) for study in studies if not wins(records, study))
+    num_lost = len(studies) - num_won - num_open
+    lines.append(
+        f"A study counts if one of its versions shows it. Of the {len(studies)} versions below {num_won} show it, "
+        f"{num_lost} do not, and {num_open} have not finished. Nothing corrects for their number."
+    )
     return "\n".join(lines) + "\n"
+
+
+def wins(records: Sequence[Record], study: Study) -> list[str]:
+    """The on-policy arms that beat each rival."""
+    return [arm for arm in study.on_policy if beats_all(records, study, arm)]
 
 
 def beats_all(records: Sequence[Record], study: Study, arm: str) -> bool:

@@ -473,6 +473,9 @@ def test_the_first_lines_say_what_is_shown_and_what_is_missing():
     assert "So far it does in 1 (New class: stage 2 + KL)" in results_report.verdict(STUDIES, won)
     assert "does not in 0." in results_report.verdict(STUDIES, lost)  # its other version may still win
     assert "does not in 1 (New class)" in results_report.verdict(STUDIES, sum(lost_versions, lost))
+    num_lost, num_open = 1 + len(lost_versions), len(STUDIES) - 2 - len(lost_versions)
+    mixed = results_report.verdict(STUDIES, sum(lost_versions, [*lost, *all_finished(DENSE, 0.8, 0.6)]))
+    assert f"1 show it, {num_lost} do not, and {num_open} have not finished" in mixed
     shown = results_report.verdict(STUDIES, [*won, *all_finished(DENSE, 0.8, 0.6)])
     places = "New class: stage 2 + KL; Dense, real images: GRPO by object"
     assert shown.startswith("**The claim is shown.**") and f"does in 2 ({places}), and" in shown
