@@ -120,7 +120,10 @@ class Stage2:
 
     Attributes:
         waiting: state of the carry buffer after the last trained step; a resumed run packs on from there.
+        is_sparse: the last step's rows were less full than `packing_min_fill_ratio`.
     """
+
+    is_sparse = False
 
     def __init__(self, session: Session) -> None:
         cfg = session.cfg
@@ -345,9 +348,11 @@ def log_step(
     shown = {"loss": result.losses["total"], **({"f1": quality["f1"]} if counts["num_images"] else {})}
     session.log_step(step, metrics, quality if counts["num_images"] else None, **shown)
     run.dump.write(step, [example for own in rollouts for example in own.examples], session.monitor)
-    training, filled = session.cfg.training, metrics["train/fill_ratio"]
-    if training.packing and filled < training.packing_min_fill_ratio:
-        logger.warning("step %d: rows are only %.2f full; a shorter global_max_length wastes less", step, filled)
+    training, filled, was_sparse = session.cfg.training, metrics["train/fill_ratio"], run.is_sparse
+    run.is_sparse = training.packing and filled < training.packing_min_fill_ratio
+    if run.is_sparse and not was_sparse:
+        way_out = "a shorter global_max_length wastes less (logged once until it is over)"
+        logger.warning("step %d: rows are only %.2f full; %s", step, filled, way_out)
     return ranks["signal_name"]
 
 

@@ -457,7 +457,9 @@ def test_what_is_left_in_the_buffers_is_counted_at_the_end_LRN_1():
     assert said == {"segments_left": 7}
 
 
-def log_step(run, rollouts: train_stage2.Rollouts, num_tokens: int = 100, **training) -> dict | None:
+def log_step(
+    run, rollouts: train_stage2.Rollouts, num_tokens: int = 100, is_sparse: bool = False, **training
+) -> dict | None:
     """Log a step whose rows could hold 100 tokens; returns what is said of the quality of its responses."""
     said = []
     session = SimpleNamespace(
@@ -470,7 +472,8 @@ def log_step(run, rollouts: train_stage2.Rollouts, num_tokens: int = 100, **trai
         monitor=None,
     )
     session.gather_step = partial(Session.gather_step, session)
-    stage2 = SimpleNamespace(session=session, buffer=[], dump=SimpleNamespace(write=lambda *_: None))
+    stage2 = SimpleNamespace(session=session, buffer=[], is_sparse=is_sparse)
+    stage2.dump = SimpleNamespace(write=lambda *_: None)
     result = StepResult(losses={"total": 1.0}, grad_norm=1.0, learning_rates={}, num_tokens=num_tokens, room=100)
     train_stage2.log_step(stage2, 3, result, [train_stage2.MicroStep([], rollouts)], [[]])
     (quality,) = said
@@ -486,10 +489,11 @@ def test_a_step_is_judged_by_its_own_responses_LOG_3(run):
 
 
 def test_rows_that_are_filled_too_little_are_a_warning_CFG_14(run, caplog):
-    """CFG-14: with packing."""
-    for num_tokens, packing, num_warnings in ((69, True, 1), (70, True, 0), (69, False, 0)):
+    """CFG-14: with packing, and once."""
+    cases = ((69, True, False, 1), (69, True, True, 0), (70, True, False, 0), (69, False, False, 0))
+    for num_tokens, packing, is_sparse, num_warnings in cases:
         caplog.clear()
-        settings = {"packing": packing, "packing_min_fill_ratio": 0.7}
+        settings = {"packing": packing, "packing_min_fill_ratio": 0.7, "is_sparse": is_sparse}
         log_step(run, train_stage2.Rollouts(), num_tokens, **settings)
         assert [text.partition(";")[0] for text in caplog.messages] == [
             "step 3: rows are only 0.69 full"
