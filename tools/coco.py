@@ -189,6 +189,8 @@ def _clipped_box(bbox: Any, shape: shapely.Geometry | None, width: int, height: 
         x1, y1, x2, y2 = shape.bounds
     elif _is_numbers(bbox, 4):
         x1, y1, x2, y2 = bbox[0], bbox[1], bbox[0] + bbox[2], bbox[1] + bbox[3]
+        if bbox[2] < 0 or bbox[3] < 0:
+            raise LeftOut("malformed: negative size")
     else:
         raise LeftOut("malformed: no usable bbox" if bbox is not None else "neither bbox nor outline")
     if x2 <= x1 or y2 <= y1:

@@ -12,7 +12,7 @@ A COCO or LVIS file is streamed, and its annotations are grouped by image in a t
 about as large as the file), so memory use does not depend on its size. Images keep the order of the file, objects that
 of the annotations. Everything left out or changed is counted by reason and reported at the end, with the first case of
 each. Where an object was left out that the image shows, such as a crowd, the line gets `annotated` (TGT-12): all
-categories but that object's.
+categories but that object's (of a conversation, those of its objects).
 
 Outlines (`--geometry poly`): an object drawn as one ring keeps its points. Several rings, a ring that extends beyond
 the image, and run-length masks (compressed or not) are first united and clipped to the image. The largest part is
@@ -80,8 +80,12 @@ def convert_image(
     folder: Path,
     root: Path,
     options: Options,
+    complete_for: frozenset[str],
 ) -> Converted:
-    """Convert an image with its annotations to one line (DAT-1); its path is written relative to `root`."""
+    """Convert an image with its annotations to one line (DAT-1); its path is written relative to `root`.
+
+    `complete_for`: names for which the annotation is complete, besides those of the image's objects.
+    """
     result = Converted(image_id, None, not_exhaustive=bool(image.get("not_exhaustive_category_ids")))
     try:
         if image_id is None:
@@ -120,15 +124,15 @@ def convert_image(
         known = {item["desc"] for item in objects} | absent
         result.row["annotated"] = sorted(known - {None} - {categories.get(category) for category in incomplete})
     elif gaps:
-        result.row["annotated"] = sorted((options.categories or set(categories.values())) - gaps)
+        result.row["annotated"] = sorted(complete_for.union(item["desc"] for item in objects) - gaps)
     return result
 
 
 def relative_path(path: str | os.PathLike, folder: Path) -> str:
     """Return the path as a line of a data file in this folder names it."""
-    path, folder = Path(path).absolute(), folder.absolute()
-    if path.is_relative_to(folder):
-        return str(path.relative_to(folder))
+    shown = os.path.relpath(path, folder)
+    if os.path.realpath(folder / shown) == os.path.realpath(path):
+        return shown
     return os.path.relpath(path, folder.resolve())  # ".." leads out of what a link points to, not out of the link
 
 
@@ -157,8 +161,9 @@ def _checked_size(image: dict[str, Any], path: Path, exif: str | None) -> tuple[
         height, width = image_size(path)
         with Image.open(path) as opened:
             orientation = opened.getexif().get(EXIF_ORIENTATION, 1)
-    except OSError:
-        raise LeftOut("image file cannot be read") from None
+    except OSError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise LeftOut(f"image file cannot be read: {reason}") from None
     stored = (height, width) if orientation in range(5, 9) else (width, height)
     given = image.get("width"), image.get("height")
     if given not in ((width, height), stored, (None, None)):
@@ -284,6 +289,8 @@ def convert(
         source = Annotations(kind, Path(annotations), folder, None if names is None else Path(names), unit)
     with source as coco, ExitStack() as stack:
         _check_categories(options.categories, coco)
+        names_asked = kind in SEVERAL_LINES_PER_IMAGE  # each line for names of its own
+        complete_for = frozenset([] if names_asked else options.categories or coco.categories.values())
         output.parent.mkdir(parents=True, exist_ok=True)
         unfinished = {name: target.with_name(target.name + ".partial") for name, target in targets.items()}
         for path in unfinished.values():
@@ -293,7 +300,7 @@ def convert(
         def work(item: tuple[str, int | str | None, str, list[str]]) -> tuple[str, Converted]:
             split, image_id, image, found = item
             parts = json.loads(image), list(map(json.loads, found))
-            return split, convert_image(image_id, *parts, coco.categories, folder, root, options)
+            return split, convert_image(image_id, *parts, coco.categories, folder, root, options, complete_for)
 
         # In threads, because most of the time goes into reading image headers, often from a network disk.
         chosen = _in_a_split(coco.images(), kind in SEVERAL_LINES_PER_IMAGE, splits, seed, report)

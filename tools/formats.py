@@ -215,7 +215,7 @@ def _sharegpt(path: Path, images: Path, unit: int) -> Iterator[Item]:
             if begin < end:
                 image["messages"] = messages
             found = list(_boxes_in(answer))
-            if len(found) < len(_SPELT.findall(answer)):
+            if len(found) < len(_SPELT.findall(answer)) or answer.count("[") != answer.count("]"):
                 image["unusable"] = "its answer spells boxes that cannot be read"
             elif not found and not _EMPTY.fullmatch(answer):
                 image["unusable"] = "its answer spells no box"

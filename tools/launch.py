@@ -227,7 +227,7 @@ def killed_rank_message(number: int, arguments: list[str]) -> list[str]:
     run_dir = Path(load_config(options_of(arguments).config).training.output_dir)
     log, newest = run_dir / "rollouts.jsonl", newest_checkpoint(run_dir)
     lines = read_rollout_log(log) if log.exists() else []
-    command = resume_command(launched_as(arguments), newest)
+    command = resume_command(launched_as(arguments), run_dir)
     return [
         f"run {run_dir}: a rank was ended by {signal.Signals(number).name}"
         + "; the kernel does this when memory runs out (see dmesg)" * (number == signal.SIGKILL),

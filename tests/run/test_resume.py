@@ -235,6 +235,16 @@ def test_the_best_checkpoint_is_the_best_of_those_there_are_LRN_5_LRN_7(tmp_path
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-4"]
 
 
+def test_the_best_checkpoint_by_other_settings_stays_until_another_is_scored_LRN_5(tmp_path, ranks):
+    """LRN-5: an earlier version wrote no settings, and a resumed run may change them."""
+    for step, f1, own in ((2, 0.9, {}), (4, 0.5, {}), (6, 0.4, {}), (8, 0.1, {"settings": SETTINGS})):
+        save(tmp_path, step, ranks, limit=1)
+        assert step < 6 or names(tmp_path) == [f"checkpoint-{step}", "checkpoint-2"]
+        write_evaluation(tmp_path, step, {"f1": f1, **own}, [], is_best=step in (2, 8))
+    save(tmp_path, 10, ranks, limit=1)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-8"]
+
+
 def test_a_deletion_interrupted_by_a_kill_is_finished_LRN_5(tmp_path, ranks):
     """LRN-5: and its remains never look like a checkpoint."""
     save(tmp_path, 2, ranks).rename(tmp_path / "checkpoint-2.deleting")
@@ -277,6 +287,11 @@ def test_a_path_is_taken_if_it_is_complete_and_the_newest_LRN_5(tmp_path, ranks)
     with pytest.raises(ValueError, match="also holds checkpoint-4, which would no longer belong to this run"):
         choose_checkpoint(tmp_path / "run", str(first), CONFIG, ranks)
     assert choose_checkpoint(tmp_path / "new", str(first), CONFIG, ranks).step == 2  # a branch of its own
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "run.json").write_text(json.dumps({"resumed_from": {"checkpoint": str(first)}}))
+    assert choose_checkpoint(tmp_path / "new", "auto", CONFIG, ranks).step == 2  # it ended before its own first one
+    save(tmp_path / "new", 6, ranks)
+    assert choose_checkpoint(tmp_path / "new", "auto", CONFIG, ranks).step == 6
     save(tmp_path / "other", 2, ranks)
     with pytest.raises(ValueError, match="lies outside training.output_dir=.*which holds another run"):
         choose_checkpoint(tmp_path / "other", str(first), CONFIG, ranks)

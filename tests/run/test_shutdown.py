@@ -66,25 +66,27 @@ def test_a_stop_has_a_status_of_its_own_and_no_traceback_LRN_5(tmp_path, capsys)
     assert STOPPED_STATUS == 75 and "Traceback" not in words and "no checkpoint is complete" in words
 
 
-def test_the_command_of_a_run_without_a_launcher_LRN_5(monkeypatch):
+def test_the_command_of_a_run_without_a_launcher_LRN_5(monkeypatch, tmp_path):
     """LRN-5."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["train_stage2.py"])
     assert launch_command("it's a.yaml") == """python train_stage2.py --config 'it'"'"'s a.yaml'"""
-    assert resume_command(launch_command("a.yaml"), None) == "python train_stage2.py --config a.yaml --resume auto"
+    assert resume_command(launch_command("a.yaml"), tmp_path) == "python train_stage2.py --config a.yaml --resume auto"
 
 
 @pytest.mark.parametrize("given", ["", "--resume", "--resume auto", "--resume runs/a/checkpoint-2", "--resume='a b/c'"])
 def test_the_command_of_a_run_is_that_of_its_launcher_LRN_5(monkeypatch, tmp_path, ranks, given):  # noqa: F811
     """LRN-5: with hostfile and port, which the ranks cannot see. It resumes from the newest checkpoint, beside which
-    the one that was given would be refused; until there is one, it starts from the given one."""
+    the one that was given would be refused; as long as the run has written nothing, it starts from the given one."""
     command = "python -m tools.launch --hostfile hosts --master_port 29777 train_stage2.py --config 'my a.yaml'"
     launched = command.replace("--config", f"{given} --config") if "=" in given else f"{command} {given}"
     monkeypatch.setenv("LEARNER_COMMAND", launched)
     stop = Stopped("stopped by SIGTERM")
     first = closing_report(stop, tmp_path, "a.yaml", 1, None)[-1]
     assert first.endswith(f"start again with: {launched if given else f'{command} --resume auto'}")
+    (tmp_path / "run.json").write_text("{}")
+    assert closing_report(stop, tmp_path, "a.yaml", 1, None)[-1].endswith(f"start again with: {command} --resume auto")
     save(tmp_path, 4, ranks)
     later = closing_report(stop, tmp_path, "a.yaml", 5, None)[-1]
     assert later.endswith(f"resume from it with: {command} --resume auto")

@@ -80,7 +80,8 @@ def test_boxes_are_clipped_and_those_without_area_dropped(tmp_path):
     assert report.reasons == {
         (CHANGED, "clipped to the image"): (2, 1),
         (LOST, "outside the image"): (1, 1),
-        (LOST, "degenerate: no area"): (2, 1),
+        (LOST, "degenerate: no area"): (1, 1),
+        (LOST, "malformed: negative size"): (1, 1),
         (LOST, "malformed: no usable bbox"): (2, 1),
     }
 
@@ -118,6 +119,7 @@ def test_TGT_12_DAT_1_a_line_without_an_object_that_the_image_shows_is_complete_
         (crowd, {}, ["traffic light"]),
         (crowd, {"categories": frozenset({"cat"})}, []),
         (annotation(bbox="x"), {}, ["traffic light"]),
+        (annotation(bbox=[40, 60, -30, 9]), {}, ["traffic light"]),
         (annotation(bbox=[0, 0, 0, 3]), {}, None),
         (annotation(bbox=[500, 0, 10, 3]), {}, None),
         (annotation(bbox=[0, 0, 50, 3]), {"min_size": 4}, None),
@@ -369,7 +371,7 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
     assert reasons == {
         "no such image file": (1, 2),
         "the image file's size differs from the annotations'": (1, 3),
-        "image file cannot be read": (1, 4),
+        "image file cannot be read: not an image that can be read": (1, 4),
         "malformed: neither file_name nor coco_url": (1, 5),
         "malformed: no id": (1, None),
         "id listed before": (1, None),
@@ -429,12 +431,17 @@ def test_dat_1_a_folder_that_is_a_link(tmp_path):
     (tmp_path / "disk" / "deep" / "data").mkdir(parents=True)
     (tmp_path / "data").symlink_to(tmp_path / "disk" / "deep" / "data")
     (tmp_path / "images").mkdir()
-    for folder, shown in ((tmp_path / "images", None), (tmp_path / "data", "1.png")):
-        path = coco_file(folder, [annotation()])
-        convert(path, folder, tmp_path / "data" / "d.jsonl")
-        (sample,) = load_samples([tmp_path / "data" / "d.jsonl"], prompt="find")[0]
+    (tmp_path / "data" / "images").mkdir()
+    for images, output, shown in (
+        ("images", "data/d.jsonl", None),
+        ("data", "data/d.jsonl", "1.png"),
+        ("data/images", "data/out/d.jsonl", "../images/1.png"),
+    ):
+        path = coco_file(tmp_path / images, [annotation()])
+        convert(path, tmp_path / images, tmp_path / output)
+        (sample,) = load_samples([tmp_path / output], prompt="find")[0]
         assert Path(sample.images[0]).is_file()
-        assert shown in (None, json.loads((tmp_path / "data" / "d.jsonl").read_text())["images"][0])
+        assert shown in (None, json.loads((tmp_path / output).read_text())["images"][0])
 
 
 # ---- the whole -----------------------------------------------------------------------------------------------------

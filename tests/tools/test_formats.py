@@ -222,6 +222,17 @@ def test_DAT_1_ms_swift_keeps_its_question(folder):
     }
 
 
+def test_TGT_12_a_question_is_complete_for_the_names_of_its_answer_alone(folder):
+    """DAT-1, TGT-12: a file of open phrases has no list of them."""
+    lost, whole = (
+        {"ref": ["cat", "dog"], "bbox": [[10, 20, 40, 60], [5, 5]]},
+        {"ref": ["owl"], "bbox": [[1, 2, 30, 40]]},
+    )
+    path = write_lines(folder, *({"images": ["a.png"], "objects": objects} for objects in (lost, whole)))
+    convert(path, folder / "images", folder / "d.jsonl", kind="swift")
+    assert [json.loads(line).get("annotated") for line in (folder / "d.jsonl").open()] == [["cat"], None]
+
+
 def test_DAT_1_splits_of_questions_keep_an_image_together(folder):
     """DAT-1."""
     rows = []
@@ -250,6 +261,7 @@ def test_DAT_1_splits_of_questions_keep_an_image_together(folder):
         ("It is at <|box_start|>(1,2),(10,12)<|box_end|>.", "its answer spells boxes that cannot be read"),
         ('{"found": [{"bbox_2d": [0, 0, 9, 9], "label": "cat"}]}', "its answer spells boxes that cannot be read"),
         ('[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}, {"bbox_2d"', "its answer spells boxes that cannot be read"),
+        ('[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}, {"label": "d', "its answer spells boxes that cannot be read"),
         ("A cat on a mat.", "its answer spells no box"),
         (None, "no answer"),
     ],

@@ -157,6 +157,12 @@ def comparable_scores(run_dir: Path, settings: Mapping[str, Any]) -> dict[int, f
     return {scores["step"]: scores[settings["metric"]] for scores in made if scores.get("settings") == settings}
 
 
+def best_steps(run_dir: Path) -> set[int]:
+    """The steps whose evaluation was the best up to then."""
+    made = [json.loads(path.read_text()) for path in run_dir.glob("eval/step_*.json")]
+    return {scores["step"] for scores in made if scores.get("is_best")}
+
+
 def write_evaluation(
     run_dir: Path, step: int, result: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], is_best: bool
 ) -> None:

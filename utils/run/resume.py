@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from utils.dist import DistributedError, Ranks, capture_error
-from utils.run.monitor import comparable_scores
+from utils.run.monitor import best_steps, comparable_scores
 from utils.run.rollout_log import read_rollout_log
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,9 @@ def delete_old(run_dir: Path, save_total_limit: int, eval_settings: Mapping[str,
     whole = [path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None]
     scores = comparable_scores(run_dir, eval_settings) if eval_settings else {}
     evaluated = [path for path in reversed(whole) if _step_of(path) in scores]
-    best = max(evaluated, key=lambda path: scores[_step_of(path)], default=None)  # of equal ones the first
+    # Of equal ones the first. As long as none can be compared, the one that was the best stays.
+    was_best = next((path for path in whole if _step_of(path) in best_steps(run_dir)), None)
+    best = max(evaluated, key=lambda path: scores[_step_of(path)], default=was_best)
     for path in run_dir.glob("checkpoint-*.deleting"):  # of a process killed halfway; in the way of a rename
         _delete(path)
     for path in whole[save_total_limit:]:
@@ -288,7 +290,17 @@ def _newest(run_dir: Path, ranks: Ranks) -> Checkpoint | None:
             f"training.output_dir={run_dir}: none of its checkpoints is complete ({damaged}); repair one, or move them "
             "away to start from the beginning"
         )
+    if checkpoint is None and (branched_from := ranks.gather(_branched_from(run_dir))[0]):
+        return _named(Path(branched_from), run_dir, False, ranks)
     return checkpoint
+
+
+def _branched_from(run_dir: Path) -> str | None:
+    """The checkpoint of another run that this one, which has none of its own yet, has begun with."""
+    path = run_dir / "run.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    name = record.get("resumed_from", {}).get("checkpoint")
+    return name if name and Path(name).resolve().parent != run_dir.resolve() else None
 
 
 def _named(path: Path, run_dir: Path, used: bool, ranks: Ranks) -> Checkpoint:

@@ -85,7 +85,7 @@ def closing_report(error: Exception, run_dir: Path, config: str, step: int | Non
     what = str(error) if isinstance(error, Stopped) else f"failed: {type(error).__name__}: {error}"
     where = "before the first step" if step is None else f"after optimizer step {step}, generating weights {version}"
     newest = newest_checkpoint(run_dir)
-    command = resume_command(launch_command(config), newest)
+    command = resume_command(launch_command(config), run_dir)
     lines = [f"run {run_dir}: {what}", f"  it ended {where}"]
     if newest is None:
         return [*lines, f"  no checkpoint is complete; start again with: {command}"]
@@ -97,13 +97,14 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return next((path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None), None)
 
 
-def resume_command(command: str, newest: Path | None) -> str:
-    """The command with `--resume auto`, also in place of a checkpoint that it names, which would be refused beside a
-    newer one. As long as there is no checkpoint, the one that it names is what the run starts from."""
+def resume_command(command: str, run_dir: Path) -> str:
+    """The command with `--resume auto`, also in place of a checkpoint that it names, which would be refused beside what
+    the run has written. As long as that is nothing, the checkpoint that it names is what the run starts from."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", nargs="?", const="auto")
     given, others = parser.parse_known_args(shlex.split(command))
-    return command if given.resume and newest is None else shlex.join([*others, "--resume", "auto"])
+    is_new = newest_checkpoint(run_dir) is None and not (run_dir / "run.json").exists()
+    return command if given.resume and is_new else shlex.join([*others, "--resume", "auto"])
 
 
 def launch_command(config: str) -> str:
