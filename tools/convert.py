@@ -289,8 +289,8 @@ def convert(
         source = Annotations(kind, Path(annotations), folder, None if names is None else Path(names), unit)
     with source as coco, ExitStack() as stack:
         _check_categories(options.categories, coco)
-        names_asked = kind in SEVERAL_LINES_PER_IMAGE  # each line for names of its own
-        complete_for = frozenset([] if names_asked else options.categories or coco.categories.values())
+        asks = kind in SEVERAL_LINES_PER_IMAGE  # each line for names of its own
+        complete_for = frozenset([] if asks else options.categories or coco.categories.values())
         output.parent.mkdir(parents=True, exist_ok=True)
         unfinished = {name: target.with_name(target.name + ".partial") for name, target in targets.items()}
         for path in unfinished.values():
@@ -303,7 +303,7 @@ def convert(
             return split, convert_image(image_id, *parts, coco.categories, folder, root, options, complete_for)
 
         # In threads, because most of the time goes into reading image headers, often from a network disk.
-        chosen = _in_a_split(coco.images(), kind in SEVERAL_LINES_PER_IMAGE, splits, seed, report)
+        chosen = _in_a_split(coco.images(), asks, splits, seed, report)
         for split, converted in map_ahead(work, chosen, max_ahead=32):
             _count(report, converted, str(targets[split]))
             if converted.row is not None:

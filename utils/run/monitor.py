@@ -153,14 +153,17 @@ def first_evaluation(run_dir: Path) -> dict[str, Any]:
 
 def comparable_scores(run_dir: Path, settings: Mapping[str, Any]) -> dict[int, float]:
     """The metric by step, of the finished evaluations that were made with these `Session.eval_settings`."""
-    made = [json.loads(path.read_text()) for path in run_dir.glob("eval/step_*.json")]
+    made = _evaluations(run_dir)
     return {scores["step"]: scores[settings["metric"]] for scores in made if scores.get("settings") == settings}
 
 
 def best_steps(run_dir: Path) -> set[int]:
     """The steps whose evaluation was the best up to then."""
-    made = [json.loads(path.read_text()) for path in run_dir.glob("eval/step_*.json")]
-    return {scores["step"] for scores in made if scores.get("is_best")}
+    return {scores["step"] for scores in _evaluations(run_dir) if scores.get("is_best")}
+
+
+def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in run_dir.glob("eval/step_*.json")]
 
 
 def write_evaluation(

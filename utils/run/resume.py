@@ -170,10 +170,10 @@ def delete_old(run_dir: Path, save_total_limit: int, eval_settings: Mapping[str,
     Damaged ones are neither counted nor deleted.
     """
     whole = [path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None]
-    scores = comparable_scores(run_dir, eval_settings) if eval_settings else {}
+    scores, were_best = comparable_scores(run_dir, eval_settings) if eval_settings else {}, best_steps(run_dir)
     evaluated = [path for path in reversed(whole) if _step_of(path) in scores]
     # Of equal ones the first. As long as none can be compared, the one that was the best stays.
-    was_best = next((path for path in whole if _step_of(path) in best_steps(run_dir)), None)
+    was_best = next((path for path in whole if _step_of(path) in were_best), None)
     best = max(evaluated, key=lambda path: scores[_step_of(path)], default=was_best)
     for path in run_dir.glob("checkpoint-*.deleting"):  # of a process killed halfway; in the way of a rename
         _delete(path)
