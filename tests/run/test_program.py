@@ -306,6 +306,24 @@ def test_CFG_16_a_checkpoint_that_is_not_whole_stops_before_servers_are_waited_f
     assert status == 2 and f'model.{key}="models/mine": no such folder (looked in {Path.cwd()}/models/mine;' in error
 
 
+def test_ROL_7_rows_longer_than_the_colocated_engine_can_hold_are_told_before_anything_starts(
+    folder, start_model, server, start, monkeypatch
+):
+    """ROL-7: vLLM would refuse the length, but only after the model has been loaded."""
+    monkeypatch.setattr(setup, "check_ranks", lambda *_: pytest.fail("went on"))
+    longest = json.loads((start_model / "config.json").read_text())["text_config"]["max_position_embeddings"]
+    config = write_config(folder, start_model, server)
+    written = yaml.safe_load(config.read_text())
+    matching = written["custom"]["extra"]["rollout_matching"]
+    matching["vllm"] = {"mode": "colocate", "tensor_parallel_size": 1}
+    for length, is_told in ((longest, False), (longest + 1, True)):
+        config.write_text(yaml.safe_dump(written | {"global_max_length": length}))
+        status, _, error = start(train_stage2, config, "--dry-run")
+        assert status == 0 and (f"global_max_length={length}: is the colocated" in error) is is_told, error
+    status, _, error = start(train_stage2, config)
+    assert status == 2 and f"ends at {longest} positions; lower it" in error, error
+
+
 def test_CFG_3_a_tuner_that_does_not_fit_the_model_is_told_in_one_message(
     folder, start_model, server, start, monkeypatch
 ):

@@ -11,6 +11,7 @@ from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
 from utils.config.plan import num_learners, print_dry_run
 from utils.dist import capture_error
+from utils.families import longest_sequence, read_config
 from utils.run.inputs import KINDS
 from utils.run.session import Program
 from utils.run.shutdown import StopRequest, end_with, launch_command
@@ -74,12 +75,18 @@ def model_problems(cfg: Config, may_be_absent: bool = False) -> list[str]:
     """List what is wrong with the checkpoints that a run starts from, before anything is loaded or waited for."""
     start, reference = cfg.model.path, cfg.model.reference_path
     folders = {"model.path": start} | ({"model.reference_path": reference} if reference not in (None, start) else {})
-    return [
+    found = [
         problem(cfg, key, rule)
         for key, folder in folders.items()
         if not may_be_absent or os.path.isdir(folder)
         for rule in checkpoint_problems(Path(folder), with_processor=key == "model.path")
     ]
+    if cfg.is_colocate and not found and os.path.isdir(start):
+        longest = longest_sequence(read_config(start))
+        if longest and (cfg.global_max_length or 0) > longest:
+            rule = f"is the colocated engine's length too, but the model ends at {longest} positions; lower it"
+            found.append(problem(cfg, "global_max_length", rule))
+    return found
 
 
 def parse_args(description: str) -> argparse.Namespace:

@@ -12,7 +12,7 @@ from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
-from utils.families import family_from, read_config
+from utils.families import family_from, longest_sequence, read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +154,8 @@ def model_problems(path: Path, max_model_len: int) -> list[str]:
     """List what is wrong with the model directory, and a length that the model cannot hold."""
     if found := checkpoint_problems(path):
         return [f"model.path={path}: {rule}" for rule in found]
-    config = read_config(path)
-    text_config = config.get("text_config", config)
-    longest = text_config.get("max_position_embeddings")
-    scaled = (text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}).get("factor")
-    if longest and not scaled and max_model_len > longest:
+    longest = longest_sequence(read_config(path))
+    if longest and max_model_len > longest:
         key = f"rollout_server.vllm_max_model_len={max_model_len}"
         return [f"{key}: the model in {path} ends at {longest} positions; lower it"]
     return []
