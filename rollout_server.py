@@ -13,7 +13,7 @@ import socket
 import sys
 
 from utils.config.load import ConfigError, exit_with, load_config_or_exit
-from utils.config.plan import num_learners, print_dry_run
+from utils.config.plan import add_plan_arguments, print_dry_run
 from utils.rollout.access import access_token
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
 from utils.server.process import (
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--server-index", type=int, default=0, help="which of the config's servers to start")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and plan, start nothing")
-    parser.add_argument("--world-size", type=num_learners, default=1, help="learner ranks to plan for (--dry-run only)")
+    add_plan_arguments(parser)
     args = parser.parse_args()
 
     escape_logs()  # before vLLM's own loggers are set up, which keep this
@@ -45,7 +45,7 @@ def main() -> None:
     except ConfigError as error:
         exit_with(error)
     if args.dry_run:
-        print_dry_run(cfg, args.world_size)
+        print_dry_run(cfg, args.world_size, args.device_gib, has_learners=False)  # a teacher's config has none
     print(describe(launch), flush=True)
 
     set_environment(launch.device, launch.settings.cpu_kv_cache_gib, launch.world_size)  # before vLLM is imported

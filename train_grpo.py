@@ -323,7 +323,8 @@ class Grpo:
         """Continue from `state_dict`.
 
         Raises:
-            ValueError: other data, or a prepared answer that other rewards scored or that is longer than a row now is.
+            ValueError: other data, or a prepared answer that was scored with other rewards or another `advantage`, or
+                is longer than a row now is.
         """
         cfg, names = self.session.cfg, list(self.rewards)
         prepared = [MicroStep.from_state(saved) for saved in state["ahead"]]
@@ -335,6 +336,12 @@ class Grpo:
                 f"rlhf.reward_funcs: {len(answers)} answers of the checkpoint that were made ahead of their step were "
                 f"scored by {old}, now it is {', '.join(names)}; resume with the old setting, or use a new "
                 "training.output_dir"
+            )
+        advantages = {"object" if answer.credit else "answer" for answer in answers if answer.is_valid}
+        if advantages - {cfg.rlhf.advantage}:
+            raise ValueError(
+                f"rlhf.advantage: {len(answers)} answers of the checkpoint that were made ahead of their step were "
+                "scored with the other setting; resume with that, or use a new training.output_dir"
             )
         if cfg.training.packing:
             check_fits([answer.segment for answer in answers], cfg.global_max_length)

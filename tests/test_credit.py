@@ -183,12 +183,26 @@ def test_one_object_about_one_object_is_compared_as_without_credit_GRP_8() -> No
     assert decision_advantages([group_of([A], [FAR], [A, FAR], truth=[A])], np.ones(1), "none")[0][1] != 1 / 3
 
 
-def test_one_answer_teaches_nothing_at_any_scale_GRP_8() -> None:
-    """GRP-8, GRP-6: nothing is left to compare it with."""
-    group = group_of([A, FAR], [A, B], truth=[A, B])
-    group[1].is_valid = False
-    for scale_rewards in ("group", "batch", "none"):
-        assert not any(own.any() for own in decision_advantages([group], np.ones(1), scale_rewards))
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_about_an_image_without_objects_every_decision_has_the_answers_advantage_GRP_8(scale_rewards: str) -> None:
+    """GRP-8: two invented objects are as bad as three, so without any one of them the answer would be no better."""
+    groups = [group_of([A, FAR], [A, B, FAR], [], [B], truth=[]), group_of([A], [B], truth=[A])]
+    found = decision_advantages(groups, np.ones(1), scale_rewards)
+    expected = decision_advantages(without_credit(groups), np.ones(1), scale_rewards)
+    for own, (value,) in list(zip(found, expected, strict=True))[:4]:
+        assert own == pytest.approx(np.full(len(own), value))
+    assert found[0].max() < 0 < found[2].min() and len(found[1]) == 8
+
+
+@pytest.mark.parametrize("names", [("detection_f1",), ("detection_f1", "detection_no_giant_boxes")])
+def test_one_answer_teaches_nothing_at_any_scale_GRP_8(names) -> None:
+    """GRP-8, GRP-6: nothing is left to compare it with, whatever an attempt of it cost."""
+    giant = replace(A, coords=(0, 0, 999, 999))
+    for objects in ([A, FAR], [giant, FAR]):
+        group = group_of(objects, [A, B], truth=[A, B], names=names)
+        group[1].is_valid = False
+        for scale_rewards in ("group", "batch", "none"):
+            assert not any(own.any() for own in decision_advantages([group], np.ones(len(names)), scale_rewards))
 
 
 def test_equal_rewards_in_the_batch_leave_advantages_finite_GRP_8() -> None:
@@ -266,10 +280,12 @@ def test_advantages_follow_the_gradient_of_the_reward_GRP_8(name: str, least: fl
     logprobs = [choices_of(said) for said in answers]
     probability = torch.stack([own.sum() for own in logprobs]).exp()
     assert probability.sum().item() == pytest.approx(1)
-    for truth in ([A, B], [B], [TREE, C], [A, B, C], [A, B, C, NEAR_A]):
+    for truth in ([], [A, B], [B], [TREE, C], [A, B, C], [A, B, C, NEAR_A]):
         made = group_of(*([CANDIDATES[i] for i in said] for said in answers), truth=truth, names=(name,))
         rewards = torch.tensor([answer.rewards[0] for answer in made])
         (exact,) = torch.autograd.grad((probability * rewards).sum(), logits, retain_graph=True)
+        if rewards.min() == rewards.max():
+            continue  # recall, where there is nothing to miss
         surrogate = torch.zeros(())
         for pair in itertools.product(range(len(answers)), repeat=2):
             weight = probability[list(pair)].prod().detach()
@@ -277,7 +293,7 @@ def test_advantages_follow_the_gradient_of_the_reward_GRP_8(name: str, least: fl
                 surrogate = surrogate + weight * (torch.tensor(own[object_decision(0) :: 2]) * logprobs[i]).sum()
         (estimated,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
         cosine = torch.cosine_similarity(estimated, exact, dim=0)
-        if len(truth) == 1:  # where both answers have one object, they are compared as without credit
+        if len(truth) < 2:  # where both answers have one object, they are compared as without credit
             assert cosine >= min(least, 0.999)
         else:
             assert cosine >= least

@@ -100,6 +100,16 @@ def test_model_directory_and_length_are_checked(model_dir, tmp_path):
     assert len(problems_of(both, None)) == 2
 
 
+def test_heads_that_devices_cannot_share_are_told_before_anything_is_loaded_SRV_2(tmp_path):
+    """SRV-2: vLLM would say so after minutes."""
+    model = write_checkpoint(tmp_path, {"model_type": "qwen3_vl", "text_config": {"num_attention_heads": 32}})
+    for devices, is_told in ((2, False), (3, True)):
+        on_gpus = {"device": "cuda", "num_devices": devices, "data_parallel_size": 1}
+        launch = launch_of(model, settings={"vllm_tensor_parallel_size": devices}, **on_gpus)
+        rule = f"vllm_tensor_parallel_size={devices}: cannot divide the model's 32 attention heads"
+        assert any(rule in problem for problem in problems_of(launch, None)) is is_told
+
+
 def test_CFG_15_an_argument_that_vllm_does_not_know_is_no_start(model_dir):
     """CFG-15, SRV-2: told before anything is loaded, in a dry run too."""
     pytest.importorskip("vllm")

@@ -57,6 +57,17 @@ def test_a_wrong_label_counts_by_place_only_LRN_7():
     assert result["f1"] == 0.0 and result["f1_no_label"] == 1.0
 
 
+def test_a_neutral_prediction_takes_no_object_from_another_TGT_12():
+    """TGT-12: it lies on the object more exactly than the right one. What no other one wants it may have."""
+    near = box("red", 0, 0, 100, 90)
+    alone = count_sample(parsed(near), [RED, BLUE], 0.5, False, {"red"})
+    beside = count_sample(parsed(near, box("toy", *RED.coords)), [RED, BLUE], 0.5, False, {"red"})
+    for key in ("f1", "f1_no_label", "mean_iou"):
+        assert scores(beside)[key] == scores(alone)[key]
+    both = count_sample(parsed(near, box("toy", *BLUE.coords)), [RED, BLUE], 0.5, False, {"red"})
+    assert (both["matched_no_label"], both["neutral_no_label"], both["neutral"]) == (2, 0, 1)
+
+
 def test_with_label_the_match_is_made_among_equal_labels_LRN_7():
     """LRN-7: The nearer prediction has the wrong label; the other one is right and counts."""
     near_wrong, far_right = box("blue", 0, 0, 100, 100), box("red", 0, 0, 100, 80)

@@ -513,8 +513,9 @@ def test_what_a_checkpoint_holds_ahead_is_drawn_again_as_it_was_LRN_5(monkeypatc
 def test_what_a_checkpoint_holds_ahead_must_fit_the_settings_of_now_LRN_5_PCK_3(has_names):
     """LRN-5, PCK-3: rewards of other functions, or an answer longer than a row now is, would fail on its rank alone."""
 
-    def run_of(cap: int, *rewards: str) -> train_grpo.Grpo:
-        cfg = SimpleNamespace(training=SimpleNamespace(packing=True), global_max_length=cap)
+    def run_of(cap: int, *rewards: str, advantage: str = "answer") -> train_grpo.Grpo:
+        rlhf = SimpleNamespace(advantage=advantage)
+        cfg = SimpleNamespace(training=SimpleNamespace(packing=True), global_max_length=cap, rlhf=rlhf)
         stream = SampleStream([list(range(9))], seed=3)
         prefetcher = SimpleNamespace(prepared_from=lambda step: (ahead, 1), restore=lambda step, kept: None)
         session = SimpleNamespace(cfg=cfg, data=SimpleNamespace(stream=stream), prefetcher=prefetcher, steps_done=1)
@@ -535,7 +536,9 @@ def test_what_a_checkpoint_holds_ahead_must_fit_the_settings_of_now_LRN_5_PCK_3(
             run_of(3, "same", "odd").load_state_dict(state)
     with pytest.raises(ValueError, match="segment has 3 tokens, global_max_length is 2"):
         run_of(2, "odd", "same").load_state_dict(state)
-    run_of(2, "odd").load_state_dict(state | {"ahead": []})  # nothing waits, so both may change
+    with pytest.raises(ValueError, match="rlhf.advantage: 1 answers .* with the other setting"):
+        run_of(3, "odd", "same", advantage="object").load_state_dict(state)
+    run_of(2, "odd", advantage="object").load_state_dict(state | {"ahead": []})  # nothing waits, so all may change
 
 
 def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):

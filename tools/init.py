@@ -25,8 +25,8 @@ from tools.convert import Report, convert
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import ConfigError, exit_with, load_config
-from utils.config.memory import GIB
-from utils.config.plan import Plan, format_plan, make_plan
+from utils.config.memory import DEVICE_GIB, GIB
+from utils.config.plan import Plan, at_least_one, format_plan, make_plan
 from utils.data.encoding import grid_of, load_processor, num_prompt_tokens
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.families import Family, family_in
@@ -42,6 +42,7 @@ FILL = 0.9  # of a row that a micro-step's samples take on average
 SAMPLES_PER_STEP = 32
 PARTIAL_TOKENS = 1024  # of an answer, at least, where the data list some of the objects
 PARTIAL_KL = 30.0  # there it holds the other objects to the start model's view, as in the demo
+OUTSIDE_GIB = 7  # beside vLLM's share of a GPU, for models of 8B
 MIN_STEPS = 200  # small data are repeated until there are as many
 
 
@@ -80,7 +81,8 @@ def parse_args() -> argparse.Namespace:
     add("--val", type=Path, metavar="FILE", help=f"held-out data of the same form (default: {found})")
     add("--images", type=Path, metavar="DIR", help="COCO: folder of file_name (default: looked for)")
     add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face checkpoint of a supported family")
-    add("--gpus", required=True, type=int, metavar="N", help="GPUs of 80 GB in this machine; 0: a trial on CPU")
+    add("--gpus", required=True, type=int, metavar="N", help="GPUs in this machine; 0: a trial on CPU")
+    add("--device-gib", type=at_least_one, default=DEVICE_GIB, metavar="GIB", help=f"memory of one ({DEVICE_GIB})")
     add("--output", type=Path, metavar="FILE", help="config to write (default: NAME_OF_DATA.yaml)")
     args = parser.parse_args()
     if args.gpus < 0:
@@ -120,7 +122,7 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
         "reference_kl": PARTIAL_KL if data.is_partial else 0.0,
         "rank": 64 if args.gpus else 16,
     }
-    plan = fit(args.output, args.gpus, data, settings)
+    plan = fit(args.output, args.gpus, data, settings, args.device_gib)
     facts = f"{len(samples)} images to train on, {len(held_out)} to evaluate on, {data.num_classes} classes"
     return f"# {facts}; {form.name}: {reason}\n", plan
 
@@ -310,6 +312,11 @@ def samples_per_learner(gpus: int, data: DataFacts) -> int:
     return math.ceil(wanted / learners_of(gpus))
 
 
+def engine_share(device_gib: int) -> float:
+    """vLLM's share of a GPU: the default, or less where that would not leave what a sync needs (SYN-5)."""
+    return min(0.85, math.floor(100 * (1 - OUTSIDE_GIB / device_gib)) / 100)
+
+
 def new_tokens(data: DataFacts) -> int:
     """Room for answers half as long again as the longest true one, and ample room where images show more than is
     listed."""
@@ -320,12 +327,13 @@ def _rounded(value: float, step: int) -> int:
     return math.ceil(value / step) * step
 
 
-def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any]) -> Plan:
+def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any], device_gib: int = DEVICE_GIB) -> Plan:
     """Write the first config that loads, passes all checks and fits the memory plan, and return its plan.
 
     Tried are rows from those that hold a learner's samples of a step down to those that hold the longest one, then the
     same with the next engine of `ENGINES`. Raises ValueError with what the last one lacked, and leaves no file.
     """
+    settings = settings | {"device_gib": device_gib, "share": engine_share(device_gib)}
     longest = data.prompt_max + new_tokens(data) + data.answer_max
     wanted = max(longest, samples_per_learner(gpus, data) * data.segment_mean / FILL)
     largest = next((row for row in ROWS if row >= wanted), ROWS[-1])
@@ -346,7 +354,7 @@ def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any]) -> P
 def _attempt(output: Path, values: dict[str, Any]) -> Plan:
     """Write a config and derive its plan; its commands then go into the header."""
     name, learners = output.stem, values["learners"]
-    hardware = f"{values['gpus']} GPUs of 80 GB" if values["gpus"] else "2 CPU cores"
+    hardware = f"{values['gpus']} GPUs of {values['device_gib']} GB" if values["gpus"] else "2 CPU cores"
     text = {
         "file": str(output),
         "name": name,
@@ -355,7 +363,7 @@ def _attempt(output: Path, values: dict[str, Any]) -> Plan:
         "memory": "-",
     }
     output.write_text(_render(values | text), encoding="utf-8")
-    plan = make_plan(load_config(output), learners)
+    plan = make_plan(load_config(output), learners, values["device_gib"])
     parts = plan.learner_memory
     memory = f"{sum(parts.values()) / GIB:.1f} GiB per learner (estimate of --dry-run)" if parts else "unknown"
     known = {"commands": plan.layout.commands, "memory": memory}

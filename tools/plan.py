@@ -32,7 +32,15 @@ from rich.console import Console
 from rich.table import Table
 
 from utils.config.load import ConfigError, build_config, check_launch, engine_json, load_config, load_config_or_exit
-from utils.config.memory import DEVICE_GIB, GIB, ModelSize, checkpointed_layers, learner_memory, model_size
+from utils.config.memory import (
+    DEVICE_GIB,
+    GIB,
+    ModelSize,
+    cache_size,
+    checkpointed_layers,
+    learner_memory,
+    model_size,
+)
 from utils.config.plan import make_plan, max_tokens_per_step
 from utils.config.schema import Config
 
@@ -292,10 +300,14 @@ def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.N
     """
     if not cfg.generates:
         raise ValueError("nothing generates in this run, so every device is a learner")
+    if cfg.is_colocate or cfg.rm.rollout_backend == "hf":
+        raise ValueError("the learners' own devices generate in this run, so every device is a learner")
     tensor_parallel_size = cfg.server_settings().vllm_tensor_parallel_size if cfg.rs is not None else 1
     size = model_size(Path(cfg.model.path), cfg.tuner)
     if size is None:
         raise ValueError(f"model.path={cfg.model.path}: neither a checkpoint nor a released model; give a path")
+    cache = cache_size(cfg, size, args.device_gib)
+    has_room = cache is None or cache.num_tokens >= cache.max_model_len
     found = []
     for learners in range(1, num_devices):
         rollout_devices = (num_devices - learners) // tensor_parallel_size * tensor_parallel_size
@@ -310,7 +322,7 @@ def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.N
         time = predict(work, constants, learners, rollout_devices, cfg.rm.async_.enabled)
         memory = sum(learner_memory(cfg, engine_json(cfg, learners), size, learners, num_checkpointed).values())
         samples_per_s = work.num_answers / cfg.answers_per_sample / time.step
-        fits = memory <= args.device_gib * GIB
+        fits = has_room and memory <= args.device_gib * GIB
         found.append(Split(learners, rollout_devices, time, samples_per_s, memory, fits))
     return sorted(found, key=lambda split: (not split.fits, -split.samples_per_s))
 

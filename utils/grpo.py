@@ -142,10 +142,14 @@ def decision_advantages(
     ranks: Ranks | None = None,
 ) -> list[np.ndarray]:
     """Advantages of each answer's decisions, float64 `[D]`, answer by answer (GRP-8). Without a credit an answer is one
-    decision. Collective for `batch`, unless `ranks` is None."""
+    decision. About an image without objects all decisions have the answer's advantage: its rewards are lost with the
+    first object, so that each of several would seem to cost nothing. Collective for `batch`, unless `ranks` is None."""
     rewards = [np.array([answer.rewards for answer in group]) @ reward_weights for group in groups]
     valid = [np.array([answer.is_valid for answer in group]) for group in groups]
-    credits = [[answer.credit for answer in group if answer.credit and answer.is_valid] for group in groups]
+    credits = [
+        [answer.credit for answer in group if answer.credit and answer.is_valid and len(answer.credit.true_corners)]
+        for group in groups
+    ]
     split = [split_advantages(own, reward_weights) for own in credits]
     std = None
     if scale_rewards == "batch":
@@ -160,11 +164,11 @@ def decision_advantages(
         for answer, value in zip(group, whole, strict=True):
             if answer.credit is None:
                 found.append(np.array([value]))
-            elif answer.is_valid:
+            elif answer.is_valid and len(answer.credit.true_corners):
                 found.append(next(scaled))
                 found[-1][REST] = value
             else:
-                found.append(np.zeros(answer.credit.num_decisions))
+                found.append(np.full(answer.credit.num_decisions, value))
     return found
 
 
@@ -187,8 +191,8 @@ def split_advantages(credits: Sequence[Credit], reward_weights: np.ndarray) -> t
     depends on what was decided, which would favour one of the choices. If all say one object about an image of one, the
     answers' rewards are compared, as without credit.
     """
-    if not credits:
-        return [], 0.0
+    if len(credits) < 2:  # nothing to compare with
+        return [np.zeros(credit.num_decisions) for credit in credits], 0.0
     earned = [credit.earned @ reward_weights for credit in credits]
     possible = [credit.possible @ reward_weights for credit in credits]
     apart = np.array([credit.apart @ reward_weights for credit in credits])

@@ -82,9 +82,9 @@ def count_sample(
     pred_objects = parsed.pred_objects
     overlaps = overlaps or Overlaps(pred_objects, gt_objects)
     iou, labelled = overlaps.iou, overlaps.matches(iou_threshold)
-    pairs = match(iou, iou_threshold)
-    best = iou.max(axis=1, initial=0.0)
     held = [p for p, obj in enumerate(pred_objects) if is_held_against(obj, annotated)]
+    pairs = _match_first(iou, iou_threshold, held + [p for p, _ in labelled])
+    best = iou.max(axis=1, initial=0.0)
     counts: Counter[str] = Counter(
         num_images=1,
         num_pred=len(pred_objects),
@@ -103,6 +103,17 @@ def count_sample(
         counts["neutral_no_label"] = len(neutral - {p for p, _ in pairs})
     counts["iou_sum"] = float(sum(iou[p, g] for p, g in pairs))  # type: ignore[assignment]  # Counter: int by its stub
     return counts
+
+
+def _match_first(iou: np.ndarray, threshold: float, first: Sequence[int]) -> list[tuple[int, int]]:
+    """`match`, in which other predictions get what those of `first` leave: a neutral one takes nobody's object."""
+    is_first = np.isin(np.arange(len(iou)), first)
+    pairs = match(np.where(is_first[:, None], iou, 0.0), threshold)
+    if is_first.all():
+        return pairs
+    left = np.where(is_first[:, None], 0.0, iou)
+    left[:, [g for _, g in pairs]] = 0.0
+    return pairs + match(left, threshold)
 
 
 def count_evaluation(

@@ -1,5 +1,6 @@
 """`utils.config.plan`: what `--dry-run` derives, against numbers worked out by hand (CFG-16)."""
 
+import contextlib
 import copy
 import json
 import os
@@ -153,7 +154,7 @@ def test_CFG_16_parameters_that_learn(tmp_path: Path, tuner: dict[str, Any], tra
         ("zero1", "bfloat16", {"weights": 2000, "gradients": 800, "optimizer": 1200}),
         ("zero2", "bfloat16", {"weights": 2000, "gradients": 200, "optimizer": 1200}),
         ("zero3", "bfloat16", {"weights": 500, "gradients": 200, "optimizer": 1200}),
-        ("zero3_offload", "bfloat16", {"gradients": 200}),
+        ("zero3_offload", "bfloat16", {}),
         ("zero0", "float32", {"weights": 4000, "gradients": 1600, "optimizer": 3200}),
     ],
 )
@@ -592,6 +593,95 @@ def test_CFG_16_the_plan_refuses_a_model_that_no_gpu_holds(
         make_plan(build_config(base), num_learners)
     base["custom"]["extra"]["rollout_server"]["device"] = "cpu"
     assert make_plan(build_config(base), num_learners)  # nobody knows what memory it has
+
+
+def test_CFG_16_a_plan_is_for_gpus_of_the_size_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """CFG-16: a 32B with LoRA needs 85 GiB on one learner, too much for 80; on 24 the default share of an engine leaves
+    too little for a sync. A server's plan need not hold a learner: its config may be a teacher's."""
+    base = yaml_of("3v1")
+    base["model"]["path"] = "Qwen/Qwen3-VL-32B-Instruct"
+    base["tuner"]["use_dora"] = False
+    base["custom"]["extra"]["rollout_server"] |= {"vllm_tensor_parallel_size": 2, "vllm_data_parallel_size": 4}
+    with pytest.raises(ConfigError, match="and a GPU has 80 GiB"):
+        make_plan(build_config(base), 1)
+    plan = make_plan(build_config(base), 1, 141)
+    assert sum(plan.learner_memory.values()) < 0.8 * 141 * 2**30 and "on one of 141 GiB" in format_plan(plan)
+    print_dry_run(build_config(base), 1, has_learners=False)
+    assert "# plan" in capsys.readouterr().out
+    base["model"]["path"] = "Qwen/Qwen3-VL-2B-Instruct"
+    with pytest.raises(ConfigError, match="leaves 3.60 of 24 GiB, .* lower it to 0.8"):
+        make_plan(build_config(base), 1, 24)
+
+
+def test_CFG_16_programs_take_the_size_of_a_gpu(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """CFG-16: and a server leaves its learners out."""
+    import rollout_server
+    import train_stage2
+    from utils.run import program
+
+    given = []
+    for module in (program, rollout_server):
+        monkeypatch.setattr(module, "print_dry_run", lambda cfg, *args, **more: given.append((*args, more)))
+    arguments = [
+        "--config",
+        "configs/stage2/qwen3vl_8b_3v1.yaml",
+        "--dry-run",
+        "--world-size",
+        "3",
+        "--device-gib",
+        "48",
+    ]
+    for main in (train_stage2.main, rollout_server.main):
+        monkeypatch.setattr("sys.argv", ["program", *arguments])
+        with contextlib.suppress(SystemExit):
+            main()
+    assert given == [(3, 48, {}), (3, 48, {"has_learners": False})]
+
+
+def test_CFG_16_a_colocated_engine_has_what_the_learner_leaves_it() -> None:
+    """CFG-16, ROL-7: weights, gradients and optimizer stay while the engine is awake. Of 8B in full each of two
+    learners keeps 62 GiB of 80; an engine wants its share of what is left, and room for one answer in it."""
+    base = yaml_of("3v1")
+    base["custom"]["extra"].pop("rollout_server")
+    vllm = {"mode": "colocate", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.45}
+    base["custom"]["extra"]["rollout_matching"]["vllm"] = vllm
+    make_plan(build_config(base), 2)
+    base |= {"tuner": {"type": "full"}, "deepspeed": "zero3"}
+    rule = "=0.45: leaves 44.00 of 80 GiB, but a learner keeps about .*; lower it, or use zero3_"
+    with pytest.raises(ConfigError, match=rule):
+        make_plan(build_config(base), 2)
+    vllm["gpu_memory_utilization"] = 0.22
+    base = yaml_of("3v1") | {"custom": base["custom"]}
+    rule = (
+        r"vllm.gpu_memory_utilization=0.22: leaves room for [\d,]+ tokens .* may need 12,000 with its prompt; raise it"
+    )
+    with pytest.raises(ConfigError, match=rule):
+        make_plan(build_config(base), 1)
+
+
+def test_CFG_16_every_server_holds_its_weights_and_splits_the_model() -> None:
+    """CFG-16: the second one is named by its own key. 32 heads cannot be divided among 3 devices."""
+    base = yaml_of("3v1")
+    server = base["custom"]["extra"]["rollout_server"]
+    addresses = [{"base_url": f"http://127.0.0.1:80{i}0", "group_port": 51216 + i} for i in range(2)]
+    base["custom"]["extra"]["rollout_matching"]["vllm"]["server"] = {"servers": addresses}
+    server["servers"] = [{}, {"vllm_gpu_memory_utilization": 0.1}]
+    with pytest.raises(ConfigError, match=r"servers\[1\].vllm_gpu_memory_utilization") as told:
+        make_plan(build_config(base), 1)
+    assert "cannot even hold the weights" in str(told.value) and "servers[0]" not in str(told.value)
+    server |= {"servers": [], "vllm_tensor_parallel_size": 3, "vllm_data_parallel_size": 1}
+    base["custom"]["extra"]["rollout_matching"]["vllm"]["server"] = {"servers": addresses[:1]}
+    with pytest.raises(ConfigError, match="vllm_tensor_parallel_size=3: cannot divide the model's 32 attention heads"):
+        make_plan(build_config(base), 1)
+
+
+def test_CFG_16_offloaded_gradients_take_no_memory_of_a_gpu() -> None:
+    """CFG-16: DeepSpeed keeps them where the optimizer is; then more learners are the only way out."""
+    base = yaml_of("3v1") | {"tuner": {"type": "full"}, "deepspeed": "zero3_offload"}
+    assert not {"gradients", "optimizer"} & make_plan(build_config(base), 1).learner_memory.keys()
+    base["global_max_length"] = 8000000
+    with pytest.raises(ConfigError, match="and a GPU has 80 GiB; use more learners, shorter rows"):
+        make_plan(build_config(base), 1)
 
 
 def test_CFG_16_SYN_5_vllms_share_leaves_room_for_a_sync(capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,6 +175,14 @@ def test_CFG_9_resolved_sync_mode(sync: str, enable_lora: bool, use_dora: bool, 
             check_launch(cfg, 2)
 
 
+def test_SYN_10_a_rank_beyond_vllms_slots_is_refused() -> None:
+    """SYN-10: only where there are slots."""
+    data = edited(tuner={"type": "lora", "rank": 513})
+    build_config(data)
+    data["custom"]["extra"]["rollout_matching"]["vllm"] |= {"enable_lora": True, "sync": {"mode": "auto"}}
+    assert "tuner.rank=513: vLLM's slots hold at most 512; lower it" in only_problem(data)
+
+
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
 def test_SYN_10_what_no_slot_holds_is_refused_without_fallback(mode: str) -> None:
     """SYN-10, ROL-5: DoRA, whole modules and full fine-tuning are refused by the file, but only where servers take

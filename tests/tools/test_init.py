@@ -134,6 +134,16 @@ def test_any_number_of_gpus_gets_a_plan_that_fits_CFG_16(tmp_path, gpus, segment
         assert sum(plan.learner_memory.values()) <= DEVICE_GIB * GIB
 
 
+@pytest.mark.parametrize(("gib", "share"), [(24, 0.7), (48, 0.85), (141, 0.85)])
+def test_gpus_of_other_sizes_get_a_plan_that_fits_them_CFG_16(tmp_path, gib, share):
+    """CFG-16: for the released 2B."""
+    settings = SETTINGS | {"model": "models/Qwen3-VL-2B-Instruct"}
+    plan = fit(tmp_path / "a.yaml", 4, DATA, settings, gib)
+    cfg = load_config(tmp_path / "a.yaml")
+    assert sum(plan.learner_memory.values()) <= gib * GIB and cfg.server_settings().vllm_gpu_memory_utilization == share
+    assert f"4 GPUs of {gib} GB" in (tmp_path / "a.yaml").read_text()
+
+
 def test_a_model_too_large_for_zero2_is_sharded_or_offloaded_CFG_16(tmp_path):
     """CFG-16: 33 billion parameters in bfloat16 leave too little of 80 GiB beside them; two learners share them."""
     settings = SETTINGS | {"model": "models/Qwen3-VL-32B-Instruct"}

@@ -126,6 +126,21 @@ def test_supervised_training_has_nothing_to_split_LRN_10():
         splits(cfg, CONSTANTS, 8, Namespace(new_tokens=None, segment_tokens=None, device_gib=80.0))
 
 
+def test_engines_need_room_and_devices_of_their_own_CFG_16():
+    """CFG-16: a 32B does not fit the share of one device, and with colocated engines there is nothing to split."""
+    data = load_config("configs/stage2/qwen3vl_8b_3v1.yaml").model_dump()
+    args = Namespace(device_gib=80, new_tokens=None, segment_tokens=None)
+    constants = Constants(1e14, 1e13, 1e-3, 0.1, 1e10)
+    assert any(split.fits for split in splits(build_config(data), constants, 4, args))
+    data["model"]["path"] = "Qwen/Qwen3-VL-32B-Instruct"
+    data["custom"]["extra"]["rollout_server"]["vllm_gpu_memory_utilization"] = 0.7
+    data["deepspeed"] = "zero3"
+    assert not any(split.fits for split in splits(build_config(data), constants, 8, args))
+    data["custom"]["extra"]["rollout_matching"]["vllm"] = {"mode": "colocate", "tensor_parallel_size": 1}
+    with pytest.raises(ValueError, match="the learners' own devices generate"):
+        splits(build_config(data), constants, 4, args)
+
+
 def test_headers_get_the_plans_memory_CFG_16(tmp_path, monkeypatch):
     """CFG-16: only that line changes."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")

@@ -19,7 +19,7 @@ from utils.config.section import value_at
 from utils.families import family_from, part_of, read_config
 
 GIB = 1 << 30
-DEVICE_GIB = 80  # memory of the GPU that a plan assumes
+DEVICE_GIB = 80  # memory of the GPU that a plan assumes, unless it is told
 AUTO_FREE = 0.2  # fraction of it that `gradient_checkpointing: auto` leaves to what estimates leave out
 # Of an engine's GPU beside vLLM's share: CUDA's context, NCCL's buffers, and graphs beyond vLLM's own estimate. Not
 # measured: the first two are expected to take 1.5.
@@ -44,15 +44,16 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Memory left for keys and values if each device of an engine has `DEVICE_GIB`."""
+    """Memory left for keys and values if each device of an engine has `device_gib`."""
 
     num_bytes: int  # per device
     num_tokens: int  # that the engine can hold
     max_model_len: int
+    device_gib: float = DEVICE_GIB
 
     def __str__(self) -> str:
         responses = f"{self.num_tokens // self.max_model_len} of {self.max_model_len}" if self.max_model_len else "any"
-        left = f"at most {self.num_bytes / GIB:.2f} GiB are left on one of {DEVICE_GIB} GiB"
+        left = f"at most {self.num_bytes / GIB:.2f} GiB are left on one of {self.device_gib:g} GiB"
         return f"{left}; an engine holds {self.num_tokens:,} tokens ({responses})"
 
 
@@ -231,6 +232,7 @@ def learner_memory(
         ("weights", "offload_param"),
         ("start policy", "offload_param"),
         ("optimizer", "offload_optimizer"),
+        ("gradients", "offload_optimizer"),
     ):
         if value_at(zero, (knob, "device"), "none") != "none":
             memory[part] = 0
@@ -311,6 +313,11 @@ def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
     return heads, text.get("num_key_value_heads") or heads, head_dim
 
 
+def num_heads(cfg: Config) -> int:
+    """Attention heads of the language model; 0 where they are not known."""
+    return _heads(_text_config(cfg))[0]
+
+
 def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
     """Bytes per rollout device (of the first server, or a learner's own): weights, and the cache of `decode_batch_size`
     responses. With hf the weights are the learner's."""
@@ -336,19 +343,20 @@ def _bucket_bytes(cfg: Config, size: ModelSize) -> int:
     return 2 * max(cfg.rm.vllm.sync.bucket_mib << 20, size.largest * _DTYPE_BYTES[cfg.model.dtype])
 
 
-def cache_size(cfg: Config, size: ModelSize) -> CacheSize | None:
-    """Memory left beside the weights, vLLM's own buffers not counted. None on CPU: `cpu_kv_cache_gib` sets it."""
-    max_model_len, num_devices, fraction = _rollout_engine(cfg) or (0, None, 0.0)
+def cache_size(cfg: Config, size: ModelSize, device_gib: float = DEVICE_GIB, index: int = 0) -> CacheSize | None:
+    """Memory left beside the weights, of an engine of server `index`, vLLM's own buffers not counted. None on CPU:
+    `cpu_kv_cache_gib` sets it."""
+    max_model_len, num_devices, fraction = _rollout_engine(cfg, index) or (0, None, 0.0)
     per_token = _cache_bytes_per_token(cfg)
     if not (num_devices and fraction and per_token):
         return None
-    left = int(fraction * DEVICE_GIB * GIB) - size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices
+    left = int(fraction * device_gib * GIB) - size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices
     # With more devices than key-value heads each head is held more than once.
     copies = max(1, num_devices // max(_heads(_text_config(cfg))[1], 1))
-    return CacheSize(left, max(0, left) * num_devices // (per_token * copies), max_model_len)
+    return CacheSize(left, max(0, left) * num_devices // (per_token * copies), max_model_len, device_gib)
 
 
-def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
+def _rollout_engine(cfg: Config, index: int = 0) -> tuple[int, int | None, float] | None:
     """Longest prompt + response, devices of an engine (None: the learner's), its fraction of their memory (CPU: 0)."""
     vllm = cfg.rm.vllm
     if cfg.is_colocate:
@@ -357,7 +365,7 @@ def _rollout_engine(cfg: Config) -> tuple[int, int | None, float] | None:
         return (cfg.global_max_length or 0) * cfg.generates, None, 0.0
     if cfg.rs is None:
         return None
-    own = cfg.server_settings()
+    own = cfg.server_settings(index)
     fraction = 0.0 if own.device == "cpu" else own.vllm_gpu_memory_utilization
     return own.vllm_max_model_len, own.vllm_tensor_parallel_size, fraction
 

@@ -14,12 +14,14 @@ from utils.config.load import ConfigError, check_launch, dump_yaml, engine_json,
 from utils.config.memory import (
     DEVICE_GIB,
     GIB,
+    RUNTIME_GIB,
     CacheSize,
     ModelSize,
     cache_size,
     checkpointed_layers,
     learner_memory,
     model_size,
+    num_heads,
     outside_memory,
     relative_flops,
     rollout_memory,
@@ -27,6 +29,9 @@ from utils.config.memory import (
 )
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, RS, SCRIPTS, Config
+
+# Of a learner's memory, what it has when the engine beside it starts, and never gives back.
+KEPT = ("weights", "start policy", "gradients", "optimizer", "reduce buckets")
 
 
 @dataclass(frozen=True)
@@ -83,16 +88,17 @@ class Plan:
     start_policy: str | None = None  # what the loss compares the policy with
 
 
-def make_plan(cfg: Config, world_size: int) -> Plan:
+def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_learners: bool = True) -> Plan:
     """Derive the plan for `world_size` learners. Raises `ConfigError` as `check_launch` does, for more learners than
     rollout devices can serve (DIS-2), where vLLM's share of a device leaves too little for a sync (SYN-5), and for what
-    a GPU of `DEVICE_GIB` cannot hold."""
+    a GPU of `device_gib` cannot hold; without `has_learners` it need not hold a learner."""
     check_launch(cfg, world_size)
     engine, servers, training = engine_json(cfg, world_size), _servers(cfg), cfg.training
     chunk, num_samples = _chunk(cfg, servers, world_size), _samples_per_epoch(cfg)
     size = model_size(Path(cfg.model.path), cfg.tuner)
     has_num_steps = training.max_steps is not None or num_samples is not None
-    device_bytes = 0 if cfg.rs is not None and cfg.server_settings().device == "cpu" else DEVICE_GIB * GIB
+    on_cpu = cfg.rs is not None and cfg.server_settings().device == "cpu"
+    device_bytes = 0 if on_cpu else int(device_gib * GIB)
     num_checkpointed = checkpointed_layers(cfg, engine, size, world_size, device_bytes)
     plan = Plan(
         world_size=world_size,
@@ -110,31 +116,73 @@ def make_plan(cfg: Config, world_size: int) -> Plan:
         learner_memory=size and learner_memory(cfg, engine, size, world_size, num_checkpointed),
         rollout_memory=size and rollout_memory(cfg, size),
         layout=plan_layout(cfg, world_size, cfg._origin.file),
-        cache=size and cache_size(cfg, size),
+        cache=size and cache_size(cfg, size, device_gib),
         num_checkpointed=num_checkpointed,
-        outside_memory=_outside(cfg, servers, size or ModelSize(0, 0)),
+        outside_memory=_outside(cfg, servers, size or ModelSize(0, 0), device_gib),
         start_policy=(cfg.model.reference_path or "the adapters disabled") if cfg.has_reference else None,
     )
-    if found := _impossible(cfg, plan, device_bytes):
+    found = _impossible(cfg, plan)
+    if device_bytes and plan.learner_memory and has_learners:
+        found += _learner_too_large(cfg, plan, device_gib)
+    if found := found + _engines_too_large(cfg, plan, device_gib):
         raise ConfigError(found)
     return plan
 
 
-def _impossible(cfg: Config, plan: Plan, device_bytes: int) -> list[str]:
-    """A tuner that trains nothing, and what no GPU of `device_bytes` holds (0: there are none), with the ways out."""
+def _impossible(cfg: Config, plan: Plan) -> list[str]:
+    """A tuner that trains nothing."""
     found, size = [], plan.model_size
     # A regular expression goes by the model's own names, from which those in files may differ.
     if size and not size.trainable and cfg.tuner.adapter_path is None and isinstance(cfg.tuner.target_modules, list):
         rule = "selects no weight in the unfrozen parts, so nothing would be trained; correct the module names"
         found.append(problem(cfg, "tuner.target_modules", rule))
-    if device_bytes and plan.learner_memory and sum(plan.learner_memory.values()) > device_bytes:
-        way_out = "use zero3" if plan.zero_stage < 3 else "use zero3_offload or more learners"
-        needs = f"a learner needs {_format_memory(plan.learner_memory)}, and a GPU has {DEVICE_GIB} GiB"
-        found.append(problem(cfg, "deepspeed", f"{needs}; {way_out}, shorter rows, or train fewer weights (tuner)"))
-    if plan.cache and plan.cache.num_bytes <= 0:
-        key = f"{RM}.vllm.tensor_parallel_size" if cfg.is_colocate else f"{RS}.vllm_tensor_parallel_size"
-        found.append(problem(cfg, key, f"vLLM's share of {DEVICE_GIB} GiB cannot even hold the weights; raise it"))
     return found
+
+
+def _learner_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
+    """What a learner needs beyond its GPU, or beyond what a colocated engine leaves of it, with the ways out."""
+    memory, found = plan.learner_memory or {}, []
+    way_out = "use zero3_offload or more learners" if "optimizer" in memory else "use more learners"
+    way_out = "use zero3" if plan.zero_stage < 3 else way_out
+    if sum(memory.values()) > device_gib * GIB:
+        needs = f"a learner needs {_format_memory(memory)}, and a GPU has {device_gib:g} GiB"
+        found.append(problem(cfg, "deepspeed", f"{needs}; {way_out}, shorter rows, or train fewer weights (tuner)"))
+    kept = {name: memory[name] for name in KEPT if name in memory} | {"CUDA, NCCL, graphs": RUNTIME_GIB * GIB}
+    left = device_gib * (1 - cfg.rm.vllm.gpu_memory_utilization)
+    if cfg.is_colocate and sum(kept.values()) > left * GIB:
+        needs = f"leaves {left:.2f} of {device_gib:g} GiB, but a learner keeps {_format_memory(kept)}"
+        found.append(problem(cfg, _engine_key(cfg, "gpu_memory_utilization"), f"{needs}; lower it, or {way_out}"))
+    return found
+
+
+def _engines_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
+    """Engines whose share of their GPUs cannot hold the weights or a single answer, or cannot split the model."""
+    found, heads = [], num_heads(cfg)
+    for index in range(max(1, len(plan.servers))):
+        cache = plan.model_size and cache_size(cfg, plan.model_size, device_gib, index)
+        key, share = (_engine_key(cfg, name, index) for name in ("tensor_parallel_size", "gpu_memory_utilization"))
+        devices = cfg.rm.vllm.tensor_parallel_size if cfg.is_colocate else 1
+        if cfg.rs is not None and not cfg.is_colocate:
+            devices = cfg.server_settings(index).vllm_tensor_parallel_size
+        if heads % devices:
+            rule = f"cannot divide the model's {heads} attention heads; take a divisor of {heads}"
+            found.append(problem(cfg, key, rule))
+        if cache and cache.num_bytes <= 0:
+            rule = f"vLLM's share of {device_gib:g} GiB cannot even hold the weights; raise it, or {share}"
+            found.append(problem(cfg, key, rule))
+        elif cache and cache.num_tokens < cache.max_model_len:
+            rule = f"leaves room for {cache.num_tokens:,} tokens of keys and values, and an answer may need "
+            found.append(problem(cfg, share, f"{rule}{cache.max_model_len:,} with its prompt; raise it, or {key}"))
+    return list(dict.fromkeys(found))
+
+
+def _engine_key(cfg: Config, name: str, index: int = 0) -> str:
+    """Path of an engine's setting in the file, for messages."""
+    if cfg.is_colocate:
+        return f"rlhf.vllm_{name}" if cfg.is_grpo else f"{RM}.vllm.{name}"
+    overrides = cfg.rs.servers[index : index + 1] if cfg.rs else []
+    is_own = any(f"vllm_{name}" in override.model_fields_set for override in overrides)
+    return f"{RS}.servers[{index}].vllm_{name}" if is_own else f"{RS}.vllm_{name}"
 
 
 def max_tokens_per_step(cfg: Config, world_size: int) -> int:
@@ -145,19 +193,27 @@ def max_tokens_per_step(cfg: Config, world_size: int) -> int:
     return world_size * training.gradient_accumulation_steps * rows * row_limit(cfg)
 
 
-def num_learners(text: str) -> int:
-    """Type of `--world-size` for argparse, which reports what it raises."""
+def add_plan_arguments(parser: argparse.ArgumentParser, num_learners: int = 1) -> None:
+    """Add what `--dry-run` plans for."""
+    add = parser.add_argument
+    add("--world-size", type=at_least_one, default=num_learners, help="learner ranks to plan for (--dry-run only)")
+    told = f"memory of one GPU to plan for (--dry-run only; default {DEVICE_GIB})"
+    add("--device-gib", type=at_least_one, default=DEVICE_GIB, metavar="GIB", help=told)
+
+
+def at_least_one(text: str) -> int:
+    """Type of a count for argparse, which reports what it raises."""
     if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} learners; give at least 1")
+        raise argparse.ArgumentTypeError(f"{number}; give at least 1")
     return number
 
 
-def print_dry_run(cfg: Config, world_size: int) -> None:
-    """Print the resolved YAML and the plan; exit status 2 if the plan cannot work."""
+def print_dry_run(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_learners: bool = True) -> None:
+    """Print the resolved YAML and the plan as `make_plan` makes it; exit status 2 if the plan cannot work."""
     if int(os.environ.get("RANK", 0)):
         return  # under a launcher, one printout is enough
     try:
-        print(dump_yaml(cfg) + format_plan(make_plan(cfg, world_size)), end="")
+        print(dump_yaml(cfg) + format_plan(make_plan(cfg, world_size, device_gib, has_learners)), end="")
     except ConfigError as error:
         exit_with(error)
 
@@ -201,18 +257,16 @@ def _chunk(cfg: Config, servers: list[ServerPlan], world_size: int) -> int | Non
     return chunk_size(cfg.rm.decode_batch_size, num_devices, world_size)
 
 
-def _outside(cfg: Config, servers: list[ServerPlan], size: ModelSize) -> dict[str, int] | None:
+def _outside(cfg: Config, servers: list[ServerPlan], size: ModelSize, device_gib: float) -> dict[str, int] | None:
     """Memory of the servers' GPUs beside vLLM's share. Raises `ConfigError` for a share that leaves less."""
-    parts, name, found = outside_memory(cfg, size), "vllm_gpu_memory_utilization", []
+    parts, found = outside_memory(cfg, size), []
     on_gpu = [(i, own.settings) for i, own in enumerate(servers) if own.settings and own.settings.device != "cpu"]
     for index, settings in on_gpu:
-        needed, left = sum(parts.values()) / GIB, DEVICE_GIB * (1 - settings.vllm_gpu_memory_utilization)
+        needed, left = sum(parts.values()) / GIB, device_gib * (1 - settings.vllm_gpu_memory_utilization)
         if left < needed:
-            is_own = any(name in override.model_fields_set for override in cfg.rs.servers[index : index + 1])
-            rule = f"leaves {left:.2f} of {DEVICE_GIB} GiB, but outside vLLM's share lie {_format_memory(parts)}"
-            way_out = f"lower it to {int(100 - 100 * needed / DEVICE_GIB) / 100:g}"
-            path = f"{RS}.servers[{index}].{name}" if is_own else f"{RS}.{name}"
-            found.append(problem(cfg, path, f"{rule}; {way_out}"))
+            rule = f"leaves {left:.2f} of {device_gib:g} GiB, but outside vLLM's share lie {_format_memory(parts)}"
+            way_out = f"lower it to {int(100 - 100 * needed / device_gib) / 100:g}"
+            found.append(problem(cfg, _engine_key(cfg, "gpu_memory_utilization", index), f"{rule}; {way_out}"))
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
     return parts if on_gpu else None

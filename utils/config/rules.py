@@ -23,6 +23,7 @@ Found = Iterator[tuple[str, str]]
 Rule = Callable[[Config], Found]
 RULES: list[tuple[tuple[str, ...], Rule]] = []
 PATHS = ("model.path", "model.reference_path", "tuner.adapter_path", "training.output_dir")
+MAX_SLOT_RANK = 512  # of LoRA in vLLM 0.32
 NO_SERVER = f"{RM}.vllm.mode: colocate, or {RM}.rollout_backend: hf"
 
 
@@ -204,6 +205,8 @@ def _adapter_sync_needs_lora(cfg: Config) -> Found:
     for path, settings in _server_settings(cfg):
         if settings.vllm_enable_lora != enabled:
             yield f"{path}.vllm_enable_lora", f"must agree with {RM}.vllm.enable_lora={brief(enabled)}; change one"
+    if enabled and cfg.tuner.type == "lora" and cfg.tuner.rank > MAX_SLOT_RANK:
+        yield "tuner.rank", f"vLLM's slots hold at most {MAX_SLOT_RANK}; lower it, or set {RM}.vllm.enable_lora: false"
 
 
 @_rule("custom.trainer_variant", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.enable_lora")

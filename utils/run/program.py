@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar
 
 from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
-from utils.config.plan import num_learners, print_dry_run
+from utils.config.plan import add_plan_arguments, print_dry_run
 from utils.dist import capture_error
 from utils.families import longest_sequence, read_config
 from utils.run.inputs import KINDS
@@ -38,7 +38,7 @@ def run_program(
     require_variant(cfg, variant, script)
     check(cfg)
     if args.dry_run:
-        print_dry_run(cfg, args.world_size)
+        print_dry_run(cfg, args.world_size, args.device_gib)
         for line in model_problems(cfg, may_be_absent=True):  # a plan needs no weights
             print(f"would not start: {line}", file=sys.stderr)
         sys.exit(0)
@@ -93,10 +93,7 @@ def parse_args(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file; everything is set there")
     parser.add_argument("--dry-run", action="store_true", help="check the config, print the plan, touch no device")
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    parser.add_argument(
-        "--world-size", type=num_learners, default=launched, help="learner ranks to plan for (--dry-run only)"
-    )
+    add_plan_arguments(parser, int(os.environ.get("WORLD_SIZE", 1)))
     parser.add_argument(
         "--resume", nargs="?", const="auto", metavar="CHECKPOINT", help="instead of training.resume_from_checkpoint"
     )

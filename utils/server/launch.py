@@ -114,7 +114,7 @@ def problems_of(launch: Launch, token: str | None) -> list[str]:
             "visible; they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
         )
     problems += model_problems(Path(launch.model.path), settings.vllm_max_model_len)
-    problems = problems or cpu_problems(launch)
+    problems = problems or cpu_problems(launch) or split_problems(launch)
     return problems + argument_problems(settings.vllm_engine_kwargs)
 
 
@@ -148,6 +148,14 @@ def cpu_problems(launch: Launch) -> list[str]:
         reason = "as experts with slots want a GPU"
         problems.append(f"rollout_server.vllm_enable_lora: {family.name} on CPU needs false, {reason}")
     return problems
+
+
+def split_problems(launch: Launch) -> list[str]:
+    """List a tensor-parallel size among which the model's attention heads cannot be divided."""
+    config, devices = read_config(launch.model.path), launch.settings.vllm_tensor_parallel_size
+    heads = config.get("text_config", config).get("num_attention_heads", 0)
+    rule = f"cannot divide the model's {heads} attention heads; take a divisor of {heads}"
+    return [f"rollout_server.vllm_tensor_parallel_size={devices}: {rule}"] if heads % devices else []
 
 
 def model_problems(path: Path, max_model_len: int) -> list[str]:
