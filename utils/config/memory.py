@@ -21,8 +21,8 @@ from utils.families import family_from, part_of, read_config
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that a plan assumes, unless it is told
 AUTO_FREE = 0.2  # fraction of it that `gradient_checkpointing: auto` leaves to what estimates leave out
-# Of an engine's GPU beside vLLM's share: CUDA's context, NCCL's buffers, and graphs beyond vLLM's own estimate. Not
-# measured: the first two are expected to take 1.5.
+# Of an engine's GPU beside vLLM's share: CUDA's context, NCCL's buffers, and graphs beyond vLLM's own estimate. A tiny
+# engine with one learner took 0.7 on an H200 (docs/gpu_first_run.md); more peers want more buffers.
 RUNTIME_GIB = 3
 LAYER = r"(?:^|\.)layers\.(\d+)\."  # of the language model, in the name of one of its parameters
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
