@@ -44,6 +44,14 @@ def test_dat_2_bins_and_back() -> None:
         assert [pixel_to_bin(*bins_to_pixels((k,), size, 1), size) for k in range(1000)] == list(range(1000))
 
 
+def test_lrn_9_coco_boxes_have_area() -> None:
+    """LRN-9: a side of length 0 gets a tiny one, any other stays."""
+    bbox, area = geometry.coco_box(Object("a", "poly", (0, 0, 999, 0, 999, 333)), (640, 480))
+    assert (bbox, area) == (pytest.approx([0, 0, 640, 160]), pytest.approx(640 * 160))
+    bbox, area = geometry.coco_box(Object("a", "bbox_2d", (999, 0, 999, 999)), (640, 480))
+    assert bbox == [640, 0, 1e-6, 480] and area == pytest.approx(480e-6)
+
+
 def test_tgt_4_box_iou_by_hand() -> None:
     """TGT-4: a 10 x 10 box and its shift by half: 50 / 150."""
     iou = iou_matrix([box(0, 0, 10, 10), box(20, 20, 30, 30)], [box(5, 0, 15, 10), box(0, 0, 10, 10), box(0, 0, 10, 5)])

@@ -154,6 +154,13 @@ def test_giant_boxes_and_records_are_on_the_grid_of_the_image_LRN_9_FAM_4():
     assert record["gt"][0]["bbox_2d"] == pytest.approx([0, 0, 4 / 64 * 999, 4 / 32 * 999], abs=1e-3)
 
 
+def test_records_have_the_size_of_the_first_image_DAT_2():
+    """DAT-2: other tools lay the boxes over the file, whatever frame the line has for its coordinates."""
+    sample = Sample("x", ["a.png", "b.png"], [(480, 640), (9, 9)], 1000, 1000, [RED], [], "x.jsonl:1")
+    record = prediction_record(sample, parsed())
+    assert (record["width"], record["height"]) == (640, 480)
+
+
 def test_counting_error_duplicates_and_giant_boxes_LRN_9():
     """LRN-9: one object too few in the first image, one too many in the second: no cancelling. A giant box counts where
     the truth has none."""

@@ -37,7 +37,7 @@ from utils.data.encoding import encode_prompt, grid_of, load_processor, num_prom
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.dist import Ranks
 from utils.families import family_in
-from utils.geometry import Object, bins_to_pixels, bounding_box, normal_label, to_norm1000
+from utils.geometry import Object, coco_box, normal_label, to_norm1000
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
 from utils.scores import (
@@ -254,9 +254,9 @@ def coco_scores(
     Where samples say for which labels they are annotated (TGT-12), the rules of LVIS apply: a prediction of any other
     label costs nothing.
 
-    Boxes are in pixels of the sample; polygons count with their bounding boxes; areas are those of boxes. Categories
-    are the ground truth's labels, compared as in training; a prediction with another label belongs to no category and
-    costs nothing, as in COCO itself. At most 100 predictions of a category count per image.
+    Boxes are in pixels of the sample's first image; polygons count with their bounding boxes; areas are those of boxes.
+    Categories are the ground truth's labels, compared as in training; a prediction with another label belongs to no
+    category and costs nothing, as in COCO itself. At most 100 predictions of a category count per image.
 
     Args:
         ranking: the confidence of each prediction; None: all the same.
@@ -276,7 +276,7 @@ def coco_scores(
                 "image_id": image_id,
                 "category_id": category_of[label_of(o)],
                 "score": 1.0 if marks is None else marks[image_id - 1][number],
-                **_pixel_box(to_norm1000(o, sample.grid), sample),
+                **_pixel_box(o, sample),
             }
             for image_id, (sample, side) in enumerate(zip(samples, sides, strict=True), start=1)
             for number, o in enumerate(side)
@@ -303,18 +303,19 @@ def _lvis_image(sample: Sample, category_of: dict[str, int]) -> dict[str, Any]:
     """Size, and LVIS's lists of categories known to be absent and of those annotated in part."""
     annotated = set(category_of) if sample.annotated is None else sample.annotated & set(category_of)
     present = {label_of(object_) for object_ in sample.objects}
+    width, height = sample.size_px
     return {
-        "width": sample.width,
-        "height": sample.height,
+        "width": width,
+        "height": height,
         "neg_category_ids": [category_of[name] for name in sorted(annotated - present)],
         "not_exhaustive_category_ids": [category_of[name] for name in sorted(present - annotated)],
     }
 
 
 def _pixel_box(object_: Object, sample: Sample) -> dict[str, Any]:
-    """Return COCO's `bbox` (x, y, width, height in pixels) and `area`."""
-    x1, y1, x2, y2 = bins_to_pixels(bounding_box(object_), sample.width, sample.height)
-    return {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": (x2 - x1) * (y2 - y1)}
+    """Return COCO's `bbox` and `area`, in pixels."""
+    bbox, area = coco_box(to_norm1000(object_, sample.grid), sample.size_px)
+    return {"bbox": bbox, "area": area}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,13 +15,15 @@ JSONL makes the answers annotation: pseudo-labels, or something to look at with 
 import argparse
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, get_args
 
 from tools.convert import relative_path
 from utils.config.load import exit_with
-from utils.geometry import Kind, Object, bins_to_pixels, bounding_box, normal_label
+from utils.geometry import Kind, Object, bins_to_pixels, coco_box, normal_label
 
 Record = dict[str, Any]  # a line that an evaluation writes: `utils.scores.prediction_record`
 
@@ -53,6 +55,10 @@ def main() -> None:
             f"{args.answers}: {num_bare} answers to no image file are left out: COCO needs one; --to jsonl keeps them"
         )
         records = with_file
+    uses = Counter(record["images"][0] for record in records)
+    if num_shared := sum(number for number in uses.values() if number > 1):
+        what = "to an image file that another answer has, too; supervision and FiftyOne want one entry per image"
+        print(f"{args.answers}: {num_shared} answers are {what}")
     args.output.mkdir(parents=True, exist_ok=True)
     folder, files = coco_files(records)
     for name, content in files.items():
@@ -117,9 +123,9 @@ def _annotations(records: Sequence[Record], side: str, category_of: dict[str, in
 def _shape(item: dict[str, Any], record: Record) -> dict[str, Any]:
     """Return COCO's `bbox` (x, y, width, height), `area` of the box and `segmentation`, in pixels."""
     object_, size = _object(item), (record["width"], record["height"])
-    x1, y1, x2, y2 = bins_to_pixels(bounding_box(object_), *size)
+    bbox, area = coco_box(object_, size)
     outline = [list(bins_to_pixels(object_.coords, *size))] if object_.kind == "poly" else []
-    return {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": (x2 - x1) * (y2 - y1), "segmentation": outline}
+    return {"bbox": bbox, "area": area, "segmentation": outline}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,12 +133,16 @@ def _shape(item: dict[str, Any], record: Record) -> dict[str, Any]:
 
 
 def sample_line(record: Record, folder: Path) -> dict[str, Any]:
-    """Return the line (DAT-1) whose annotation are the answers; paths of images relative to `folder`."""
-    width, height = record["width"], record["height"]
+    """Return the line (DAT-1) whose annotation are the answers; paths of images relative to `folder`.
+
+    Answers in pixels may lie beyond the image, where no annotation may: they are cut off at its edges.
+    """
+    width, height = size = record["width"], record["height"]
     objects = []
     for item in record["pred"]:
         object_ = _object(item)
-        coords = [round(value, 2) for value in bins_to_pixels(object_.coords, width, height)]
+        pixels = zip(bins_to_pixels(object_.coords, *size), cycle(size), strict=False)
+        coords = [round(min(max(value, 0), limit), 2) for value, limit in pixels]
         if min(max(coords[axis::2]) - min(coords[axis::2]) for axis in (0, 1)) > 0:
             objects.append({"desc": object_.desc, object_.kind: coords})
     images = [image if image.startswith("data:") else relative_path(image, folder) for image in record["images"]]

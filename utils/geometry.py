@@ -18,6 +18,7 @@ from scipy.optimize import linear_sum_assignment, linprog
 
 NUM_BINS = 1000
 MAX_BIN = NUM_BINS - 1
+MIN_SIDE_PX = 1e-6  # in COCO's form, of a side without length: two empty boxes have no IoU
 _MAX_COPIES = 256  # transport problems up to this common multiple are assignments, larger ones linear programs
 
 Kind = Literal["bbox_2d", "poly"]
@@ -66,6 +67,20 @@ def to_norm1000(obj: Object, grid: Grid) -> Object:
 def bins_to_pixels(coords: Sequence[float], width: float, height: float) -> tuple[float, ...]:
     """Pixel coordinates `x, y, x, y, ...` of bins on an image: `index / 999 * size` (DAT-2)."""
     return tuple(index / MAX_BIN * (height if i % 2 else width) for i, index in enumerate(coords))
+
+
+def coco_box(obj: Object, size: tuple[float, float]) -> tuple[list[float], float]:
+    """COCO's `bbox` (x, y, width, height in pixels) of the tightest box around a shape in bins, and the box's `area`.
+
+    A box thinner than one bin gets a tiny side, since COCO's IoU of two boxes without area is 0 / 0, also if they are
+    equal.
+
+    Args:
+        size: (width, height) of the image.
+    """
+    x1, y1, x2, y2 = bins_to_pixels(bounding_box(obj), *size)
+    width, height = max(x2 - x1, MIN_SIDE_PX), max(y2 - y1, MIN_SIDE_PX)
+    return [x1, y1, width, height], width * height
 
 
 def corner_points(obj: Object) -> np.ndarray:

@@ -261,13 +261,13 @@ def prediction_record(
 ) -> dict[str, Any]:
     """A validation answer as a JSON record; coordinates norm1000 (0..999), whatever the answer's own grid is. With the
     answer's `logprobs` predictions have a `score`, their confidence (TGT-14). Where annotation is not complete for all
-    labels, `annotated` names those for which it is (TGT-12)."""
+    labels, `annotated` names those for which it is (TGT-12). `width` and `height` are those of the first image."""
     sides = {"gt": sample.objects, "pred": parsed.pred_objects}
     objects = {side: [object_record(obj, sample.grid) for obj in objects] for side, objects in sides.items()}
     for record, score in zip(objects["pred"], confidences(parsed, logprobs) or [], strict=False):
         record["score"] = round(score, 6)
     annotated = {} if sample.annotated is None else {"annotated": sorted(sample.annotated)}
-    size = {"width": sample.width, "height": sample.height}
+    size = dict(zip(("width", "height"), sample.size_px, strict=True))
     return {"id": sample.id, "images": sample.images, **size, **objects, **annotated}
 
 

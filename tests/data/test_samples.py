@@ -350,6 +350,16 @@ def test_dat_3_a_size_on_its_side_is_refused_any_other_is_what_coordinates_count
     assert load_one(tmp_path, images=["small.png", "large.png"], width=5, height=500, objects=[]).height == 500
 
 
+def test_dat_2_pixels_of_a_sample_are_those_of_its_first_image(tmp_path):
+    """DAT-2: `width` and `height` of the line are the frame of its coordinates only."""
+    png(tmp_path / "small.png", 30, 20)
+    png(tmp_path / "large.png", 1920, 1080)
+    both = ["small.png", "large.png"]
+    assert load_one(tmp_path, images=both, width=5, height=500, objects=[]).size_px == (30, 20)
+    assert load_one(tmp_path, images=["large.png"], width=1000, height=1000, objects=[]).size_px == (1920, 1080)
+    assert load_one(tmp_path, images=[], prompt="p", width=5, height=500, objects=[]).size_px == (5, 500)
+
+
 @pytest.mark.parametrize("first", ["{", "\ufeff[ "])
 def test_dat_3_a_file_of_one_json_text_is_named(tmp_path, first):
     """DAT-3: by its first line only; a broken line further down is just that."""

@@ -124,6 +124,24 @@ def test_coco_sizes_are_pixels_of_the_image() -> None:
     assert (large["AP_small"], large["AP_large"]) == (None, 1.0)
 
 
+def test_coco_finds_objects_thinner_than_a_bin_LRN_9() -> None:
+    """LRN-9: a box or outline without area equals itself, as in F1, and no other."""
+    flat, upright = Object("cat", "bbox_2d", (78, 250, 937, 250)), Object("cat", "poly", (40, 0, 40, 500, 40, 999))
+    point = Object("cat", "bbox_2d", (999, 999, 999, 999))
+    truth, side = [flat, upright, point, CAT_BELOW], {"width": 64, "height": 4000}
+    assert coco_scores([image(*truth, **side)], [truth])["AP"] == pytest.approx(1.0)
+    assert coco_scores([image(flat)], [[replace(flat, coords=(78, 251, 937, 251))]])["AP"] == 0.0
+
+
+@pytest.mark.parametrize("declared", [(640, 480), (1000, 1000), (0, 0)])
+def test_coco_sizes_are_those_of_the_first_image_DAT_2_LRN_9(declared: tuple[int, int]) -> None:
+    """DAT-2, LRN-9: whatever frame the line has for its coordinates, and with several images often none."""
+    box = Object("cat", "bbox_2d", (100, 100, 145, 145))  # 28.8 x 21.6 pixels of 640 x 480, 45 x 45 of 1000 x 1000
+    sample = Sample("x", ["a.png", "b.png"], [(480, 640), (9, 9)], *declared, [box], [], "x.jsonl:1")
+    result = coco_scores([sample], [[box]])
+    assert (result["AP"], result["AP_small"], result["AP_medium"]) == (pytest.approx(1.0), pytest.approx(1.0), None)
+
+
 def test_coco_without_any_object_is_undefined() -> None:
     assert coco_scores([image()], [[CAT]]) == dict.fromkeys(COCO_NAMES)
 

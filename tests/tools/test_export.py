@@ -125,6 +125,41 @@ def test_answers_to_no_image_are_left_out_of_coco_DAT_1(tmp_path, answers, monke
     assert [own["sample"] for own in json.loads((tmp_path / "out/instances.json").read_text())["images"]] == ["a"]
 
 
+def test_answers_that_share_an_image_file_are_counted(tmp_path, answers, monkeypatch, capsys):
+    """supervision refuses two entries of one image, and FiftyOne shows one; COCO's own evaluation takes them."""
+    run(monkeypatch, answers[0], "--output", tmp_path / "out")
+    assert "supervision" not in capsys.readouterr().out
+    lines = [json.loads(line) for line in answers[0].open()]
+    lines[1]["images"] = lines[2]["images"]
+    answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(monkeypatch, answers[0], "--output", tmp_path / "out")
+    assert "2 answers are to an image file that another answer has, too; supervision" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "out/instances.json").read_text())["images"]) == 3
+
+
+def test_answers_beyond_the_image_are_cut_off_at_its_edges_DAT_1(tmp_path, answers, monkeypatch):
+    """DAT-1: pixels, as Qwen2.5-VL writes them, have no largest number; what lies outside alone is no annotation."""
+    record = json.loads(answers[0].open().readline())
+    shapes = [{"bbox_2d": [500.0, 500.0, 1023.8, 999]}, {"poly": [0, 0, 1100, 0, 500, 1100]}]
+    shapes += [{"bbox_2d": [1010, 500, 1040, 900]}]
+    record["pred"] = [{"desc": "cat", **own} for own in shapes]
+    answers[0].write_text(json.dumps(record) + "\n")
+    run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "pseudo.jsonl")
+    [[sample]] = load_samples([str(tmp_path / "pseudo.jsonl")], "find")
+    assert [obj.coords for obj in sample.objects] == [(500, 500, 999, 999), (0, 0, 999, 0, 500, 999)]
+
+
+def test_coco_files_give_thin_boxes_an_area_LRN_9(tmp_path, answers, monkeypatch):
+    """LRN-9: as `tools.evaluate` does, so that COCO's evaluation finds them."""
+    record = json.loads(answers[0].open().readline())
+    record["gt"] = record["pred"] = [{"desc": "cat", "bbox_2d": [78, 250, 937, 250]}]
+    answers[0].write_text(json.dumps(record) + "\n")
+    run(monkeypatch, answers[0], "--output", tmp_path / "out")
+    for name in ("instances.json", "predictions.json"):
+        (item,) = json.loads((tmp_path / "out" / name).read_text())["annotations"]
+        assert 0 < item["bbox"][3] < 1e-5 and 0 < item["area"] == pytest.approx(item["bbox"][2] * item["bbox"][3])
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

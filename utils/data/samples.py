@@ -77,6 +77,14 @@ class Sample:
     teacher_forced_ratio: float | None = None
     grid: Grid = (MAX_BIN, MAX_BIN)
 
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """(width, height) of the first image as opened, which `width` and `height` need not be; theirs without one."""
+        if not self.image_sizes:
+            return self.width, self.height
+        height, width = self.image_sizes[0]
+        return width, height
+
 
 def load_samples(
     paths: Sequence[str | os.PathLike],
