@@ -11,6 +11,7 @@ import argparse
 import base64
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
     notes: dict[str, str] = {}
     finished = _read_json(run_dir / "finished.json")
     evaluations = [(int(path.stem[5:]), _read_json(path)) for path in sorted(run_dir.glob("eval/step_*.json"))]
-    evaluations = [(step, found) for step, found in evaluations if found]
+    evaluations = comparable([(step, found) for step, found in evaluations if found], notes)
     if not evaluations:
         notes["scores"] = "This run has not evaluated: custom.val_jsonl with training.eval_steps or eval_at_start."
     return {
@@ -153,6 +154,17 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def comparable(evaluations: Sequence[Evaluation], notes: dict[str, str]) -> list[Evaluation]:
+    """Those with the settings of the last one. Earlier versions wrote none; theirs count together."""
+    shown = [own for own in evaluations if own[1].get("settings") == evaluations[-1][1].get("settings")]
+    if num_left_out := len(evaluations) - len(shown):
+        notes["scores"] = (
+            f"{num_left_out} of {len(evaluations)} evaluations are left out: they had other settings than the last one "
+            "(data, eval_limit, prompt or others that scores depend on). Curves show all."
+        )
+    return shown
 
 
 def score_rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
@@ -315,10 +327,16 @@ def answers(
     return shown | {"errors": totals, "num_answers": len(after)}
 
 
-def _read_lines(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Records by id and images: two files may count their lines alike."""
+def _read_lines(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Records by id, images and how many with these came before: two files may count their lines alike, and an image
+    may have several questions. All evaluations of a run write such records in the same order."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {(record["id"], *record.get("images", [])): record for record in map(json.loads, lines)}
+    records, num_before = {}, Counter[tuple[Any, ...]]()
+    for record in map(json.loads, lines):
+        key = (record["id"], *record.get("images", []))
+        records[*key, num_before[key]] = record
+        num_before[key] += 1
+    return records
 
 
 def card(record: Mapping[str, Any], before: Judged | None, after: Judged) -> dict[str, Any]:

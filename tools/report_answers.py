@@ -16,7 +16,7 @@ import numpy as np
 
 from utils.data.images import open_image
 from utils.geometry import Object, iou_matrix
-from utils.matching import match
+from utils.matching import TOLERANCE, match
 from utils.scores import is_held_against, label_of
 
 ERRORS = ("missed", "duplicate", "wrong label", "badly placed", "extra")
@@ -71,9 +71,10 @@ def judge(record: Record, iou_threshold: float) -> Judged:
 
 def _verdict(iou: np.ndarray, same: np.ndarray, repeats: bool, iou_threshold: float) -> tuple[str, int | None]:
     """The kind of error of a prediction without a match, and the object it stands for. `iou`, `same`: `[num_gt]`."""
-    if repeats or (same & (iou >= iou_threshold)).any():  # its object has a match already
+    overlaps = iou >= iou_threshold - TOLERANCE
+    if repeats or (same & overlaps).any():  # its object has a match already
         return "duplicate", None
-    if (iou >= iou_threshold).any():
+    if overlaps.any():
         return "wrong label", int(iou.argmax())
     own = np.where(same, iou, 0.0)
     return ("badly placed", int(own.argmax())) if (own >= NEAR).any() else ("extra", None)
@@ -100,7 +101,7 @@ def precision_recall(records: Sequence[Record], iou_threshold: float) -> tuple[n
         gt, pred = objects_of(record["gt"]), objects_of(own)
         iou = np.where(_same_label(pred, gt), iou_matrix(pred, gt), 0.0)
         for p, obj in enumerate(pred):
-            is_hit = bool(len(gt)) and bool(iou[p].max() >= iou_threshold)
+            is_hit = bool(len(gt)) and bool(iou[p].max() >= iou_threshold - TOLERANCE)
             if is_hit:
                 iou[:, iou[p].argmax()] = 0.0
             if is_hit or is_held_against(obj, record.get("annotated")):

@@ -238,6 +238,48 @@ def test_answers_of_two_files_that_count_alike_are_two_LRN_7(tmp_path):
     assert list(_read_lines(path).values()) == lines
 
 
+def test_answers_to_several_questions_on_an_image_are_all_kept_LRN_7(tmp_path):
+    """LRN-7: with one id, as some converters write them; the n-th before training belongs to the n-th after it."""
+    lines = [record([box(desc, 0, 0, 9, 9)], []) for desc in ("red", "blue", "green")]
+    for step in (1, 2):
+        file = tmp_path / f"eval/step_{step:06d}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(line | {"step": step}) + "\n" for line in lines))
+    first, last = (_read_lines(tmp_path / f"eval/step_{step:06d}.jsonl") for step in (1, 2))
+    assert list(first) == list(last) and [own["gt"] for own in last.values()] == [own["gt"] for own in lines]
+
+
+def test_a_half_is_a_half_to_the_curve_and_the_gallery_TGT_4():
+    """TGT-4: an IoU of exactly 0.5 reaches the threshold for the matcher, whatever float64 makes of it."""
+    for x, width in ((x, width) for x in range(0, 500, 37) for width in range(4, 480, 44)):
+        truth, half = box("red", x, 7, x + width, 340), box("red", x, 7, x + width // 2, 340)
+        line = {side: [object_record(o, (1000, 1000)) | {"score": 0.5}] for side, o in (("gt", truth), ("pred", half))}
+        assert judge(line, 0.5).pred[0][1] == "found" and precision_recall([line], 0.5)[1].tolist() == [1.0]
+        assert judge({"gt": line["gt"], "pred": line["pred"] * 2}, 0.5).pred[1][1] == "duplicate"
+        line["pred"][0]["desc"] = "blue"
+        assert judge(line, 0.5).pred[0][1] == "wrong label"
+
+
+def test_evaluations_of_other_settings_are_not_compared_LRN_7(tmp_path):
+    """LRN-7: after a resume with another limit, say. What earlier versions wrote says nothing, and counts together."""
+    write_run_json(tmp_path, load_config("configs/demo/stage2.yaml").model_dump(mode="json", by_alias=True))
+    few, all_ = {"settings": {"eval_limit": 50}}, {"settings": {"eval_limit": None}}
+
+    def shown(*settings: dict) -> tuple[list[int], str]:
+        """The first and the last step, and the note."""
+        for step in range(4):
+            (tmp_path / f"eval/step_{step:06d}.json").unlink(missing_ok=True)
+        for step, own in enumerate(settings):
+            write_evaluation(tmp_path, step, {"f1": step / 10, **own}, [], True)
+        view = read_run(tmp_path)
+        return view["ends"], view["notes"].get("scores", "")
+
+    ends, note = shown(few, all_, few, all_)
+    assert ends == [1, 3] and note.startswith("2 of 4 evaluations are left out: they had other settings than the last")
+    assert shown(few, few) == shown({}, {}) == ([0, 1], "")
+    assert shown({}, {}, all_)[0] == [2, 2]
+
+
 def test_the_gallery_takes_the_worst_of_each_kind():
     errors = [Counter(missed=5), Counter(missed=4), Counter(missed=3), Counter(extra=1), Counter(), Counter(extra=2)]
     assert set(choose(errors, 4)) == {0, 1, 5, 4}
