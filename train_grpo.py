@@ -296,9 +296,10 @@ class Grpo:
         for record in records:
             sums.update({f"reward/{name}": value for name, value in record["rewards"].items()})
             sums.update(reward=record["reward"], truncated_rate=record["finish_reason"] == "length", num_samples=1)
+            sums.update(failed=record["error"] is not None)
         totals = self.session.ranks.sum(sums)
-        num_samples = totals.pop("num_samples")
-        result = {name: value / num_samples for name, value in totals.items()} | {"num_samples": num_samples}
+        numbers = {name: totals.pop(name) for name in ("num_samples", "failed")}
+        result = {name: value / numbers["num_samples"] for name, value in totals.items()} | numbers
         self.session.log_evaluation(step, result, records)
 
     def evaluation_record(self, sample: Sample, result: RolloutResult) -> dict[str, Any]:
@@ -309,6 +310,7 @@ class Grpo:
             "images": sample.images,
             "text": result.text,
             "finish_reason": result.finish_reason,
+            "error": result.error,
             "reward": float(rewards @ self.reward_weights(math.inf)),
             "rewards": dict(zip(self.rewards, rewards.tolist(), strict=True)),
         }

@@ -221,7 +221,8 @@ class Stage2:
         def score(sample: Sample, result: RolloutResult) -> tuple[Counter, dict[str, Any]]:
             parsed = parse_answer(result.response_token_ids, table)
             truncated = result.finish_reason == "length"
-            counts = count_evaluation(parsed, sample, settings.iou_threshold, truncated)
+            failed = result.error is not None
+            counts = count_evaluation(parsed, sample, settings.iou_threshold, truncated, failed)
             return counts, prediction_record(sample, parsed, result.logprobs)
 
         scored = self.session.score_validation(step, score)

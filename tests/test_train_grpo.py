@@ -585,6 +585,21 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
     assert judges == {"finish_0"}
 
 
+def test_evaluation_counts_failed_requests_CON_3_LRN_7(folder, start_model):
+    """CON-3, LRN-7: their reward is 0, like that of a bad answer."""
+    run, truth, answer = detection_run(folder, start_model, reward_funcs=["detection_f1"], max_new_tokens=128)
+    failed, found = RolloutResult([], [], "", None, None, error="unreadable image"), {}
+    run.session.prefetcher = SimpleNamespace(in_finish_thread=lambda work, *args: work(*args))
+    run.session.ranks = SimpleNamespace(sum=dict)
+    run.session.score_validation = lambda step, score: [score(truth, result) for result in (answer, failed, failed)]
+    run.session.log_evaluation = lambda step, result, records: found.update(
+        result, errors=[r["error"] for r in records]
+    )
+    run.evaluate(1)
+    assert (found["failed"], found["num_samples"], found["reward"]) == (2, 3, pytest.approx(2 / 9))
+    assert found["errors"] == [None, "unreadable image", "unreadable image"]
+
+
 def test_evaluation_scores_in_the_thread_that_judges_GRP_5_LRN_7(folder, start_model):
     """GRP-5, LRN-7: a reward function may keep what belongs to one thread, as a connection of sqlite3 does."""
     (folder / "kept.py").write_text(KEEPS_A_CONNECTION)

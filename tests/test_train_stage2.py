@@ -536,6 +536,13 @@ def test_evaluation_counts_answers_that_were_cut_off_LRN_7(run):
         assert evaluate(run, run.samples[0], response)["truncated_rate"] == rate
 
 
+def test_evaluation_counts_failed_requests_CON_3_LRN_7(run):
+    """CON-3, LRN-7: to the scores they look like empty answers."""
+    failed = RolloutResult([], [], "", None, None, error="unreadable image")
+    for response, number in ((answer_of(run, '{"objects": []}'), 0), (failed, 1)):
+        assert evaluate(run, run.samples[0], response)["failed"] == number
+
+
 def test_evaluation_holds_no_label_against_the_model_that_is_not_annotated_TGT_12(folder, start_model):
     """TGT-12, LRN-7: at the call site."""
     run = run_of(folder, start_model)

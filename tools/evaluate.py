@@ -34,6 +34,7 @@ from utils.answer_format import COORD_TOKENS
 from utils.config.load import exit_with, load_config_or_exit
 from utils.config.schema import Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, num_prompt_tokens, prompt_chat
+from utils.data.mistakes import BadLine, ProblemCounts
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.dist import Ranks
 from utils.families import family_in
@@ -55,25 +56,33 @@ VLLM_BATCHES = 16  # batches per call, so that vLLM always has requests waiting
 
 def main() -> None:
     args = parse_args()
+    output = Path(args.output or Path(args.checkpoint) / "evaluation" / f"{Path(args.data).stem}.json")
     model, data, rm = settings(args.config, args.checkpoint)
     annotated = annotated_labels(args.config, args.data)
+    skipped: list[BadLine] | None = [] if data.on_bad_sample == "skip" else None
     try:
+        check_output(output, args.data, args.limit)
         check_checkpoint(Path(args.checkpoint), rm.answer_format)
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
         reader = LineReader(data.prompt, data.object_order, rm.format, grid_of(processor, rm.format))
-        samples = load_samples([args.data], reader=reader)[0][: args.limit]
+        samples = load_samples([args.data], skipped=skipped, reader=reader)[0][: args.limit]
         samples = [own if own.annotated is not None else replace(own, annotated=annotated) for own in samples]
         table = TokenTable.from_tokenizer(processor.tokenizer, rm.format)
     except (DataError, ValueError, OSError) as error:
         exit_with(str(error))
+    if skipped:
+        problems = ProblemCounts()
+        for line in skipped:
+            problems.add(line)
+        print(f"{len(skipped)} bad lines left out (data.on_bad_sample: skip)\n{problems.report()}", flush=True)
     backend = args.backend or ("vllm" if find_spec("vllm") else "hf")
     generate = generate_with_vllm if backend == "vllm" else generate_with_hf
     sampling = RolloutSampling(max_new_tokens=rm.max_new_tokens, logprobs=backend == "vllm")
     stream = generate(model, processor, samples, sampling, args.batch_size)
     responses = list(tqdm(stream, total=len(samples), unit="image", disable=None))
     result, predictions = score(samples, responses, table, rm.eval.iou_threshold, rm.eval.new_labels)
-    about = {"checkpoint": args.checkpoint, "data": args.data, "config": args.config, "backend": backend}
-    output = Path(args.output or Path(args.checkpoint) / "evaluation" / f"{Path(args.data).stem}.json")
+    about = {"checkpoint": args.checkpoint, "data": args.data, "limit": args.limit, "config": args.config}
+    about["backend"] = backend
     write(output, about | {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold} | result, predictions)
     show(result, f"{args.checkpoint} on {len(samples)} images ({backend}, {model.dtype}, greedy)")
     print(f"scores: {output}   responses: {output.with_suffix('.jsonl')}")
@@ -125,6 +134,21 @@ def annotated_labels(config: str | None, data: str) -> frozenset[str] | None:
         if Path(own.path).resolve() == Path(data).resolve()
     ]
     return frozenset(map(normal_label, named[0].annotated)) if named and named[0].annotated is not None else None
+
+
+def check_output(output: Path, data: str, limit: int | None) -> None:
+    """Raise ValueError if `output` holds the scores of another data file (files in different folders often share a
+    name) or of another `--limit`."""
+    if not output.exists():
+        return
+    try:
+        found = json.loads(output.read_text())
+    except ValueError:  # a killed run's
+        return
+    held, held_limit = found.get("data"), found.get("limit")
+    if held and (Path(held).resolve() != Path(data).resolve() or held_limit != limit):
+        what = f"{held}, " + ("all samples" if held_limit is None else f"--limit {held_limit}")
+        raise ValueError(f"{output}: holds the scores of {what}; delete it or name another file with --output")
 
 
 def check_checkpoint(folder: Path, answer_format: str) -> None:
@@ -233,7 +257,8 @@ def score(
     for sample, response in zip(samples, responses, strict=True):
         parsed = parse_answer(response.response_token_ids, table)
         truncated = response.finish_reason == "length"
-        counts.update(count_evaluation(parsed, sample, iou_threshold, truncated))
+        failed = response.error is not None
+        counts.update(count_evaluation(parsed, sample, iou_threshold, truncated, failed))
         predictions.append(prediction_record(sample, parsed, response.logprobs))
         objects.append(parsed.pred_objects)
         ranking.append(confidences(parsed, response.logprobs))
@@ -335,7 +360,7 @@ def show(result: dict[str, Any], title: str) -> None:
     table.add_column("value", justify="right")
     for name, value in result.items():
         if not isinstance(value, dict) and name != "num_images":
-            table.add_row(name, f"{value:.4f}")
+            table.add_row(name, str(value) if isinstance(value, int) else f"{value:.4f}")
     for key, title in (("coco", "COCO {}"), ("coco_constant", "COCO {}, constant scores")):
         table.add_section()
         for name, value in result.get(key, {}).items():

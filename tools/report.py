@@ -46,6 +46,7 @@ SCORES = {
     "giant_rate": ("giant boxes", False),
     "parse_rate": ("answers that parse", True),
     "truncated_rate": ("truncated answers", False),
+    "failed": ("failed requests", False),
 }
 
 LOSSES = ("total", "text", "coord", "w1", "gate", "reference_kl", "policy")

@@ -121,9 +121,11 @@ def count_evaluation(
     sample: "Sample",
     iou_threshold: float,
     truncated: bool,
+    failed: bool = False,
 ) -> Counter[str]:
     """`count_sample`, and what evaluations report besides (LRN-9): matches at each of COCO's thresholds, the counting
-    error, giant boxes, and the counts of each label as `label/NAME/...`."""
+    error, giant boxes, and the counts of each label as `label/NAME/...`. `failed`: the request got no answer, which
+    the scores cannot tell from an empty one."""
     predicted, truth = parsed.pred_objects, sample.objects
     overlaps = Overlaps(predicted, truth)
     counts = count_sample(parsed, truth, iou_threshold, truncated, sample.annotated, overlaps)
@@ -141,6 +143,7 @@ def count_evaluation(
         counts[f"label/{label}/num_gt"] += 1
     counts["counting_error"] = abs(counts["num_pred"] - counts["neutral"] - len(truth))
     counts["giant"] = count_giants(overlaps, sample, iou_threshold)
+    counts["failed"] = int(failed)
     return counts
 
 
@@ -153,8 +156,8 @@ def labelled_iou(predicted: Sequence[Object], truth: Sequence[Object], iou: np.n
 
 def evaluation_scores(counts: Mapping[str, float], new_labels: Collection[str] = ()) -> dict[str, float]:
     """`scores`, and those of LRN-9: F1, precision and recall at IoU 0.5, 0.75 and 0.95 and as their mean over 0.5:0.95,
-    the mean absolute counting error, duplicates per image, the share of giant boxes. With `new_labels`, F1 of these
-    (`f1_new`) and of all others (`f1_old`), where there are any."""
+    the mean absolute counting error, duplicates per image, the share of giant boxes; and the number of failed requests.
+    With `new_labels`, F1 of these (`f1_new`) and of all others (`f1_old`), where there are any."""
     count = defaultdict[str, float](int, counts)
     result, images = scores(counts), max(count["num_images"], 1)
     at = {t: _ratios(count[f"num_pred@{t}"], count["num_gt"], count[f"matched@{t}"]) for t in IOUS}
@@ -164,6 +167,7 @@ def evaluation_scores(counts: Mapping[str, float], new_labels: Collection[str] =
     result["counting_error"] = count["counting_error"] / images
     result["duplicates_per_image"] = count["duplicates"] / images
     result["giant_rate"] = count["giant"] / max(count["num_pred"] - count["neutral"], 1)
+    result["failed"] = count["failed"]
     if new_labels:
         wanted, table = set(map(normal_label, new_labels)), label_counts(counts)
         for name, is_new in (("f1_old", False), ("f1_new", True)):

@@ -281,20 +281,78 @@ def test_what_the_config_says_of_the_file_holds_here_too_DAT_5_LRN_9(
     assert ("f1_old" in found) is not bool(annotated)  # there is no other class but in neutral predictions
 
 
-def test_limit_takes_the_first_samples(start_model, tmp_path, monkeypatch) -> None:
-    data, config = run_files(tmp_path, start_model)
-    asked = []
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """Ids of the samples that the engine was asked for; it answers nothing."""
+    ids: list[str] = []
 
     def generate(model, processor, samples, sampling, batch_size):
-        asked.extend(sample.id for sample in samples)
-        yield from (RolloutResult([], [], "", "stop", None, 0) for _ in samples)
+        ids.extend(sample.id for sample in samples)
+        yield from (RolloutResult([], [], "", "stop", None) for _ in samples)
 
     monkeypatch.setattr(evaluate, "generate_with_hf", generate)
+    return ids
+
+
+def test_limit_takes_the_first_samples(start_model, tmp_path, asked) -> None:
+    data, config = run_files(tmp_path, start_model)
     output = tmp_path / "out.json"
     where = ["--checkpoint", start_model, "--data", data, "--config", config, "--output", output]
     call(*where, "--backend", "hf", "--limit", 2)()
     assert asked == [json.loads(line)["id"] for line in data.open()][:2]
-    assert json.loads(output.read_text())["num_images"] == 2
+    found = json.loads(output.read_text())
+    assert (found["num_images"], found["limit"]) == (2, 2)
+
+
+def test_scores_of_other_data_or_another_limit_are_not_overwritten(start_model, tmp_path, asked, capsys) -> None:
+    """Files in different folders often share a name. The same ones, however spelt, may be scored again."""
+    data, config = run_files(tmp_path, start_model)
+    (tmp_path / "other").mkdir()
+    shutil.copy(data, tmp_path / "other" / data.name)
+    output = tmp_path / "out.json"
+
+    def score(path: Path, *more: Any) -> None:
+        where = ["--checkpoint", start_model, "--config", config, "--output", output, "--backend", "hf"]
+        call(*where, "--data", path, *more)()
+
+    score(data)
+    score(data.parent / "../data" / data.name)
+    before, num_asked = output.read_text(), len(asked)
+    assert num_asked == 12
+    for arguments, held in (((data, "--limit", 2), "all samples"), ((tmp_path / "other" / data.name,), "all samples")):
+        with pytest.raises(SystemExit) as caught:
+            score(*arguments)
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and error.count("\n") == 1
+        assert error.endswith(f"{held}; delete it or name another file with --output\n"), error
+    assert (output.read_text(), len(asked)) == (before, num_asked)
+    for text in ('{"reward": 0.5}', '{"data": "cut'):  # a run's own evaluation, which is to be replaced; a killed one's
+        output.write_text(text)
+        score(data)
+        assert json.loads(output.read_text())["num_images"] == 6
+
+
+def test_bad_lines_are_left_out_where_the_config_says_so_DAT_3(start_model, tmp_path, asked, capsys) -> None:
+    """DAT-3: as in training."""
+    data, config = run_files(tmp_path, start_model)
+    data.write_text(data.read_text() + '{"id": "gone", "images": ["gone.png"], "objects": []}\n')
+    text = yaml.safe_load(config.read_text()) | {"data": {"on_bad_sample": "skip"}}
+    config.write_text(yaml.safe_dump(text))
+    output = tmp_path / "out.json"
+    call("--checkpoint", start_model, "--data", data, "--config", config, "--output", output, "--backend", "hf")()
+    said = capsys.readouterr().out
+    assert "1 bad lines left out (data.on_bad_sample: skip)" in said and "gone.png: no such image" in said
+    assert len(asked) == json.loads(output.read_text())["num_images"] == 6
+
+
+def test_failed_requests_are_counted_CON_3(capsys) -> None:
+    """CON-3: to the scores they look like empty answers."""
+    failed = RolloutResult([], [], "", None, None, error="out of memory")
+    empty = RolloutResult([], [], "", "stop", None)
+    found, _ = evaluate.score([image(CAT)] * 3, [failed, empty, failed], make_table("qwen"), 0.5)
+    assert found["failed"] == 2
+    evaluate.show(found, title="")
+    assert any(line.split()[1:4:2] == ["failed", "2"] for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(
