@@ -37,7 +37,6 @@ SPLITS = {"train": 0.95, "val": 0.05}  # of a COCO file that comes alone
 MAX_PIXELS = 1 << 20  # of an image, as in the presets
 ROWS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12000)  # lengths of a packed row
 MAX_ROOTS = 20  # folders of images that are named one by one
-ENGINES = ("zero2", "zero3", "zero3_offload")  # in the order in which they are tried
 FILL = 0.9  # of a row that a micro-step's samples take on average
 SAMPLES_PER_STEP = 32
 PARTIAL_TOKENS = 1024  # of an answer, at least, where the data list some of the objects
@@ -272,12 +271,11 @@ def image_roots(samples: Sequence[Sample]) -> list[str]:
 # the config
 
 
-def geometry(row: int, gpus: int, data: DataFacts) -> dict[str, Any]:
+def geometry(row: int, gpus: int, learners: int, data: DataFacts) -> dict[str, Any]:
     """Batch geometry for rows of `row` tokens. A row holds about as many samples as a micro-step draws (PCK-7)."""
-    learners = learners_of(gpus)
     rollout_devices = gpus - learners if gpus else 1
-    batch = min(samples_per_learner(gpus, data), max(1, int(FILL * row / data.segment_mean)))
-    accumulation = round(samples_per_learner(gpus, data) / batch)
+    batch = min(samples_per_learner(learners, data), max(1, int(FILL * row / data.segment_mean)))
+    accumulation = round(samples_per_learner(learners, data) / batch)
     per_step = batch * accumulation * learners
     epochs = max(1, math.ceil(MIN_STEPS * per_step / data.num_lines))
     steps = max(1, epochs * data.num_lines // per_step)
@@ -301,15 +299,17 @@ def geometry(row: int, gpus: int, data: DataFacts) -> dict[str, Any]:
     }
 
 
-def learners_of(gpus: int) -> int:
-    """One GPU in four trains, as in the presets; two processes on CPU."""
-    return max(1, gpus // 4) if gpus else 2
+def learners_of(gpus: int) -> list[tuple[str, int]]:
+    """DeepSpeed's engine and the number of learners, in the order in which they are tried. One GPU in four trains, as
+    in the presets, or two where they share what one cannot hold; two processes on CPU."""
+    few = max(1, gpus // 4) if gpus else 2
+    return [("zero2", few), ("zero3", few), *[("zero3", 2 * few)] * (2 * few < gpus), ("zero3_offload", few)]
 
 
-def samples_per_learner(gpus: int, data: DataFacts) -> int:
+def samples_per_learner(learners: int, data: DataFacts) -> int:
     """Samples of a learner per optimizer step; small data have smaller steps."""
     wanted = max(1, min(SAMPLES_PER_STEP, data.num_lines // 10))
-    return math.ceil(wanted / learners_of(gpus))
+    return math.ceil(wanted / learners)
 
 
 def engine_share(device_gib: int) -> float:
@@ -331,18 +331,17 @@ def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any], devi
     """Write the first config that loads, passes all checks and fits the memory plan, and return its plan.
 
     Tried are rows from those that hold a learner's samples of a step down to those that hold the longest one, then the
-    same with the next engine of `ENGINES`. Raises ValueError with what the last one lacked, and leaves no file.
+    same with the next engine of `learners_of`. Raises ValueError with what the last one lacked, and leaves no file.
     """
     settings = settings | {"device_gib": device_gib, "share": engine_share(device_gib)}
     longest = data.prompt_max + new_tokens(data) + data.answer_max
-    wanted = max(longest, samples_per_learner(gpus, data) * data.segment_mean / FILL)
-    largest = next((row for row in ROWS if row >= wanted), ROWS[-1])
-    rows = [row for row in reversed(ROWS) if longest <= row <= largest] or [_rounded(longest, 256)]
     error: ConfigError | None = None
     output.parent.mkdir(parents=True, exist_ok=True)
-    for engine in ENGINES:
-        for row in rows:
-            shape = geometry(row, gpus, data)
+    for engine, learners in learners_of(gpus):
+        wanted = max(longest, samples_per_learner(learners, data) * data.segment_mean / FILL)
+        largest = next((row for row in ROWS if row >= wanted), ROWS[-1])
+        for row in [row for row in reversed(ROWS) if longest <= row <= largest] or [_rounded(longest, 256)]:
+            shape = geometry(row, gpus, learners, data)
             try:
                 return _attempt(output, settings | shape | {"data": data, "deepspeed": engine})
             except ConfigError as problem:

@@ -145,11 +145,12 @@ def test_gpus_of_other_sizes_get_a_plan_that_fits_them_CFG_16(tmp_path, gib, sha
 
 
 def test_a_model_too_large_for_zero2_is_sharded_or_offloaded_CFG_16(tmp_path):
-    """CFG-16: 33 billion parameters in bfloat16 leave too little of 80 GiB beside them; two learners share them."""
+    """CFG-16: 33 billion parameters in bfloat16 leave too little of 80 GiB beside them; two learners share them, of
+    four GPUs, too. With two GPUs in all, the optimizer goes to the CPU."""
     settings = SETTINGS | {"model": "models/Qwen3-VL-32B-Instruct"}
-    for gpus, engine in ((4, "zero3_offload"), (8, "zero3")):
+    for gpus, engine, learners in ((2, "zero3_offload", 1), (4, "zero3", 2), (8, "zero3", 2)):
         plan = fit(tmp_path / "a.yaml", gpus, DATA, settings)
-        assert load_config(tmp_path / "a.yaml").deepspeed == engine
+        assert load_config(tmp_path / "a.yaml").deepspeed == engine and plan.world_size == learners
         assert sum(plan.learner_memory.values()) <= DEVICE_GIB * GIB
     with pytest.raises(ValueError, match="no batch geometry fits"):
         fit(tmp_path / "b.yaml", 4, replace(DATA, prompt_max=4000000), settings)
@@ -157,9 +158,9 @@ def test_a_model_too_large_for_zero2_is_sharded_or_offloaded_CFG_16(tmp_path):
 
 
 def test_small_data_are_repeated_and_their_steps_are_small():
-    few = geometry(2048, 4, replace(DATA, num_lines=60, segment_mean=200))
+    few = geometry(2048, 4, 1, replace(DATA, num_lines=60, segment_mean=200))
     assert few["samples_per_step"] == 6 and few["epochs"] * 60 // 6 >= 200
-    many = geometry(12000, 8, DATA)
+    many = geometry(12000, 8, 2, DATA)
     assert many["samples_per_step"] == 2 * 2 * 10, "two rows of ten on each of two learners: the closest to 32"
     assert many["epochs"] == 1
 
