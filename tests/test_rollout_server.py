@@ -313,6 +313,15 @@ def test_kernels_that_an_engine_keeps_on_cpu_are_bounded_unless_the_user_says_ho
         assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == kept
 
 
+def test_flashinfers_sampler_is_off_unless_the_user_wants_it_SRV_2(monkeypatch):
+    """SRV-2: it would be compiled when a request with top_p comes, by an nvcc that need not be there."""
+    for given, kept in ((None, "0"), ("1", "1")):
+        environment = {} if given is None else {"VLLM_USE_FLASHINFER_SAMPLER": given}
+        monkeypatch.setattr(os, "environ", environment)
+        set_environment("cuda", cpu_kv_cache_gib=1, world_size=1)
+        assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == kept
+
+
 def test_processes_of_vllm_sleep_while_they_wait_on_cpu():
     """One that spins for vLLM's own second takes a core from its worker and from the learner; asleep it may miss the
     notification of a message."""

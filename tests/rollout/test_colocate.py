@@ -207,12 +207,14 @@ def test_an_engine_over_t_devices_decodes_t_times_as_many_CFG_11(monkeypatch):
     """CFG-11, CFG-6, ROL-7: what vLLM is built with."""
     built = {}
     monkeypatch.setattr(colocate, "LLM", lambda **kwargs: built.update(kwargs))
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "VLLM_USE_FLASHINFER_SAMPLER"):
         monkeypatch.setenv(name, "")
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
     sizes = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.45, "max_model_len": 100, "decode_batch_size": 3}
     colocate.start_engine(colocate.Model(path="m"), torch.device("cuda"), **sizes, sleeps=True)
     assert (built["max_num_seqs"], built["tensor_parallel_size"], built["gpu_memory_utilization"]) == (12, 4, 0.45)
     assert built["enable_sleep_mode"] is True and built["distributed_executor_backend"] == "external_launcher"
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "it would be compiled at the first request with top_p"
 
 
 def test_starting_an_engine_changes_neither_threads_nor_random_numbers_ROL_7(monkeypatch):

@@ -221,6 +221,7 @@ def start_engine(
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # as in utils.server.process
     kwargs: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
     if device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)

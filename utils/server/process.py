@@ -74,6 +74,9 @@ def set_environment(device: str, cpu_kv_cache_gib: int, world_size: int) -> None
     """Set the variables that vLLM reads at import and in its processes. It never contacts anything outside."""
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[name] = "1"
+    # A request with top_p and without a seed would have the engine compile FlashInfer's sampler, by an nvcc that need
+    # not be there. Ours have seeds, which that sampler does not know.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # children begin with begin_as_child
     os.environ[PARENT_PID] = str(os.getpid())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
