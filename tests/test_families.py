@@ -124,6 +124,7 @@ def test_what_cpu_kernels_cannot_do_is_refused_by_name_FAM_2(checkpoint):
     def problems(family: str, device="cpu", dtype="float32", cached=True, slots=False) -> list[str]:
         settings = SimpleNamespace(allow_remote=False, vllm_max_model_len=64, vllm_enable_lora=slots)
         settings.vllm_enable_prefix_caching, settings.vllm_engine_kwargs = cached, {}
+        settings.vllm_tensor_parallel_size = 1
         model = SimpleNamespace(path=str(checkpoint(family)), dtype=dtype)
         address = SimpleNamespace(host="127.0.0.1")
         own = SimpleNamespace(settings=settings, model=model, device=device, address=address, world_size=1)
