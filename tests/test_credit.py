@@ -262,12 +262,23 @@ CANDIDATES = (A, TREE, B, C)  # said in this order, each or not
 NUM = len(CANDIDATES)
 
 
-@pytest.mark.parametrize(("name", "least"), [("detection_no_missed", 1 - 1e-9), ("detection_f1", 0.993)])
-def test_advantages_follow_the_gradient_of_the_reward_GRP_8(name: str, least: float) -> None:
+UNSURE, SURE = [0.3, -0.6, 0.5, -0.2], [1.0, 1.0, 1.0, 1.0]  # of wrong candidates, too
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "least"),
+    [
+        ("detection_no_missed", UNSURE, 1 - 1e-9),
+        ("detection_f1", UNSURE, 0.993),
+        ("detection_f1", SURE, 0.975),
+        ("detection_mean_iou", SURE, 0.93),
+    ],
+)
+def test_advantages_follow_the_gradient_of_the_reward_GRP_8(name: str, given: list[float], least: float) -> None:
     """GRP-8: a policy says each candidate or not, in order. The mean over all pairs of answers, by their probability,
     against the gradient of the expected reward, computed from all answers. Objects add up in recall, so there it is the
     same; in F1 an object earns more in a worse answer."""
-    logits = torch.tensor([0.3, -0.6, 0.5, -0.2], dtype=torch.float64, requires_grad=True)
+    logits = torch.tensor(given, dtype=torch.float64, requires_grad=True)
     answers = [said for size in range(NUM + 1) for said in itertools.combinations(range(NUM), size)]
 
     def choices_of(said: tuple[int, ...]) -> torch.Tensor:

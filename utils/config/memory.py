@@ -321,7 +321,7 @@ def num_heads(cfg: Config) -> int:
 def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
     """Bytes per rollout device (of the first server, or a learner's own): weights, and the cache of `decode_batch_size`
     responses. With hf the weights are the learner's."""
-    if (engine := _rollout_engine(cfg)) is None:
+    if (engine := rollout_engine(cfg)) is None:
         return None
     max_model_len, num_devices, _ = engine
     weights = size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices if num_devices else 0
@@ -346,7 +346,7 @@ def _bucket_bytes(cfg: Config, size: ModelSize) -> int:
 def cache_size(cfg: Config, size: ModelSize, device_gib: float = DEVICE_GIB, index: int = 0) -> CacheSize | None:
     """Memory left beside the weights, of an engine of server `index`, vLLM's own buffers not counted. None on CPU:
     `cpu_kv_cache_gib` sets it."""
-    max_model_len, num_devices, fraction = _rollout_engine(cfg, index) or (0, None, 0.0)
+    max_model_len, num_devices, fraction = rollout_engine(cfg, index) or (0, None, 0.0)
     per_token = _cache_bytes_per_token(cfg)
     if not (num_devices and fraction and per_token):
         return None
@@ -356,7 +356,7 @@ def cache_size(cfg: Config, size: ModelSize, device_gib: float = DEVICE_GIB, ind
     return CacheSize(left, max(0, left) * num_devices // (per_token * copies), max_model_len, device_gib)
 
 
-def _rollout_engine(cfg: Config, index: int = 0) -> tuple[int, int | None, float] | None:
+def rollout_engine(cfg: Config, index: int = 0) -> tuple[int, int | None, float] | None:
     """Longest prompt + response, devices of an engine (None: the learner's), its fraction of their memory (CPU: 0)."""
     vllm = cfg.rm.vllm
     if cfg.is_colocate:

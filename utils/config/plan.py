@@ -24,6 +24,7 @@ from utils.config.memory import (
     num_heads,
     outside_memory,
     relative_flops,
+    rollout_engine,
     rollout_memory,
     row_limit,
 )
@@ -161,10 +162,8 @@ def _engines_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
     for index in range(max(1, len(plan.servers))):
         cache = plan.model_size and cache_size(cfg, plan.model_size, device_gib, index)
         key, share = (_engine_key(cfg, name, index) for name in ("tensor_parallel_size", "gpu_memory_utilization"))
-        devices = cfg.rm.vllm.tensor_parallel_size if cfg.is_colocate else 1
-        if cfg.rs is not None and not cfg.is_colocate:
-            devices = cfg.server_settings(index).vllm_tensor_parallel_size
-        if heads % devices:
+        _, devices, _ = rollout_engine(cfg, index) or (0, None, 0.0)
+        if devices and heads % devices:
             rule = f"cannot divide the model's {heads} attention heads; take a divisor of {heads}"
             found.append(problem(cfg, key, rule))
         if cache and cache.num_bytes <= 0:
