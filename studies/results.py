@@ -79,13 +79,14 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
                 break
             job.study.prepare()
             demo.say(job.name)
+            commit = study.revision()  # of what runs now: there may be another one when the run has ended
             try:
                 record = run_learner(job, num_steps(job, load_records()))
             except RunFailed as error:
                 print(f"FAILED {job.name}: {error}", flush=True)
                 failed.append(job.name)
                 continue
-            store(record | {"revision": study.revision()})
+            store(record | {"revision": commit})
         print(record["scores"], record["seconds"], flush=True)
     return failed
 

@@ -397,6 +397,20 @@ def test_equal_seconds_charges_the_start_models_answers_once_and_never_gives_few
     assert arms.num_steps(Job(large, PSEUDO, 1, 2e-3, equal_seconds=True), done) == 60
 
 
+def test_a_record_names_the_revision_that_its_run_began_with(tmp_path, monkeypatch):
+    own_files(tmp_path, monkeypatch)
+    revisions = ["old"]
+    monkeypatch.setattr(results.study, "revision", lambda: revisions[-1])
+
+    def run_learner(job, steps):
+        revisions.append("new")
+        return record(job, 0.5)
+
+    monkeypatch.setattr(results, "run_learner", run_learner)
+    results.run_all([replace(NEW_CLASS, prepare=lambda: None)], 1)
+    assert [run["revision"] for run in results.load_records()] == ["old"]
+
+
 def test_a_failed_run_is_tried_once_and_a_limit_ends_the_rest(tmp_path, monkeypatch):
     own_files(tmp_path, monkeypatch)
     calls = []
