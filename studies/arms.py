@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from studies.study import RM
-from studies.study_report import Record, last, quiet_step_seconds, runs_of
+from studies.study_report import Record, last, runs_of
 from utils.config.load import resolve_yaml
 
 SEEDS = (1, 2, 3, 4, 5)
@@ -59,6 +59,11 @@ class Arm:
     @property
     def has_labels_made_once(self) -> bool:
         return self.labels in ("start model", "teacher")
+
+    @property
+    def makes_rollouts(self) -> bool:
+        """Whether each step takes answers of the policy in training."""
+        return self.is_on_policy or self.labels == "policy"
 
 
 @dataclass(frozen=True)
@@ -286,10 +291,29 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     name = arm.name + EQUAL_SECONDS  # tuning runs, whose names go on, and test runs
     if decided := [run["steps"] for run in records if run["task"] == study.name and run["variant"].startswith(name)]:
         return decided[0]
-    own, clock = (runs_of(records, study.name, name) for name in (arm.name, study.clock.name))
-    parts = ("prepare", "train", *(["rollout"] if arm.labels == "policy" else []))
-    seconds = {part: min(run["step_seconds"][part] for run in own) for part in parts}
-    rollout = min(run["step_seconds"]["rollout"] for run in clock)
-    answers = rollout * study.num_train / study.training["per_device_train_batch_size"]
-    given = common * quiet_step_seconds(clock) + answers * study.clock.has_labels_made_once
-    return max(common, round((given - answers * arm.has_labels_made_once) / sum(seconds.values())))
+    answers = seconds_of_answers(records, study)
+    given = common * step_seconds(records, study, study.clock) + answers * study.clock.has_labels_made_once
+    return max(common, round((given - answers * arm.has_labels_made_once) / step_seconds(records, study, arm)))
+
+
+def step_seconds(records: Sequence[Record], study: Study, arm: Arm) -> float:
+    """Undisturbed seconds of an arm's step: each part as in the run that other work on the machine slowed least.
+
+    All test runs count, and the tuning run with their settings: runs that follow each other are often slowed alike.
+    """
+    runs = tests_and_tuned(records, study, arm)
+    parts = ("prepare", "train", *(["rollout"] if arm.makes_rollouts else []))
+    return sum(min(run["step_seconds"][part] for run in runs) for part in parts)
+
+
+def seconds_of_answers(records: Sequence[Record], study: Study) -> float:
+    """Seconds of the start model's answers to all training images: those of as many rollouts of the clock."""
+    rollout = min(run["step_seconds"]["rollout"] for run in tests_and_tuned(records, study, study.clock))
+    return rollout * study.num_train / study.training["per_device_train_batch_size"]
+
+
+def tests_and_tuned(records: Sequence[Record], study: Study, arm: Arm) -> list[Record]:
+    """Return an arm's test runs, at equal steps and at equal seconds, and the tuning run that chose their settings."""
+    best = tuned(records, study, arm)
+    names = (arm.name, arm.name + EQUAL_SECONDS, *([best.variant] if best else []))
+    return [run for name in names for run in runs_of(records, study.name, name)]

@@ -80,6 +80,11 @@ def finished(arm, f1: float, equal_seconds: bool = False, study=NEW_CLASS) -> li
     return [record(replace(job, equal_seconds=equal_seconds), f1 + 0.01 * (job.seed - 3)) for job in jobs]
 
 
+def slowed(runs: list[dict], seconds: float) -> list[dict]:
+    """The same runs, each of whose steps trained for so long."""
+    return [run | {"step_seconds": run["step_seconds"] | {"train": seconds}} for run in runs]
+
+
 # ---- images and labels ----------------------------------------------------------------------------------------------
 
 
@@ -377,8 +382,7 @@ def test_equal_seconds_has_a_learning_rate_of_its_own():
     assert arms.shown(done, NEW_CLASS, earlier) is None
     assert arms.shown(done, NEW_CLASS, record(tests[0], 0.6)) == record(tests[0], 0.6)
     assert {job.lr for job in arms.tests(done, NEW_CLASS, SFT, equal_seconds=False)} == {2e-3}
-    as_long = [run | {"step_seconds": run["step_seconds"] | {"train": 99.0}} for run in finished(SFT, 0.5)]
-    same = tuning(SFT) + as_long + tuning(STAGE2) + finished(STAGE2, 0.7)
+    same = slowed(tuning(SFT) + finished(SFT, 0.5), 99.0) + tuning(STAGE2) + finished(STAGE2, 0.7)
     assert arms.longer_grid(same, NEW_CLASS, SFT) == arms.grid(NEW_CLASS, SFT)
 
 
@@ -395,6 +399,17 @@ def test_equal_seconds_charges_the_start_models_answers_once_and_never_gives_few
     assert arms.num_steps(Job(both, PSEUDO, 1, 2e-3, equal_seconds=True), done) == round(60 * 2.75 / 1.25)
     large = replace(NEW_CLASS, num_train=10**6)
     assert arms.num_steps(Job(large, PSEUDO, 1, 2e-3, equal_seconds=True), done) == 60
+
+
+def test_equal_seconds_are_not_those_of_a_time_at_which_all_test_runs_were_slowed():
+    """The tuning run with their settings tells; those with others do not."""
+    own, clock = tuning(SFT), [*tuning(STAGE2), *finished(STAGE2, 0.7)]
+    job = Job(NEW_CLASS, SFT, 1, 2e-3, equal_seconds=True)
+    assert arms.num_steps(job, [*own, *slowed(finished(SFT, 0.5), 2.0), *clock]) == round(60 * 2.75 / 1.25)
+    best = [run for run in own if run["scores"]["60"]["f1"] == 0.9]
+    others = slowed([run for run in own if run not in best], 0.5)
+    done = [*others, *slowed(best, 2.0), *slowed(finished(SFT, 0.5), 2.0)]
+    assert arms.num_steps(job, [*done, *clock]) == round(60 * 2.75 / 2.25)
 
 
 def test_a_record_names_the_revision_that_its_run_began_with(tmp_path, monkeypatch):
