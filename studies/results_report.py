@@ -4,11 +4,22 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from studies.arms import TUNING_SEED, Study
+from studies.arms import (
+    EQUAL_SECONDS,
+    TUNING_SEED,
+    UNTUNED,
+    Arm,
+    Study,
+    seconds_of_answers,
+    step_seconds,
+    tests_and_tuned,
+    tuned,
+)
 from studies.study_report import Record, interval, last, runs_of, spread, table
 
 START = "start model"
 NEEDED, MIN_SEEDS = 2, 5
+MIN_SHARE = 0.95  # of the clock's seconds that "equal seconds" means
 COLOURS = ("#c0392b", "#e67e22", "#8e44ad", "#16a085", "#2962d6", "#555")
 
 ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run counts, with
@@ -16,12 +27,16 @@ the scores of its last step. [Earlier results](results_earlier.md) on fully anno
 supervised training.
 
 **Method.** Tuning, training and test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images (the
-same learning rates; where the arm has a KL, times the same weights), then runs with seeds 1 to 5, scored once, after
-its last step, on the test images. *Equal seconds*: as many steps as fit into the undisturbed seconds of the arm that a
-study names, less those of the start model's answers to all training images where the labels come from them, and at
-least as many steps as it; the learning rate is tuned once more for so many steps. Each run makes its rollouts with
-transformers' `generate`; a rollout server would be quicker, which would give the rivals fewer steps at equal seconds.
-Intervals are of 95 % (Welch's t); nothing corrects for comparing several arms.
+same learning rates; where the arm has a KL, times the same weights), then runs with seeds 1 to 5; the scores on the
+test images after its last step count. *Equal seconds*: as many steps as fit into the undisturbed seconds of the arm
+that a study names, less those of the start model's answers to all training images where the labels come from them, and
+at least as many steps as it; the learning rate is tuned once more for so many steps. *Seconds* in the tables are of all
+steps, such answers included, as far as we know now: each part of a step counts with its 10th percentile over a run, and
+with the lowest value over an arm's runs. Each run makes its rollouts with transformers' `generate`; a rollout server
+would be quicker, which would give the rivals fewer steps at equal seconds.
+
+Scores are means over seeds ± standard deviation. Intervals are of 95 % (Welch's t). They cover the seeds, not which
+images were drawn for the test, and nothing corrects for comparing several arms.
 """
 
 
@@ -56,6 +71,7 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
         f"A study counts if one of its versions shows it. Of the {len(studies)} versions below {num_won} show it, "
         f"{num_lost} do not, and {num_open} have not finished. Nothing corrects for their number."
     )
+    lines += [shortage for study in studies if wins(records, study) and (shortage := short_of_seconds(records, study))]
     return "\n".join(lines) + "\n"
 
 
@@ -75,6 +91,38 @@ def is_complete(records: Sequence[Record], study: Study, *arms: str) -> bool:
     """Whether all rivals and `arms` (default: all on-policy arms) have `MIN_SEEDS` test runs."""
     names = (*study.rivals, *(arms or study.on_policy))
     return all(len(tests_of(records, study, name)) >= MIN_SEEDS for name in names)
+
+
+def short_of_seconds(records: Sequence[Record], study: Study) -> str:
+    """Say which rivals had less than the equal seconds, as all runs tell that there are now; empty if none."""
+    whole = seconds(records, study, study.clock.name)
+    had = {name: seconds(records, study, name) for name in study.rivals if name.endswith(EQUAL_SECONDS)}
+    short = [
+        f"{name.removesuffix(EQUAL_SECONDS)} {took:.0f} s"
+        for name, took in had.items()
+        if whole and took and took < MIN_SHARE * whole
+    ]
+    if not short:
+        return ""
+    return (
+        f"**With a reservation.** In {study.title} some arms had less than the equal seconds ({whole:.0f} s, of "
+        f"{study.clock.name}), as quicker runs tell than those that their steps were counted from: {'; '.join(short)}."
+    )
+
+
+def seconds(records: Sequence[Record], study: Study, name: str) -> float | None:
+    """Undisturbed seconds of all steps of a test run and of answers made once; None where they are not known yet."""
+    arm, runs = arm_of(study, name), tests_of(records, study, name)
+    needed = [arm, study.clock] if arm.has_labels_made_once else [arm]
+    if not runs or not all(tests_and_tuned(records, study, one) for one in needed):
+        return None
+    answers = seconds_of_answers(records, study) if arm.has_labels_made_once else 0.0
+    return runs[0]["steps"] * step_seconds(records, study, arm) + answers
+
+
+def arm_of(study: Study, name: str) -> Arm:
+    plain = name.removesuffix(UNTUNED).removesuffix(EQUAL_SECONDS)
+    return next(arm for arm in study.arms if arm.name == plain)
 
 
 def both(records: Sequence[Record], study: Study, *names: str) -> list[list[float]]:
@@ -100,6 +148,7 @@ def sections(studies: Sequence[Study], records: Sequence[Record], missing: Mappi
             if study.num_evals > 1:
                 parts.append(f"![Gain against loss](results_{study.name}_curve.svg)\n")
             parts.append(difference_table(records, study, names))
+            parts.append(ends_of_grid(records, study, names))
         if left := missing.get(study.name, 0):
             parts.append(f"{'Still to come' if names else 'No test run has finished; still to come'}: {left} runs.\n")
     return "\n".join(part for part in parts if part)
@@ -108,11 +157,13 @@ def sections(studies: Sequence[Study], records: Sequence[Record], missing: Mappi
 def score_table(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:
     rows = []
     if start := start_scores(records, study):
-        rows.append([START, "", "0", *(f"{start[key]:.3f}" for key in study.columns)])
+        rows.append([START, "", "0", "", *(f"{start[key]:.3f}" for key in study.columns)])
     for name in names:
         runs = tests_of(records, study, name)
-        rows.append([name, str(len(runs)), str(runs[0]["steps"]), *(spread(last(runs, key)) for key in study.columns)])
-    return table(["after the last step", "seeds", "steps", *study.columns.values()], rows)
+        took = seconds(records, study, name)
+        facts = [name, str(len(runs)), str(runs[0]["steps"]), f"{took:.0f}" if took else ""]
+        rows.append([*facts, *(spread(last(runs, key)) for key in study.columns)])
+    return table(["after the last step", "seeds", "steps", "seconds", *study.columns.values()], rows)
 
 
 def start_scores(records: Sequence[Record], study: Study) -> dict[str, float] | None:
@@ -134,6 +185,21 @@ def difference(records: Sequence[Record], study: Study, arm: str, rival: str) ->
     shown = f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}"
     bounds = interval(ours, theirs)
     return f"{shown} [{bounds[0]:+.3f}, {bounds[1]:+.3f}]" if bounds else f"{shown} (too few seeds)"
+
+
+def ends_of_grid(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:
+    """Say which arms were best at an end of the grid, where better settings may lie beyond; empty if none was."""
+    found: dict[str, list[str]] = {}
+    for name in (name for name in names if not name.endswith(UNTUNED)):
+        best = tuned(records, study, arm_of(study, name), name.endswith(EQUAL_SECONDS))
+        if best and best.lr in (ends := (min(study.learning_rates), max(study.learning_rates))):
+            found.setdefault(f"the {('lowest', 'highest')[ends.index(best.lr)]} rate ({best.lr:g})", []).append(name)
+        if best and best.kl is not None and best.kl == max(study.kl_weights):
+            found.setdefault(f"the largest KL weight ({best.kl:g})", []).append(name)
+    if not found:
+        return ""
+    listed = "; ".join(f"{end}: {', '.join(f'*{name}*' for name in own)}" for end, own in sorted(found.items()))
+    return f"Best at an end of the grid, so that a better value may lie beyond: {listed}.\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

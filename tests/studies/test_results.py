@@ -512,6 +512,44 @@ def test_the_first_lines_say_what_is_shown_and_what_is_missing():
     assert versions.startswith("**The claim is not shown.**")  # two versions of one study count once
 
 
+def with_steps(runs: list[dict], steps: int) -> list[dict]:
+    return [record | {"steps": steps, "scores": {str(steps): record["scores"]["60"]}} for record in runs]
+
+
+def test_what_had_less_than_the_equal_seconds_is_a_reservation_and_the_tables_have_the_seconds():
+    """A step of stage 2 or with refreshed labels takes 2.75 s, others 1.25 s; answers made once take 56.25 s."""
+    done = all_finished(NEW_CLASS, 0.8, 0.6)
+    shown = results_report.text_of(STUDIES, done, {})
+    short = f"{PSEUDO.name} 131 s; {SFT.name} 75 s; {OFFLINE.name} 131 s."
+    assert "With a reservation" in shown and "(165 s, of stage 2 + KL)" in shown and short in shown
+    assert "| SFT | 5 | 60 | 75 |" in shown and "| stage 2 + KL | 5 | 60 | 165 |" in shown
+    done = with_steps([run for run in done if run["variant"].endswith(arms.EQUAL_SECONDS)], 132) + [
+        run for run in done if not run["variant"].endswith(arms.EQUAL_SECONDS)
+    ]
+    shown = results_report.text_of(STUDIES, done, {})
+    assert "With a reservation" not in shown and "| SFT, equal seconds | 5 | 132 | 165 |" in shown
+    lost = all_finished(NEW_CLASS, 0.5, 0.6)
+    assert "With a reservation" not in results_report.text_of(STUDIES, lost, {})  # nothing rests on it
+
+
+def test_the_seconds_of_answers_are_unknown_without_a_run_of_the_clock():
+    shown = results_report.text_of(STUDIES, finished(PSEUDO, 0.6), {})
+    assert f"| {PSEUDO.name} | 5 | 60 |  | 0.600" in shown
+
+
+def test_arms_that_were_best_at_an_end_of_the_grid_are_named():
+    def ends(arm, lr: float, kl: float | None = None) -> str:
+        jobs = arms.grid(NEW_CLASS, arm)
+        done = [record(job, 0.9 if (job.lr, job.kl) == (lr, kl) else 0.3) for job in jobs]
+        return results_report.ends_of_grid(done, NEW_CLASS, [arm.name])
+
+    assert ends(SFT, 2e-3) == ""
+    assert ends(SFT, 1e-3).endswith("the lowest rate (0.001): *SFT*.\n")
+    assert ends(SFT, 4e-3).endswith("the highest rate (0.004): *SFT*.\n")
+    assert ends(STAGE2, 2e-3, 10.0) == ""
+    assert ends(STAGE2, 2e-3, 30.0).endswith("the largest KL weight (30): *stage 2 + KL*.\n")
+
+
 def test_differences_have_welchs_interval():
     done = all_finished(NEW_CLASS, 0.8, 0.6)
     ours, theirs = ([value + 0.01 * k for k in range(-2, 3)] for value in (0.8, 0.6))
