@@ -1,15 +1,17 @@
 """Detection scores (LRN-7), by hand."""
 
+import copy
 import re
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
-from tests.answers import make_table
+from tests.answers import make_table, make_tokenizer
 from utils.data.samples import Sample
-from utils.geometry import Object
+from utils.geometry import Object, normal_label
 from utils.parsing import ParsedAnswer, PredObject, parse_answer
 from utils.scores import (
     confidences,
@@ -17,10 +19,13 @@ from utils.scores import (
     count_evaluation,
     count_sample,
     evaluation_scores,
+    is_held_against,
     label_counts,
     prediction_record,
     scores,
 )
+from utils.targets import TargetOptions, ground_truth_target
+from utils.token_table import TokenTable
 
 
 def box(desc: str, *coords: int) -> Object:
@@ -49,6 +54,19 @@ def test_labels_are_compared_without_case_and_outer_blanks_LRN_7():
     """LRN-7."""
     result = scores(count_sample(parsed(box(" Red ", *RED.coords)), [RED], 0.5, False))
     assert result["f1"] == 1.0
+
+
+def test_labels_are_compared_in_composed_form_LRN_7():
+    """LRN-7, TGT-12: Qwen's tokenizers compose what they encode (NFC), so what a model learnt of such a label differs
+    from the file's."""
+    tokenizer = copy.deepcopy(make_tokenizer("qwen"))
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    table = TokenTable.from_tokenizer(tokenizer)
+    true = box("cafe\u0301", *RED.coords)
+    answer = parse_answer(ground_truth_target([true], table, TargetOptions()).answer_ids.tolist(), table)
+    assert answer.objects[0].object.desc == "caf\u00e9"
+    assert scores(count_sample(answer, [true], 0.5, False))["f1"] == 1.0
+    assert is_held_against(answer.objects[0].object, {normal_label(true.desc)})
 
 
 def test_a_wrong_label_counts_by_place_only_LRN_7():

@@ -7,6 +7,7 @@ resizes it. The shapes of one image are all on one grid (`Sample.grid`). `matchi
 """
 
 import math
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -38,8 +39,11 @@ class Object:
 
 
 def normal_label(text: str) -> str:
-    """A label as labels are compared (LRN-7): stripped and case-folded."""
-    return text.strip().casefold()
+    """A label as labels are compared (LRN-7): stripped, case-folded, and in Unicode's composed form (NFC).
+
+    Qwen's tokenizers compose all text, so a model cannot write a label as a file may hold it: `e` and an accent.
+    """
+    return unicodedata.normalize("NFC", text).strip().casefold()
 
 
 def pixel_to_bin(value: float, size: float, max_bin: int = MAX_BIN) -> int:
