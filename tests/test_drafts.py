@@ -152,6 +152,19 @@ def test_TGT_11_redirect_in_qwens_own_form() -> None:
     assert text_of(target.answer_ids, table) == form.write([RED, GREEN, BLUE]) + END
 
 
+@pytest.mark.parametrize("form", ["qwen3vl", "internvl"])  # without coordinate tokens, where text begins anew
+def test_TGT_11_redirect_tokenizes_no_more_than_two_objects_at_a_time(form: str, monkeypatch) -> None:
+    """TGT-11: a long answer of wrong objects takes time in proportion to its length."""
+    table = make_table("qwen", form)
+    pred = [replace(RED, coords=(i, i, i, i)) for i in range(99)]
+    parsed = parse_answer(table.encode(table.format.write(pred)), table)
+    encode, sizes = table.encode, []
+    monkeypatch.setattr(table, "encode", lambda text: sizes.append(len(text)) or encode(text))
+    target = build_target(parsed, [BLUE], [], table, options_of(unmatched="redirect"))
+    assert len(target.text_index) > 99 and len(sizes) >= 99
+    assert max(sizes) < 3 * len(table.format.write([BLUE]))
+
+
 # ---- place, label_context --------------------------------------------------------------------------------------------
 
 

@@ -173,7 +173,7 @@ def build_target(
         labels.forget_going_on(draft, unmatched)
     if rule.unmatched == "redirect":
         for i, better in wrong_entries(entries, gt_objects, annotated):
-            labels.redirect(draft, draft.objects[i], better)
+            labels.redirect(draft, i, better)
     return labels.finish(
         num_prefix=draft.num_prefix,
         num_matched=len(matches),
@@ -244,12 +244,10 @@ class _Labels:
         after = [right_context[0]]  # the text after each value, with the true values to come; last value first
         for value, following in reversed(list(pairwise(values))):
             after.append(data[value.end : following.start] + following.text.encode() + after[-1])
-        object_token = int(np.searchsorted(ends, pred.byte_span[0], side="right"))
-        context = int(ends[object_token - 1]) if object_token else 0
+        _, context = _token_at(ends, pred.byte_span[0])
         wrong_end, taken = 0, -1
         for value, right in zip(values, reversed(after), strict=True):
-            first = int(np.searchsorted(ends, value.start - value.is_desc, side="right"))
-            token_start = int(ends[first - 1]) if first else 0
+            first, token_start = _token_at(ends, value.start - value.is_desc)
             if first > taken and token_start >= wrong_end:
                 found = None
                 for begin in (max(context, data.rfind(COORD_BYTE, 0, value.start) + 1), token_start):
@@ -266,20 +264,21 @@ class _Labels:
         goes_on = touched(draft.ends, [(pred.lead, pred.byte_span[0]) for pred in unmatched])
         labels[goes_on & (labels == ids) & ~draft.is_ours[: len(ids)]] = -1
 
-    def redirect(self, draft: Draft, wrong: PredObject, better: Object | None) -> None:
+    def redirect(self, draft: Draft, wrong_index: int, better: Object | None) -> None:
         """Supervise the one token of a wrong object at which `better`, or the closing, would differ in its place
         (TGT-11)."""
         form, data, ends = self.table.format, draft.data, draft.ends
+        wrong = draft.objects[wrong_index]
         between, closing = form.layout(draft.opening)
         start = wrong.lead
         if start in (0, wrong.byte_span[0]):  # the header or stray text lies before it, not an object
             start, between = wrong.byte_span[0], ""
         text = form.completion(data[:start]) + (closing if better is None else between + form.write_object(better))
-        first = int(np.searchsorted(ends, start, side="right"))
+        first, token_start = _token_at(ends, start)
         if self.text_label[first] not in (-1, self.ids[first]):  # it ends the value before, which is wrong itself
             return
-        token_start = int(ends[first - 1]) if first else 0
-        for begin in (max(0, data.rfind(COORD_BYTE, 0, token_start) + 1), token_start):
+        _, context = _token_at(ends, draft.objects[wrong_index - 1].byte_span[0]) if wrong_index else (0, 0)
+        for begin in (max(context, data.rfind(COORD_BYTE, 0, token_start) + 1), token_start):
             found = _retokenized(data[begin:start], token_start - begin, text, b"", self.table)
             if found:
                 break
@@ -345,6 +344,12 @@ class _Value:
     end: int
     text: str
     is_desc: bool
+
+
+def _token_at(ends: np.ndarray, byte: int) -> tuple[int, int]:
+    """The token that holds a byte of the answer: its index, and the byte at which it begins."""
+    index = int(np.searchsorted(ends, byte, side="right"))
+    return index, int(ends[index - 1]) if index else 0
 
 
 @lru_cache(maxsize=1 << 16)  # the same few texts occur in every answer
