@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.answers import make_table, make_tokenizer, random_box
@@ -399,6 +401,28 @@ def test_tgt_3_qwen3vl_nothing_usable(kind: str) -> None:
         assert target.text_index.tolist() == list(range(len(target.answer_ids)))
 
 
+@pytest.mark.parametrize("arrangement", [Arrangement(), TRIM])
+def test_tgt_6_qwen3vl_going_on_is_learnt_where_an_empty_list_is_one_token(arrangement: Arrangement) -> None:
+    """TGT-3, TGT-6: Qwen's `[]` is one token, `[{"` is none. `[` is ours where the model wrote `[]`: a right `[]`
+    learns itself, so objects could never be found again if `[` did not. A `[` of the model's own has no label."""
+    spec = json.loads(make_tokenizer("native").backend_tokenizer.to_str())
+    merges, vocab = spec["model"]["merges"], spec["model"]["vocab"]
+    merges[merges.index(["[", '{"'])] = ["[", "]"]
+    vocab["[]"] = vocab.pop('[{"')
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token="<|im_end|>")
+    table, options = TokenTable.from_tokenizer(tokenizer, QWEN3VL), TargetOptions(arrangement=arrangement)
+    for answer, gt, first in [
+        ("[]", [MAN], "["),
+        ("```json\n[]\n```", [MAN], "["),
+        ("[]", [], "[]"),
+        ("[", [MAN], '{"'),
+        ("[" + GOOD[:9], [MAN], '{"'),
+    ]:
+        target = build_target(parse_answer(table.encode(answer), table), gt, [], table, options)
+        assert table.bytes_of[target.text_label[0]].decode() == first
+        assert (target.text_label == target.answer_ids[target.text_index[0] :]).all()
+
+
 def test_dat_4_qwen3vl_ground_truth_is_learnt_whole() -> None:
     """DAT-4."""
     target = ground_truth_target([MAN, DOG], table_of(), PLAIN)
@@ -483,7 +507,7 @@ def check_target(ids: list[int], gt: list[Object], options: TargetOptions, kind:
     for index, label in zip(target.text_index.tolist(), target.text_label.tolist(), strict=True):
         own = label == target.answer_ids[index]
         at_cut = data[ends[index - 1] if index else 0 : ends[start - 1]] if index < start else b""
-        if own and (index >= start or target.respelled and not at_cut.strip(b'"]}, \r\n\t')):
+        if own and (index >= start or target.respelled and not at_cut.strip(b'"[]}, \r\n\t')):
             continue
         said = (data[: ends[index - 1]] if index else b"") + independent_bytes(kind, [label])
         fits = [text for at, text in truths if _agree(text, said) and (own or len(said) >= at - 2)]

@@ -134,7 +134,11 @@ def continue_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: Token
         ids = np.array([*table.encode(form.write(missed, opening)), table.eos_id], dtype=np.int64)
         wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
         header = len(opening.encode()) if wrote_header else 0
-        start = learnt_from = int(np.searchsorted(table.scan_text(ids)[1], header, side="right"))
+        own_ends = table.scan_text(ids)[1]
+        start = int(np.searchsorted(own_ends, header, side="right"))
+        # Where the model wrote `[]` in one token, `[` is ours. Otherwise only `[]` would be learnt, where it is right.
+        cut = int(np.searchsorted(own_ends, header))
+        learnt_from = cut if parsed.respelled and not table.bytes_of[ids[cut]].strip(b"[ \t\r\n") else start
     is_ours = np.arange(len(ids)) >= learnt_from
     return Draft(ids, is_ours, start, prefix.objects, data, ends, prefix.prefix_ends, opening, prefix.respelled)
 
@@ -185,7 +189,8 @@ def trim(parsed: ParsedAnswer, num_kept: int, table: TokenTable) -> ParsedAnswer
     """Cut after the first `num_kept` objects (TGT-11)."""
     if not num_kept:
         ids = table.encode(parsed.opening or table.format.opening) if parsed.prefix_ids else []
-        return ParsedAnswer(ids, dropped=parsed.dropped, opening=parsed.opening)
+        respelled = parsed.respelled and not parsed.prefix_bytes
+        return ParsedAnswer(ids, dropped=parsed.dropped, respelled=respelled, opening=parsed.opening)
     end = parsed.objects[num_kept - 1].byte_span[1]
     ids, ends, num_exact = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
     num_exact = min(num_exact, parsed.num_exact)

@@ -116,8 +116,13 @@ def parse_answer(token_ids: Sequence[int], table: TokenTable) -> ParsedAnswer:
     else:
         scan = (_RefBoxScan if table.format.tags else _NumberScan)(data, table.format)
     if not scan.end:
-        prefix_ids = table.encode(scan.opening or table.format.opening)
-        return ParsedAnswer(prefix_ids, dropped=dict(scan.dropped), closed=scan.closed, opening=scan.opening)
+        return ParsedAnswer(
+            prefix_ids=table.encode(scan.opening or table.format.opening),
+            dropped=dict(scan.dropped),
+            closed=scan.closed,
+            respelled=scan.header_end > 0 and scan.header_end not in ends,
+            opening=scan.opening,
+        )
     prefix_ids, prefix_ends, num_exact = cut_tokens(ids.tolist(), ends, scan.end, table)
     scan.locate_coordinates(prefix_ends)
     return ParsedAnswer(
@@ -165,6 +170,7 @@ class _Scan:
         self.end = 0  # where the last complete object ends, 0 if there is none
         self.closed = False
         self.opening = ""  # as the model wrote it, where that may vary
+        self.header_end = 0  # 0 without a header, and where any text is one (internvl)
         self._rank = 0  # coordinate tokens before `self._pos`
         self._pos = 0  # everything before it has been read
         self._first_digits: list[int] = []  # per object, where coordinates are numbers
@@ -179,7 +185,7 @@ class _Scan:
         if header is None:
             self.dropped["no_header"] += 1
             return
-        self._pos = header.end()
+        self._pos = self.header_end = header.end()
         self._end_of_answer = form.ends[0]
         if not form.has_coord_tokens:
             self.opening = header[0].decode()

@@ -134,7 +134,8 @@ def build_target(
           holds brackets only: it is ours, not the model's. Otherwise only closing would be learnt, not going on.
         A bare `{"objects": [` (nothing usable, or everything trimmed) is tokenized together with what follows, so that
         the model sees its natural tokens. The tokens within it are supervised if the model wrote no header itself (a
-        plain ground truth, an answer that begins differently); otherwise they carry no loss.
+        plain ground truth, an answer that begins differently); otherwise they carry no loss, but for a `[` that the
+        model wrote as part of `[]`.
 
     Args:
         matches: `(index into parsed.objects, index into gt_objects)`, one to one.
