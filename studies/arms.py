@@ -85,6 +85,7 @@ class Study:
         replay: fully annotated lines, below `root`, that each arm sees besides.
         tuned_on: the study whose tuning counts for this one; None: its own.
         num_evals: how often a run is scored, in equal distances.
+        further: makes the folder of further test images if missing, and returns it; None: there are none.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Study:
     replay: str | None = None
     tuned_on: "Study | None" = None
     num_evals: int = 1
+    further: Callable[[], Path] | None = field(default=None, hash=False)
 
     @cached_property
     def training(self) -> dict[str, Any]:

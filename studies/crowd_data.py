@@ -10,6 +10,7 @@ from tools.cached import cached
 from tools.make_demo import Scenes
 
 SCENES = Scenes(max_objects=16, max_labels=3)
+NUM_FURTHER, FIRST_FURTHER = 1024, 1_000_000  # further test pictures, and a scene behind those of all splits
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,23 @@ class Crowds:
         config = Path(f"studies/configs/{self.name}_warmup.yaml")
         prepare_model(self.root, settings, config, self.max_new_tokens)
 
+    def prepare_further(self) -> Path:
+        """Make the further test pictures in a folder of their own, if missing."""
+        folder = self.root / "further"
+        settings = [self.version, self.seed, NUM_FURTHER, FIRST_FURTHER, repr(SCENES), repr(self.shift)]
+        cached(folder, settings, "further test images", self.make_further)
+        return folder
+
+    def make_further(self, folder: Path) -> None:
+        self.write_splits(folder, {"test": NUM_FURTHER}, FIRST_FURTHER)
+
     def make_data(self, folder: Path) -> None:
+        self.write_splits(folder, self.splits)
+
+    def write_splits(self, folder: Path, splits: dict[str, int], first: int = 0) -> None:
         """Write a JSONL file and the pictures of each split; no picture is in two."""
-        numbers = itertools.count()
-        for split, count in self.splits.items():
+        numbers = itertools.count(first)
+        for split, count in splits.items():
             (folder / split).mkdir()
             rows: list[dict] = []
             while len(rows) < count:

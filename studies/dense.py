@@ -65,7 +65,14 @@ images, and recall stayed at 0.77, since answers go from top to bottom. *Equal s
 
 
 def study(
-    name: str, title: str, method: str, root: Path, version: int, prepare: Callable[[], None], num_train: int
+    name: str,
+    title: str,
+    method: str,
+    root: Path,
+    version: int,
+    prepare: Callable[[], None],
+    num_train: int,
+    further: Callable[[], Path] | None = None,
 ) -> Study:
     config = f"studies/configs/{name}_grpo.yaml"
     by_object, by_answer = grpo("object", config), grpo("answer", config)
@@ -92,12 +99,20 @@ def study(
             "parse_rate": "parse rate",
         },
         method=method,
+        further=further,
     )
 
 
 def of_crowds(crowds: Crowds, title: str, method: str) -> Study:
     return study(
-        crowds.name, title, method, crowds.root, crowds.version, crowds.prepare, num_train=crowds.splits["train"]
+        crowds.name,
+        title,
+        method,
+        crowds.root,
+        crowds.version,
+        crowds.prepare,
+        num_train=crowds.splits["train"],
+        further=crowds.prepare_further,
     )
 
 

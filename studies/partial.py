@@ -8,7 +8,7 @@ from typing import Any
 
 from studies.arms import KL, Arm, Study
 from studies.new_class import FORCED, grpo
-from studies.partial_data import ROOT, SPLITS, VERSION, prepare
+from studies.partial_data import ROOT, SPLITS, VERSION, prepare, prepare_further
 from studies.study import RM
 
 GRPO_CONFIG = "studies/configs/partial_grpo.yaml"
@@ -67,6 +67,7 @@ def study(share: float, tuned_on: Study | None = None) -> Study:
         },
         method="As above.\n" if tuned_on else METHOD,
         tuned_on=tuned_on,
+        further=prepare_further,
     )
 
 

@@ -17,6 +17,7 @@ SEED = 105
 WARMUP_STEPS = 800
 VERSION = 1  # raise it when images, labels or start model are made differently; records of older material are stale
 SPLITS = {"warmup": 6000, "train": 1200, "tune": 128, "test": 256}  # images
+FURTHER = range(20_000, 22_048)  # scenes of the further test images, behind those of all splits
 LABELS = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
 
 
@@ -62,6 +63,20 @@ def write_annotation(share: float, source: Path, folder: Path) -> None:
     for split, lines in rows.items():
         write_jsonl(folder / f"{split}.jsonl", lines)
         write_jsonl(folder / f"{split}_prompted.jsonl", [prompted(row) for row in lines])
+
+
+def prepare_further() -> Path:
+    """Make the further test images, fully annotated, if missing: `test` and, with prompts, `test_prompted` (.jsonl)."""
+    folder = ROOT / "further"
+    cached(folder, [VERSION, SEED, FURTHER.start, FURTHER.stop], "further test images", make_further)
+    return folder
+
+
+def make_further(folder: Path) -> None:
+    (folder / "test").mkdir()
+    lines = [to_line(folder, "test", at, *draw(SEED, at, Shift(), Scenes())) for at in FURTHER]
+    write_jsonl(folder / "test.jsonl", lines)
+    write_jsonl(folder / "test_prompted.jsonl", [prompted(row) for row in lines])
 
 
 def annotated(row: dict, share: float) -> dict:

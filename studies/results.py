@@ -4,6 +4,7 @@
     python -m studies.results --limit 1           # the next run only, for a machine that is shared
     python -m studies.results --study new_class   # only the runs of one study
     python -m studies.results --plan              # list what can be run next; train nothing
+    python -m studies.results --further           # score kept checkpoints on the further test images; train nothing
     python -m studies.results --limit 0           # only rewrite docs/results.md
 
 Each run is one learner process, which makes its own rollouts; no server. Settings of each arm (learning rate and, where
@@ -19,18 +20,21 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from studies import dense, forgetting, new_class, partial, results_report, study, taught
-from studies.arms import SEEDS, Job, Study, find, missing, num_left, num_steps, shown
-from studies.study import RunFailed, Task, load_records, quiet_parts, slug, store, write_config
+from studies import dense, forgetting, further, new_class, partial, results_report, study, taught
+from studies.arms import SEEDS, TUNING_SEED, Job, Study, find, missing, num_left, num_steps, planned, shown
+from studies.results_report import START
+from studies.study import RunFailed, Task, load_records, quiet_parts, same_run, slug, store, write_config
 from studies.study_report import Record
 from tools import demo
 from tools.cached import alone
+from utils.config.load import resolve_yaml
 
 REPORT = Path("docs/results.md")
 NEW_CLASSES = (new_class.NEW_CLASS, new_class.REPLAY, new_class.SHIFTED, taught.TAUGHT)
@@ -45,13 +49,14 @@ def main() -> None:
     parser.add_argument("--study", choices=list(STUDIES), help="only the runs of this study")
     parser.add_argument("--limit", type=int, metavar="N", help="make at most N runs")
     parser.add_argument("--plan", action="store_true", help="list what is missing, without training")
+    parser.add_argument("--further", action="store_true", help="score kept checkpoints on the further test images")
     args = parser.parse_args()
     chosen = [STUDIES[args.study]] if args.study else list(STUDIES.values())
     if args.plan:
         print("\n".join(job.name for one in chosen for job in missing(load_records(), one)))
         return
     demo.exit_on_sigterm()
-    failed = run_all(chosen, args.limit)
+    failed = score_kept(chosen) if args.further else run_all(chosen, args.limit)
     write_report()
     if failed:
         sys.exit("failed: " + "; ".join(failed))
@@ -64,6 +69,7 @@ def write_report() -> None:
     left = {one.name: num_left(records, one) for one in studies}
     ours = [(STUDIES[record["task"]], record) for record in records if record["task"] in STUDIES]
     current = [as_shown for one, record in ours if (as_shown := shown(records, one, record))]
+    current += [own for one, own in ours if own["variant"] == START and own["material"] == one.material]
     REPORT.write_text(results_report.text_of(studies, current, left))
     for name, svg in results_report.plots(studies, current).items():
         (REPORT.parent / name).write_text(svg)
@@ -117,9 +123,10 @@ def run_learner(job: Job, steps: int) -> Record:
         raise RunFailed(f"status {status}; the end of {log}:\n" + log.read_text()[-2000:])
     if is_grpo:  # its own evaluation knows rewards only
         for step in sorted({*range(every, steps, every), steps}):
-            evaluate(job, folder, step)
+            output = folder / "eval" / f"step_{step:06d}.json"
+            evaluate(job.study, merged(job, step), job.overrides["custom.val_jsonl"], output)
     finished = json.loads((folder / "finished.json").read_text())
-    return {
+    record = {
         "task": job.study.name,
         "variant": job.variant,
         "seed": job.seed,
@@ -132,13 +139,68 @@ def run_learner(job: Job, steps: int) -> Record:
             str(int(path.stem.split("_")[1])): read_scores(path) for path in sorted((folder / "eval").glob("*.json"))
         },
     }
+    if job.study.further and not job.is_tuning:
+        model = merged(job, record["steps"])
+        record["further"] = score_further(job.study, model, job.arm.scored_as, folder / "further")
+    return record
 
 
-def evaluate(job: Job, folder: Path, step: int) -> None:
-    """Score a checkpoint as the other arms' runs score themselves."""
-    log, scored_on = folder / "evaluate.log", job.overrides["custom.val_jsonl"]
-    arguments = ["--checkpoint", str(folder / f"checkpoint-{step}" / "merged"), "--data", scored_on, "--backend", "hf"]
-    arguments += ["--config", job.study.config, "--output", str(folder / "eval" / f"step_{step:06d}.json")]
+def merged(job: Job, step: int) -> Path:
+    """The model that a run saved after a step."""
+    return job.study.root / slug(job.name) / f"checkpoint-{step}" / "merged"
+
+
+def score_kept(studies: Sequence[Study]) -> list[str]:
+    """Score on the further test images what records lack that and still have a model; return the names that failed."""
+    failed = []
+    for one in (one for one in studies if one.further):
+        one.prepare()
+        for record, model, suffix in kept(one):
+            name = f"{one.name}: {record['variant']}, seed {record['seed']}, further test images"
+            with alone(study.ROOT / "claims" / f"{slug(name)}.lock", wait=False) as is_ours:
+                if (
+                    not is_ours
+                    or not model.exists()
+                    or any("further" in own for own in load_records() if same_run(own, record))
+                ):
+                    continue
+                demo.say(name)
+                try:
+                    store(
+                        record
+                        | {"further": score_further(one, model, suffix, one.root / "further_scores" / slug(name))}
+                    )
+                except RunFailed as error:
+                    print(f"FAILED {name}: {error}", flush=True)
+                    failed.append(name)
+    return failed
+
+
+def kept(one: Study) -> Iterator[tuple[Record, Path, str]]:
+    """Yield the records of the start model and of test runs, each with its model and its arm's `scored_as`."""
+    records = load_records()
+    start = {"task": one.name, "variant": START, "seed": TUNING_SEED, "overrides": {}, "material": one.material}
+    yield start | {"scores": {}}, Path(resolve_yaml(one.config)[0]["model"]["path"]), ""
+    for arm in one.arms:
+        for job in planned(records, one, arm):
+            if not job.is_tuning and (record := find(records, job)):
+                yield record, merged(job, record["steps"]), arm.scored_as
+
+
+def score_further(one: Study, model: Path, suffix: str, output: Path) -> dict[str, Any]:
+    """Return a record's `further`; the answers stay in `output.jsonl`."""
+    assert one.further is not None
+    scores = output.with_name(f"{output.name}.json")
+    scores.parent.mkdir(parents=True, exist_ok=True)
+    evaluate(one, model, str(one.further() / f"test{suffix}.jsonl"), scores)
+    return further.count_parts(scores.with_suffix(".jsonl"))
+
+
+def evaluate(one: Study, model: Path, data: str, output: Path) -> None:
+    """Score a model as the runs that score themselves do."""
+    log = output.with_suffix(".log")
+    arguments = ["--checkpoint", str(model), "--data", data, "--backend", "hf"]
+    arguments += ["--config", one.config, "--output", str(output)]
     if study.run_to_end([sys.executable, "-m", "tools.evaluate", *arguments, "--batch-size", "128"], log):
         raise RunFailed(f"tools.evaluate; the end of {log}:\n" + log.read_text()[-2000:])
 

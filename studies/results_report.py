@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from studies import further
 from studies.arms import (
     EQUAL_SECONDS,
     TUNING_SEED,
@@ -36,7 +37,9 @@ with the lowest value over an arm's runs. Each run makes its rollouts with trans
 would be quicker, which would give the rivals fewer steps at equal seconds.
 
 Scores are means over seeds ± standard deviation. Intervals are of 95 % (Welch's t). They cover the seeds, not which
-images were drawn for the test, and nothing corrects for comparing several arms.
+images were drawn for the test. Where a study has *further images* for the test, four to eight times as many, its
+verdict goes by these: their intervals cover the draw of the images, too (jackknife over 32 parts of them). Nothing
+corrects for comparing several arms.
 """
 
 
@@ -83,14 +86,26 @@ def wins(records: Sequence[Record], study: Study) -> list[str]:
 def beats_all(records: Sequence[Record], study: Study, arm: str) -> bool:
     """Whether `arm` beats each rival at equal steps and at equal seconds, all with `MIN_SEEDS` seeds."""
     return is_complete(records, study, arm) and all(
-        bounds[0] > 0 for name in study.rivals if (bounds := interval(*both(records, study, arm, name)))
+        bounds[0] > 0 for name in study.rivals if (bounds := deciding_interval(records, study, arm, name))
     )
+
+
+def deciding_interval(records: Sequence[Record], study: Study, arm: str, rival: str) -> tuple[float, float] | None:
+    """Return the interval that a verdict goes by: on the further test images, where a study has them."""
+    if study.further:
+        return further.difference(*(deciding_runs(records, study, name) for name in (arm, rival)))[1:]
+    return interval(*both(records, study, arm, rival))
 
 
 def is_complete(records: Sequence[Record], study: Study, *arms: str) -> bool:
     """Whether all rivals and `arms` (default: all on-policy arms) have `MIN_SEEDS` test runs."""
     names = (*study.rivals, *(arms or study.on_policy))
-    return all(len(tests_of(records, study, name)) >= MIN_SEEDS for name in names)
+    return all(len(deciding_runs(records, study, name)) >= MIN_SEEDS for name in names)
+
+
+def deciding_runs(records: Sequence[Record], study: Study, name: str) -> list[Record]:
+    """Return the test runs that a verdict goes by: where a study has further test images, those scored on them."""
+    return [run for run in tests_of(records, study, name) if not study.further or "further" in run]
 
 
 def short_of_seconds(records: Sequence[Record], study: Study) -> str:
@@ -148,6 +163,7 @@ def sections(studies: Sequence[Study], records: Sequence[Record], missing: Mappi
             if study.num_evals > 1:
                 parts.append(f"![Gain against loss](results_{study.name}_curve.svg)\n")
             parts.append(difference_table(records, study, names))
+            parts.append(further_table(records, study, names))
             parts.append(ends_of_grid(records, study, names))
         if left := missing.get(study.name, 0):
             parts.append(f"{'Still to come' if names else 'No test run has finished; still to come'}: {left} runs.\n")
@@ -185,6 +201,28 @@ def difference(records: Sequence[Record], study: Study, arm: str, rival: str) ->
     shown = f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}"
     bounds = interval(ours, theirs)
     return f"{shown} [{bounds[0]:+.3f}, {bounds[1]:+.3f}]" if bounds else f"{shown} (too few seeds)"
+
+
+def further_table(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:
+    """Table of F1 on the further test images, and the differences of on-policy arms; empty where nothing has it."""
+    runs = {name: deciding_runs(records, study, name) for name in (START, *names)}
+    runs[START] = [run for run in runs_of(records, study.name, START) if "further" in run]
+    runs = {name: own for name, own in runs.items() if own}
+    if not study.further or not runs:
+        return ""
+    ours = [name for name in study.on_policy if name in runs]
+    rows = []
+    for name, own in runs.items():
+        differences = [further_difference(runs[arm], own) if name not in ours else "" for arm in ours]
+        rows.append([name, str(len(own)) if name != START else "", spread(further.f1(own)), *differences])
+    num_images = next(iter(runs.values()))[0]["further"]["images"]
+    header = [f"F1 on {num_images:,} further images", "seeds", "F1", *(f"difference of {arm}" for arm in ours)]
+    return table(header, rows)
+
+
+def further_difference(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
+    value, low, high = further.difference(ours, theirs)
+    return f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def ends_of_grid(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:

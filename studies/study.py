@@ -347,14 +347,17 @@ def load_records() -> list[Record]:
     return json.loads(RECORDS.read_text()) if RECORDS.exists() else []
 
 
+def same_run(record: Record, other: Record) -> bool:
+    return all(record[name] == other[name] for name in ("task", "variant", "seed"))
+
+
 def store(record: Record) -> None:
     """Add the record to docs/results.json, one line each; it replaces an earlier record of the same run.
 
     Processes that store at the same time do so one after the other.
     """
-    key = ("task", "variant", "seed")
     with alone(ROOT / "records.lock"):
-        kept = [old for old in load_records() if any(old[name] != record[name] for name in key)]
+        kept = [old for old in load_records() if not same_run(old, record)]
         text = "[\n" + ",\n".join(json.dumps(entry) for entry in [*kept, record]) + "\n]\n"
         scratch = RECORDS.with_suffix(".tmp")
         scratch.write_text(text)

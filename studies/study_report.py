@@ -2,7 +2,7 @@
 
 A record is one finished run: `task`, `variant`, `seed`, `overrides` (the variant's settings, by dotted key), `steps`,
 `seconds` (by part, as in `finished.json`), `step_seconds` (of one undisturbed step), `rollout_f1` (of rollouts on
-training images, mean over the run), `scores` (by evaluated step) and `revision`.
+training images, mean over the run), `scores` (by evaluated step), `further` (see `further.py`) and `revision`.
 """
 
 import statistics
