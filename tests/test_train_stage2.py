@@ -190,6 +190,10 @@ def test_a_start_policy_of_another_model_ends_the_run_TGT_16(folder, start_model
     check(None)
     check(other)
     found = json.loads((other / "config.json").read_text())
+    rope = found["text_config"].pop("rope_parameters")
+    found["text_config"] |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}  # transformers 4.57's form
+    (other / "config.json").write_text(json.dumps(found))
+    check(other)
     found["text_config"]["vocab_size"] += 1
     (other / "config.json").write_text(json.dumps(found))
     for path, what in (

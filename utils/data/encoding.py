@@ -38,11 +38,17 @@ class EncodedPrompt:
     vision: dict[str, torch.Tensor]
 
 
-def model_digest(path: str | Path) -> str | None:
+def model_digest(path: str | Path, as_loaded: bool = False) -> str | None:
     """Digest of what learner and rollout server must share: architecture and vocabulary, but not weights, which the
-    first sync brings. None where the checkpoint cannot be read."""
+    first sync brings. None where the checkpoint cannot be read.
+
+    Args:
+        as_loaded: take the config as transformers loads it: each of its versions writes another form of the same. Not
+            for a server: vLLM loads some configs by classes of its own.
+    """
     try:
-        config = json.loads((Path(path) / "config.json").read_text(), object_hook=_without_volatile_keys)
+        text = (Path(path) / "config.json").read_text()
+        config = json.loads(_as_loaded(text) if as_loaded else text, object_hook=_without_volatile_keys)
         tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
         parts = [config, tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
     except (OSError, ValueError, KeyError):
@@ -58,6 +64,13 @@ def tokenizer_digest(path: str | Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _as_loaded(config_text: str) -> str:
+    """A config.json with the names and defaults of the installed transformers."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**json.loads(config_text)).to_json_string(use_diff=False)
 
 
 def _without_volatile_keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -323,9 +323,12 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
 def check_reference(cfg: Config, is_main: bool) -> None:
     """Exit with status 2 unless the named start policy reads and writes the model's tokens (TGT-16)."""
     path = cfg.model.reference_path
-    if path is None or model_digest(path) == model_digest(cfg.model.path) is not None:
+    if path is None:
         return
-    what = "is no readable checkpoint" if model_digest(path) is None else "differs in architecture or vocabulary"
+    own, found = (model_digest(folder, as_loaded=True) for folder in (cfg.model.path, path))
+    if found == own is not None:
+        return
+    what = "is no readable checkpoint" if found is None else "differs in architecture or vocabulary"
     rule = f"{what}; it must be one of the same model as model.path={cfg.model.path}"
     exit_with(problem(cfg, "model.reference_path", rule), is_main)
 
