@@ -223,6 +223,18 @@ def test_TGT_16_CFG_16_a_start_policy_takes_memory(tmp_path: Path) -> None:
         assert extra == (2000 // share if share else 0) + 4096 * 4 * 2 + plain["logits"] * 8 // 12
 
 
+def test_TGT_16_CFG_16_a_teacher_takes_memory(tmp_path: Path) -> None:
+    """TGT-16, CFG-16: bf16; for each logit 20 bytes where labels take 12, beside a start policy as well."""
+    (checkpoint(tmp_path) / "config.json").write_text('{"text_config": {"hidden_size": 4, "vocab_size": 3}}')
+    teacher = {"RM__teacher": {"base_url": "http://127.0.0.1:8100"}}
+    both = teacher | {"RM__losses": {"reference_kl": 1.0}, "tuner": {"type": "lora"}}
+    found = []
+    for changes in ({}, teacher, both):
+        cfg = config(model={"path": str(tmp_path)}, **changes)
+        found.append(learner_memory(cfg, engine_json(cfg, 4), ModelSize(1000, 400), world_size=4)["logits"])
+    assert found[0] * 20 == found[1] * 12 == found[2] * 12 > 0
+
+
 def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
     """CFG-16: bf16. Activations checkpointed: 4096 tokens x 2 bytes x (the first layer's 4 units + all of one layer:
     8 x 4 units, 6 x 4 of queries, 5 x 2 of keys). Cache per token: keys and values x 2 layers x 1 head x 2 x 2 bytes =

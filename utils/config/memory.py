@@ -205,14 +205,15 @@ def learner_memory(
     of a layer that backward does not recompute: torch keeps a transposed view of them until then, where DeepSpeed's own
     linear layers keep the parameter. Logits exist for `chunk_labels` labels at once (LRN-4), in the model's dtype and
     in float32, each with its gradient; those of `reference_kl` with the start policy's log-probabilities and the
-    divergence besides. DoRA's norms are freed after each layer.
+    divergence besides; those for a teacher with their log-probabilities, and a copy without the reported tokens. DoRA's
+    norms are freed after each layer.
     """
     bytes_each, zero = _DTYPE_BYTES[cfg.model.dtype], engine["zero_optimization"]
     stage, text = zero["stage"], _text_config(cfg)
     copies = 8 if cfg.model.dtype == "float32" and stage == 0 else 12
     num_weights = size.total + (size.trainable if cfg.tuner.type == "lora" else 0)
     has_kl, share = cfg.rm.losses.reference_kl > 0, world_size if stage == 3 else 1
-    per_logit = 2 * (bytes_each + 4) + 8 * has_kl
+    per_logit = 2 * (bytes_each + 4) + 8 * (has_kl or cfg.rm.teacher is not None)
     num_buckets = 0 if stage == 0 else 2 if stage < 3 and zero.get("overlap_comm") else 1
     memory = {
         "weights": num_weights * bytes_each // share,
