@@ -49,7 +49,7 @@ SCORES = {
     "failed": ("failed requests", False),
 }
 
-LOSSES = ("total", "text", "coord", "w1", "gate", "reference_kl", "policy")
+LOSSES = ("total", "text", "coord", "w1", "gate", "reference_kl", "teacher", "policy")
 # Title, whether the y axis is 0..1, and (name of the line, tag in TensorBoard). `eval/` tags are drawn with marks.
 CURVES: list[tuple[str, bool, list[tuple[str, str]]]] = [
     ("loss", False, [(part, f"loss/{part}") for part in LOSSES]),
@@ -75,7 +75,7 @@ CURVES: list[tuple[str, bool, list[tuple[str, str]]]] = [
     (
         "seconds by part",
         False,
-        [(part, f"seconds/{part}") for part in ("step", "rollout", "train", "sync", "prepare")],
+        [(part, f"seconds/{part}") for part in ("step", "rollout", "train", "sync", "prepare", "teacher")],
     ),
     ("new tokens per answer", False, [("mean", "rollout/new_tokens_mean"), ("p99", "rollout/new_tokens_p99")]),
 ]

@@ -116,6 +116,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     monitor = Monitor(RunFacts(run), 60, True)
     for step in range(1, 61):
         values = {"loss/total": 5 / step, "loss/reference_kl": 1.0, "rollout/f1": step / 100, "rollout/duplicates": 8.0}
+        values |= {"loss/teacher": 0.5, "seconds/teacher": 0.3}
         monitor.scalars(step, values | {"rollout/num_images": 16.0, "train/policy_lag": 0.0, "seconds/step": 2.0})
     for step, f1 in ((0, 0.5), (60, 0.8)):
         monitor.scalars(step, {"eval/f1": f1, "eval/precision": f1, "eval/recall": f1, "eval/counting_error": 1.0})
@@ -339,7 +340,8 @@ def test_the_page_has_every_part_and_loads_nothing(run_dir):
     }  # fmt: skip
     duplicates = next(chart for chart in view["curves"] if chart.title == "duplicates per image")
     assert duplicates.y_ticks[-1][1] == "0.6", "8 of 16 images: 0.5"
-    assert [name for name, *_ in view["curves"][0].lines] == ["total", "reference_kl"]
+    lines = {chart.title: [name for name, *_ in chart.lines] for chart in view["curves"]}
+    assert lines["loss"] == ["total", "reference_kl", "teacher"] and lines["seconds by part"] == ["step", "teacher"]
     assert len(view["gallery"]) == 24 and len(re.findall("data:image/jpeg", page)) == 24
     assert view["num_answers"] == 40 and view["errors"]["missed"] > 0
     for text in (
