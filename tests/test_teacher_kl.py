@@ -63,6 +63,24 @@ def test_the_gradient_is_that_of_the_policy_over_the_same_events_TGT_16(k):
     assert (policy.grad - (q - share)).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("k", [5, 20])
+def test_a_teacher_may_have_more_rows_than_the_policy_TGT_16(k):
+    """TGT-16: as Qwen2.5-VL-7B beside 3B, with one tokenizer. What the policy has no logit for is among the rest."""
+    own = VOCAB - 12
+    teacher, policy = models(8)
+    teacher[:, 0] = 4.0  # the first is one of both; of the others some are not
+    policy = policy[:, :own].clone().requires_grad_()
+    token_ids, logprobs = reported(teacher, k)
+    assert (token_ids >= own).any(1).sum() > 4
+    found = truncated_kl(policy, token_ids, logprobs)
+    for i, ids in enumerate(token_ids.numpy()):
+        shared = ids[ids < own]
+        ours, theirs = (bucketed(own_logits[i].detach().double().numpy(), shared) for own_logits in (policy, teacher))
+        assert found[i].item() == pytest.approx(entropy(theirs, ours), abs=1e-5)
+    found.sum().backward()
+    assert policy.grad.isfinite().all() and policy.grad.sum(1).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("excess", [0.0, 1e-6])
 def test_a_sure_teacher_and_a_sure_policy_give_finite_numbers_TGT_16(excess):
     """TGT-16: reported probabilities may round to one or above; the policy's rest may be far below float32's steps."""

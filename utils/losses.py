@@ -165,11 +165,15 @@ def truncated_kl(logits: Tensor, token_ids: Tensor, logprobs: Tensor) -> Tensor:
 
     Args:
         logits: [Nu, V], of the policy.
-        token_ids: int64[Nu, K], the teacher's most likely tokens, each once.
+        token_ids: int64[Nu, K], the teacher's most likely tokens, each once. Models with one tokenizer may have more or
+            fewer rows than it has tokens: ids from V on, which the policy cannot write, count as not reported.
         logprobs: float32[Nu, K], the teacher's of these; at most one part in a million above probability one together.
     """
-    log_q = logits.float().log_softmax(dim=1)
-    kl = (logprobs.exp() * (logprobs - log_q.gather(1, token_ids))).sum(dim=1)
+    is_ours = token_ids < logits.shape[1]
+    token_ids = token_ids.where(is_ours, token_ids[:, :1]).clamp(max=logits.shape[1] - 1)
+    logprobs = logprobs.masked_fill(~is_ours, -torch.inf)
+    log_q, p = logits.float().log_softmax(dim=1), logprobs.exp()
+    kl = (torch.xlogy(p, p) - p * log_q.gather(1, token_ids)).sum(dim=1)
     if token_ids.shape[1] == logits.shape[1]:
         return kl
     rest = -torch.expm1(logprobs.double().logsumexp(dim=1).clamp(max=0)).float()

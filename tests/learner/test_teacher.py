@@ -103,7 +103,7 @@ def teachable(learner, folder, ranks, teacher: Teacher | None) -> Stage2:
 
 
 @pytest.mark.parametrize("with_start", [False, True])
-@pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
+@pytest.mark.parametrize("deepspeed", ["zero0", "zero2", "zero3"])
 def test_a_whole_step_distils_what_the_server_reports_TGT_16_PCK_4_PCK_5(
     tmp_path, start_model, ranks, monkeypatch, deepspeed, with_start
 ):
