@@ -196,7 +196,9 @@ class RolloutEngine:
         try:
             prompt = await asyncio.to_thread(self._prepare, call.infer_request, call.token_ids)
             output = await self._generate(prompt, scoring_params(call.top_k))
-            found = [top_logprobs(step, call.top_k) for step in output.prompt_logprobs[-len(call.token_ids) :]]
+            steps = output.prompt_logprobs[-len(call.token_ids) :]
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._writer, lambda: [top_logprobs(step, call.top_k) for step in steps])
         except (ValueError, VLLMClientError) as error:
             raise BadCall(str(error)) from error
         return {
@@ -398,6 +400,7 @@ def scoring_params(num_logprobs: int) -> SamplingParams:
         max_tokens=1,
         temperature=0.0,
         prompt_logprobs=num_logprobs,
+        flat_logprobs=True,  # an object for each of 12000 x 20 would hold up the others for seconds (SRV-10)
         detokenize=False,
         skip_reading_prefix_cache=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
