@@ -51,7 +51,7 @@ def model_digest(path: str | Path, as_loaded: bool = False) -> str | None:
         config = json.loads(_as_loaded(text) if as_loaded else text, object_hook=_without_volatile_keys)
         tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
         parts = [config, tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
