@@ -117,6 +117,7 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
         "val": val and str(val),
         "roots": image_roots([*samples, *held_out]),
         "max_pixels": max_pixels,
+        "is_recurrent": family.mixer is not None,
         "unmatched": "drop_duplicates" if data.is_partial else "trim",
         "reference_kl": PARTIAL_KL if data.is_partial else 0.0,
         "rank": 64 if args.gpus else 16,

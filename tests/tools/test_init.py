@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.config.test_checkpoint_files import POINTER
+from tests.families import build_family
 from tests.tools.test_report import sample_of
 from tools.init import DataFacts, _images_of, answer_form, find_data, fit, geometry, image_roots, main, pixel_limit
 from tools.make_demo import make_dataset
@@ -22,6 +23,8 @@ from utils.data.images import ImageStore
 from utils.data.samples import load_samples
 from utils.families import FAMILIES
 from utils.parsing import TokenTable
+from utils.run.setup import load_tokenizer
+from utils.server.launch import problems_of, resolve
 
 ROOT = Path(__file__).parents[2]
 DATA = DataFacts(
@@ -40,7 +43,7 @@ DATA = DataFacts(
 SETTINGS = {
     "answer_format": "qwen3vl", "format_reason": "a reason", "prompt": 'all "objects": # here', "model_name": "m",
     "data_name": "d", "train": "data/a: b.jsonl", "val": "data/val.jsonl", "roots": ["/a", "/b #c"],
-    "max_pixels": 1048576, "unmatched": "trim", "reference_kl": 0.0, "rank": 64,
+    "max_pixels": 1048576, "unmatched": "trim", "reference_kl": 0.0, "rank": 64, "is_recurrent": False,
 }  # fmt: skip
 
 
@@ -257,6 +260,21 @@ def test_data_that_list_some_objects_get_long_answers_and_hold_the_others_TGT_12
     assert (some.max_new_tokens, some.losses.reference_kl, some.targets.unmatched) == (1024, 30.0, "drop_duplicates")
     assert everything.max_new_tokens < 100 and everything.targets.unmatched == "trim"
     assert everything.losses.reference_kl == 0.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trial_on_cpu_is_one_that_server_and_learner_accept_FAM_2(tmp_path, family, monkeypatch):
+    """FAM-2, CFG-16: whatever vLLM's CPU kernels lack for a family, the config that is written does not ask for it."""
+    monkeypatch.chdir(tmp_path)
+    build_family(family, tmp_path / "model")
+    Image.new("RGB", (64, 64)).save("a.png")
+    line = {"images": ["a.png"], "width": 64, "height": 64, "objects": [{"desc": "cat", "bbox_2d": [1, 2, 30, 40]}]}
+    Path("train.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(sys, "argv", ["init", "--data", "train.jsonl", "--model", "model", "--gpus", "0"])
+    main()
+    cfg = load_config("train.yaml")
+    assert problems_of(resolve(cfg, 0), token=None) == []
+    assert load_tokenizer(cfg, is_main=True)[1] is not None
 
 
 def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):
