@@ -28,6 +28,7 @@ from utils.config.load import ConfigError, exit_with, load_config
 from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import Plan, at_least_one, format_plan, make_plan
 from utils.data.encoding import grid_of, load_processor, num_prompt_tokens
+from utils.data.prompts import THINKS, leaves_thinking_open
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.families import Family, family_in
 from utils.geometry import normal_label
@@ -97,6 +98,8 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     if found := checkpoint_problems(args.model):
         raise ValueError("\n".join(f"--model {args.model}: {rule}" for rule in found))
     family = find_family(args.model)
+    if leaves_thinking_open(load_processor(str(args.model))):
+        raise ValueError(f"--model {args.model}: {THINKS}")
     train, val = find_data(args.data, args.val, args.images)
     form, reason = answer_form(args.model, family)
     prompt = form.prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoProcessor, processing_utils
 
-from utils.data.prompts import render_prompt, to_chat_messages
+from utils.data.prompts import leaves_thinking_open, render_prompt, to_chat_messages
 
 
 def test_srv_4_chat_messages_put_unmarked_images_first_and_are_stable():
@@ -41,6 +41,18 @@ def test_rol_3_a_template_gets_the_arguments_that_it_knows(start_model, monkeypa
     processor.chat_template += "{% if enable_thinking is false %}no thinking{% endif %}"
     own = processor.tokenizer("no thinking", add_special_tokens=False)["input_ids"]
     assert render_prompt(processor, chat) == plain + own
+
+
+def test_fam_2_a_prompt_that_opens_a_thinking_block_is_known(start_model):
+    """FAM-2: one that is closed again, as Qwen3.5's without thinking, is none; a template that fails tells nothing."""
+    processor = AutoProcessor.from_pretrained(start_model)
+    plain = processor.chat_template
+    ends = {"": False, "<think>\\n": True, "<think>\\n\\n</think>\\n\\n": False}
+    for end, is_open in ends.items():
+        processor.chat_template = plain + f"{{{{ '{end}' }}}}"
+        assert leaves_thinking_open(processor) == is_open
+    processor.chat_template = "{{ raise_exception('no system message') }}<think>"
+    assert not leaves_thinking_open(processor)
 
 
 @pytest.mark.parametrize(

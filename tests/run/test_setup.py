@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +101,18 @@ def test_kernels_that_are_not_proven_are_refused_before_the_model_is_loaded_FAM_
         load_tokenizer(cfg, is_main=True)
     message = "config: training.fused_kernels=true: not tested with Qwen2.5-VL; set it to false\n"
     assert end.value.code == 2 and capsys.readouterr().err == message
+
+
+def test_a_model_that_always_thinks_is_refused_where_answers_are_objects_FAM_2(tmp_path, start_model, capsys):
+    """FAM-2: its answers would not begin with an object, and none could be read. Other rewards of GRPO may take it."""
+    shutil.copytree(start_model, tmp_path / "model")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ '<think>\\n' }}")
+    with pytest.raises(SystemExit) as end:
+        load_tokenizer(config(tmp_path), is_main=True)
+    message = f"model.path={tmp_path / 'model'}: its prompts open a thinking block, "
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
+    assert load_tokenizer(config(tmp_path), is_main=True, needs_coordinates=False)[1] is not None
 
 
 def test_a_run_directory_must_be_the_same_on_every_node_LRN_5(tmp_path, two_nodes, monkeypatch, capsys):

@@ -304,6 +304,10 @@ def test_a_checkpoint_that_is_not_whole_is_one_message(tmp_path, start_model, mo
     (model / "model.safetensors").write_bytes(POINTER)
     told = f"--model {model}: model.safetensors is a Git LFS pointer"
     assert refused(monkeypatch, capsys, tmp_path, model).startswith(told)
+    shutil.copy(start_model / "model.safetensors", model)
+    (model / "chat_template.jinja").write_text("<think>")
+    told = f"--model {model}: its prompts open a thinking block"
+    assert refused(monkeypatch, capsys, tmp_path, model).startswith(told)
     assert "hf download Qwen/Qwen3.5-9B --local-dir" in refused(monkeypatch, capsys, tmp_path, Path("Qwen/Qwen3.5-9B"))
 
 

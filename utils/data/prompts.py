@@ -14,6 +14,10 @@ IMAGE_MARKER = "<image>"
 # Of a template that knows it, as Qwen3.5's, the prompt closes the thinking.
 TEMPLATE_ARGUMENTS = {"enable_thinking": False}
 CUT_TOKENS = 1024  # by so many at most, a cut text has more tokens than the same text inside a longer one
+THINKS = (
+    "its prompts open a thinking block, but answers must begin with an object; use the model's Instruct release, or "
+    "take <think> out of the end of its chat template"
+)
 MAX_REASON = 200  # characters of a template's own error, which may repeat the messages
 
 
@@ -81,6 +85,15 @@ def render_prompt(
         ids_of(text[:length])
         length *= 2
     return ids_of(text)
+
+
+def leaves_thinking_open(processor: Any) -> bool:
+    """Whether prompts end inside a thinking block, as those of models that always think do."""
+    try:
+        end = processor.decode(render_prompt(processor, [{"role": "user", "content": "x"}]))
+    except ValueError:  # the template wants more than a question; the data tell whether they have it
+        return False
+    return end.rfind("<think>") > end.rfind("</think>")
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ from utils.data.encoding import (
 from utils.data.images import as_sent
 from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
 from utils.data.mistakes import report_skipped
+from utils.data.prompts import THINKS, leaves_thinking_open
 from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of_polygons
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
@@ -312,6 +313,8 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
         forms = f"{family.answer_format}, or {COORD_TOKENS.name} where its tokenizer has these tokens"
         rule = f"{family.name} was not trained to write this form; use {forms}"
         exit_with(problem(cfg, cfg.rollout_path("answer_format"), rule), is_main)
+    if needs_coordinates and leaves_thinking_open(processor):
+        exit_with(f"model.path={cfg.model.path}: {THINKS}", is_main)
     try:
         return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
     except ValueError as error:
