@@ -82,10 +82,13 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         from utils.server.front import front_config, own_hosts, require_host
         from utils.server.weight_updates import WeightUpdates
 
+        model = launch.model
+        try:
+            processor = load_processor(model.path, model.image_min_pixels, model.image_max_pixels)
+        except (OSError, ValueError) as error:
+            exit_with(f"model.path={model.path}: {error}")
         # In the main thread: the engines' lives are tied to the thread that starts them.
         llm = AsyncLLM.from_engine_args(engine_args(launch), usage_context=UsageContext.OPENAI_API_SERVER)
-        model = launch.model
-        processor = load_processor(model.path, model.image_min_pixels, model.image_max_pixels)
         images = ImageStore(launch.image_roots, launch.settings.allow_image_urls, launch.settings.max_image_pixels)
         engine = RolloutEngine(llm, processor, images, model.path, launch.world_size, launch.stuck_s)
         await engine.warm_up()

@@ -19,6 +19,7 @@ import pytest
 
 import rollout_server
 from tests.config.test_checkpoint_files import POINTER, write_checkpoint
+from tests.families import build_family
 from utils.config.load import load_config
 from utils.config.plan import print_dry_run
 from utils.config.schema import Model, ServerAddress, ServerSettings
@@ -354,6 +355,7 @@ def test_the_engine_starts_with_the_defaults_of_vllms_own_api_server(model_dir, 
     monkeypatch.setattr(vllm_async.AsyncLLM, "from_engine_args", start)
     monkeypatch.setattr(rollout_server, "engine_args", lambda launch: None)
     monkeypatch.setattr(rollout_server, "answer_loading", lambda server_socket: contextlib.nullcontext())
+    monkeypatch.setattr("utils.data.encoding.load_processor", lambda *_: None)
     with pytest.raises(InterruptedError):
         asyncio.run(rollout_server.serve(launch_of(model_dir), None, None))
     assert started == {"usage_context": UsageContext.OPENAI_API_SERVER}
@@ -367,6 +369,22 @@ def test_the_engine_starts_with_the_defaults_of_vllms_own_api_server(model_dir, 
     monkeypatch.setattr(arg_utils, "current_platform", h100)
     budgets, sequences = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
     assert (budgets[started["usage_context"]], sequences[started["usage_context"]]) == (8192, 1024)
+
+
+def test_limits_on_pixels_that_a_model_does_not_have_end_the_server_before_an_engine_is_loaded_FAM_2(
+    tmp_path, monkeypatch, capsys
+):
+    """FAM-2: InternVL cuts images into tiles; an engine of 8B takes minutes to load."""
+    vllm_async = pytest.importorskip("vllm.v1.engine.async_llm")
+    monkeypatch.setattr(vllm_async.AsyncLLM, "from_engine_args", lambda *_, **__: pytest.fail("loaded an engine"))
+    monkeypatch.setattr(rollout_server, "answer_loading", lambda server_socket: contextlib.nullcontext())
+    launch = launch_of(build_family("internvl", tmp_path / "model"))
+    launch = dataclasses.replace(launch, model=launch.model.model_copy(update={"image_max_pixels": 1 << 20}))
+    with pytest.raises(SystemExit) as end:
+        asyncio.run(rollout_server.serve(launch, None, None))
+    assert end.value.code == 2
+    told = "no limits in pixels; leave image_min_pixels and image_max_pixels out"
+    assert told in capsys.readouterr().err
 
 
 def test_SRV_7_the_server_does_not_wait_for_pythons_own_teardown():
