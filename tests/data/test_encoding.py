@@ -57,6 +57,15 @@ def test_load_processor_with_another_pixel_budget(tmp_path, processor):
     assert encoding.num_prompt_tokens(sample, small) == len(encode_prompt(sample, small).prompt_token_ids)
 
 
+def test_one_limit_of_pixels_must_not_contradict_the_processors_other(tmp_path):
+    """The demo's processor makes 16384 of every image: with a lower limit alone a small one would pass it."""
+    path = build_start_model(tmp_path / "model")
+    with pytest.raises(ValueError, match="at least 16384 pixels and at most 4096; set both image_min_pixels and"):
+        encoding.load_processor(path, max_pixels=64 * 64)
+    with pytest.raises(ValueError, match="at least 65536 pixels and at most 16384"):
+        encoding.load_processor(path, min_pixels=256 * 256)
+
+
 def test_the_digest_of_a_model_is_that_of_its_shape_and_vocabulary(start_model, tmp_path):
     """CON-4: saved again in another dtype it is the same model; with other layers or another token it is not."""
     own = encoding.model_digest(start_model)

@@ -80,7 +80,12 @@ def _without_volatile_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
-    """Load the model's own processor, with its pixel limits per image replaced where they are given."""
+    """Load the model's own processor, with its pixel limits per image replaced where they are given.
+
+    Raises:
+        ValueError: it has no such limits, or the one given contradicts the other, which is its own.
+        OSError: it cannot be read.
+    """
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(path)
@@ -92,6 +97,9 @@ def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_p
             raise ValueError(rule)
         size["shortest_edge"] = min_pixels or size["shortest_edge"]  # Qwen's names for limits in pixels
         size["longest_edge"] = max_pixels or size["longest_edge"]
+        if size["shortest_edge"] > size["longest_edge"]:  # small images would be enlarged beyond the limit
+            rule = f"images would have at least {size['shortest_edge']} pixels and at most {size['longest_edge']}"
+            raise ValueError(f"{rule}; set both image_min_pixels and image_max_pixels")
         image_processor.size = type(image_processor.size)(**size)
     return processor
 
