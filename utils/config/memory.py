@@ -151,7 +151,8 @@ def _trainable(name: str, shape: list[int], tuner: Tuner) -> int:
 
 
 def _is_saved_whole(name: str, tuner: Tuner) -> bool:
-    return tuner.type == "lora" and name.rsplit(".", 1)[0].endswith(tuple(tuner.modules_to_save))
+    """`modules_to_save` name modules, which may hold others, as an aligner does."""
+    return tuner.type == "lora" and any(f".{module}." in f".{name}" for module in tuner.modules_to_save)
 
 
 def _is_frozen(name: str, tuner: Tuner) -> bool:
