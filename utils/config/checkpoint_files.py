@@ -61,7 +61,8 @@ def _absence(path: Path) -> str:
     name, released = path.name, known_model(path.name)
     is_hub_name = len(path.parts) == 2 and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) and not path.parent.exists()
     if released and name.startswith(released):
-        source = f"{'OpenGVLab' if released.startswith('Intern') else 'Qwen'}/{name}"
+        # InternVL's other form has code of its own, and is refused.
+        source = f"OpenGVLab/{name.removesuffix('-HF')}-HF" if released.startswith("Intern") else f"Qwen/{name}"
     elif is_hub_name and path.parts[0] not in _OWN_FOLDERS:
         source = str(path)
     else:
