@@ -64,6 +64,7 @@ def checkpoint(folder: Path) -> Path:
         "model.language_model.embed_tokens.weight": [3, 4],
         "model.visual.blocks.0.attn.qkv.weight": [6, 5],
         "model.visual.merger.linear_fc1.weight": [2, 4],
+        "mtp.layers.0.self_attn.q_proj.weight": [8, 4],  # a draft model, as in Qwen3.5's files
     }
     header = json.dumps({name: {"dtype": "BF16", "shape": s, "data_offsets": [0, 0]} for name, s in shapes.items()})
     folder.mkdir(exist_ok=True)

@@ -25,6 +25,8 @@ AUTO_FREE = 0.2  # fraction of it that `gradient_checkpointing: auto` leaves to 
 # engine with one learner took 0.7 on an H200 (docs/gpu_first_run.md); more peers want more buffers.
 RUNTIME_GIB = 3
 LAYER = r"(?:^|\.)layers\.(\d+)\."  # of the language model, in the name of one of its parameters
+# Of a safetensors header. Qwen3.5's files hold a draft model (mtp), which is neither trained nor served.
+_LEFT_OUT = ("__metadata__", "mtp.")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -134,11 +136,11 @@ def _architecture(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _tensor_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield (name, shape)."""
+    """Yield (name, shape) of the tensors that make the model."""
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as stream:
             header = json.loads(read_header(stream))
-        yield from ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        yield from ((name, entry["shape"]) for name, entry in header.items() if not name.startswith(_LEFT_OUT))
 
 
 def _trainable(name: str, shape: list[int], tuner: Tuner) -> int:
