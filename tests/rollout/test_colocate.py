@@ -189,6 +189,17 @@ def test_torch_is_left_as_it_was(seen):
     assert seen["num_threads_is_torchs_own"]
 
 
+@pytest.mark.parametrize(("family", "caches"), [("qwen3_5", False), ("qwen2_5_vl", None)])
+def test_an_engine_on_cpu_is_not_asked_to_cache_recurrent_states_FAM_2_ROL_7(family, caches, tmp_path, monkeypatch):
+    """FAM-2, ROL-7: vLLM 0.32 would refuse to start, and a colocated engine has no key for it. None: vLLM's default."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    monkeypatch.setattr(colocate, "LLM", lambda **kwargs: kwargs)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    sizes = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.4, "max_model_len": 64, "decode_batch_size": 1}
+    started = colocate.start_engine(colocate.Model(path=str(tmp_path)), torch.device("cpu"), **sizes)
+    assert started.get("enable_prefix_caching") is caches and not started["enable_chunked_prefill"]
+
+
 @pytest.mark.parametrize(
     ("rank", "size", "expected", "own"),
     [(0, 1, ["a0", "a1"], ["a0", "a1"]), (2, 2, ["c0", "d0", "d1"], ["c0"]), (3, 2, ["c0", "d0", "d1"], ["d0", "d1"])],
@@ -217,7 +228,7 @@ def test_an_engine_over_t_devices_decodes_t_times_as_many_CFG_11(monkeypatch):
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "it would be compiled at the first request with top_p"
 
 
-def test_starting_an_engine_changes_neither_threads_nor_random_numbers_ROL_7(monkeypatch):
+def test_starting_an_engine_changes_neither_threads_nor_random_numbers_ROL_7(start_model, monkeypatch):
     """ROL-7: vLLM's workers leave one thread (on GPUs) and the same seed on all ranks."""
 
     def start(**_: object) -> None:
@@ -231,7 +242,7 @@ def test_starting_an_engine_changes_neither_threads_nor_random_numbers_ROL_7(mon
     expected = torch.rand(3)
     torch.manual_seed(7)
     sizes = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.45, "max_model_len": 100, "decode_batch_size": 3}
-    colocate.start_engine(colocate.Model(path="m"), torch.device("cpu"), **sizes)
+    colocate.start_engine(colocate.Model(path=str(start_model)), torch.device("cpu"), **sizes)
     assert torch.get_num_threads() == 2 and torch.equal(torch.rand(3), expected)
     torch.set_num_threads(before)
 

@@ -23,6 +23,7 @@ from utils.config.schema import Model, Vllm
 from utils.data.images import open_image
 from utils.data.prompts import render_prompt, to_chat_messages
 from utils.dist import Ranks, capture_error
+from utils.families import family_in
 from utils.rollout.backend import Engine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling, check_versions
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.vllm_worker import WorkerExtension
@@ -227,6 +228,8 @@ def start_engine(
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         kwargs = {"enforce_eager": True, "enable_chunked_prefill": False}  # as in rollout_server.engine_args
+        if family_in(model.path).mixer is not None:  # vLLM caches recurrent states at the ends of chunks only
+            kwargs["enable_prefix_caching"] = False
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     pixels = {"min_pixels": model.image_min_pixels, "max_pixels": model.image_max_pixels}
     gpus = [device] if torch.cuda.is_available() else []
