@@ -20,6 +20,7 @@ from studies import (
     crowd_data,
     dense_data,
     forgetting_data,
+    further,
     new_class_data,
     partial_data,
     refreshed_labels,
@@ -510,6 +511,70 @@ def test_the_first_lines_say_what_is_shown_and_what_is_missing():
     assert shown.startswith("**The claim is shown.**") and f"does in 2 ({places}), and" in shown
     versions = results_report.verdict(STUDIES, [*won, *all_finished(SHIFTED, 0.8, 0.6)])
     assert versions.startswith("**The claim is not shown.**")  # two versions of one study count once
+
+
+def with_further(runs: list[dict], f1: float) -> list[dict]:
+    """The same runs with scores on further images: 100 objects in each part, F1 0.01 apart between seeds."""
+    found = []
+    for run in runs:
+        right = 100 * (f1 + 0.01 * (run["seed"] - 3))
+        found.append(run | {"further": {"images": 320, "counts": [[right, 100, 100]] * further.PARTS}})
+    return found
+
+
+def test_where_there_are_further_test_images_the_verdict_goes_by_them():
+    """A difference on the test images alone says nothing, and one on the further images alone all."""
+    runs = all_finished(HALF, 0.8, 0.6)
+    ours = [run for run in runs if run["variant"] == "stage 2 + KL"]
+    rivals = [run for run in runs if run["variant"] in HALF.rivals]
+    assert not results_report.is_complete(runs, HALF, "stage 2 + KL") and not results_report.wins(runs, HALF)
+    level = with_further(rivals, 0.6)
+    assert not results_report.wins([*with_further(ours, 0.6), *level], HALF)
+    for gain, wins in ((0.2, ["stage 2 + KL"]), (0.001, [])):
+        reversed_ = all_finished(HALF, 0.6, 0.8)  # on the test images
+        done = [*(r for r in with_further(reversed_, 0.6) if r["variant"] in HALF.rivals)]
+        done += with_further([r for r in reversed_ if r["variant"] == "stage 2 + KL"], 0.6 + gain)
+        assert results_report.wins(done, HALF) == wins
+        for run in done:  # each run has to be scored
+            bare = {key: value for key, value in run.items() if key != "further"}
+            assert not results_report.wins([*(other for other in done if other is not run), bare], HALF)
+    shown = results_report.text_of(STUDIES, [*with_further(ours, 0.8), *level], {})
+    assert "| F1 on 320 further images | seeds | F1 | difference of stage 2 + KL |" in shown
+    assert "| SFT | 5 | 0.600 ± 0.016 | +0.200 [" in shown and "| stage 2 + KL | 5 | 0.800 ± 0.016 |  |" in shown
+
+
+def test_kept_models_are_scored_on_further_images_once_and_those_without_a_model_are_not(tmp_path, monkeypatch):
+    """The start model's, each with the prompts of its arm; and a run that is made anew scores itself."""
+    own_files(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    study = replace(HALF, prepare=lambda: None, root=tmp_path, further=lambda: tmp_path / "images", config="c.yaml")
+    (tmp_path / "start").mkdir()
+    (tmp_path / "c.yaml").write_text("model: {path: start}\ntraining: {max_steps: 60}\n")
+    scored = []
+
+    def evaluate(one, model, data, output):
+        scored.append((str(model.relative_to(tmp_path)) if model.is_absolute() else str(model), data))
+        line = {"gt": [{"desc": "a", "bbox_2d": [0, 0, 9, 9]}], "pred": []}
+        output.with_suffix(".jsonl").write_text((json.dumps(line) + "\n") * further.PARTS)
+
+    monkeypatch.setattr(results, "evaluate", evaluate)
+    prompted = next(arm for arm in study.arms if arm.scored_as)
+    for run in [*tuning(prompted, study), *finished(prompted, 0.5, study=study)]:
+        results.store(run)
+    kept = [job for job in arms.tests(results.load_records(), study, prompted, False) if job.seed in (2, 4)]
+    for job in kept:
+        results.merged(job, 60).mkdir(parents=True)
+    for _ in range(2):
+        assert results.score_kept([study, NEW_CLASS]) == []
+    plain, with_prompts = (str(tmp_path / "images" / f"test{suffix}.jsonl") for suffix in ("", "_prompted"))
+    models = [str(results.merged(job, 60).relative_to(tmp_path)) for job in kept]
+    assert scored == [("start", plain), *((model, with_prompts) for model in models)]
+    records = [record for record in results.load_records() if "further" in record]
+    assert [(record["variant"], record["seed"]) for record in records] == [
+        ("start model", 0),
+        *((job.variant, job.seed) for job in kept),
+    ]
+    assert all(record["further"]["counts"] == [[0, 0, 1]] * further.PARTS for record in records)
 
 
 def with_steps(runs: list[dict], steps: int) -> list[dict]:
