@@ -91,7 +91,7 @@ def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
         except xml.ParseError as error:
             raise ValueError(f"{path}: not XML: {error}") from None
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"{path}: size: {error}; correct it, or delete it and the image's own counts") from None
+            raise ValueError(f"{path}: size: {error}; correct it, or delete it to use the image's own") from None
         items = []
         for item in root.iter("object"):
             ends = [_number(item.findtext(f"bndbox/{end}")) for end in ("xmin", "ymin", "xmax", "ymax")]

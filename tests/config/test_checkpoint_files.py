@@ -149,7 +149,7 @@ def test_CFG_16_LRN_12_what_is_no_header_is_not_read_as_one(tmp_path: Path, cont
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     assert model_size(tmp_path, Tuner()) is None
-    with pytest.raises(ValueError, match=f"{file}: is cut off, or no safetensors file; download it again"):
+    with pytest.raises(ValueError, match=f"{file}: is truncated, or not a safetensors file; download it again"):
         _describe(file)
 
 

@@ -29,7 +29,7 @@ def test_every_tracker_has_every_step_of_a_resumed_run_LOG_3(start_model, tmp_pa
             config["training"]["max_steps"] = steps
             result = run_learner("train_stage2.py", write_yaml(tmp_path / "c.yaml", config), 2, arguments=resume)
             assert result.returncode == 0, result.stdout[-6000:]
-            assert "gets no more of this run" not in result.stdout
+            assert "is dropped, the run continues" not in result.stdout
     for (name, reader), folder in zip(READERS.items(), folders, strict=True):
         found = json.loads(python(reader, folder, config["training"]["output_dir"], folder=tmp_path))
         assert sorted(step for step, _ in found["points"]) == [1, 2, 3], name

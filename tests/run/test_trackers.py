@@ -120,7 +120,7 @@ def python(program: str, *arguments: object, folder) -> str:
     command = [sys.executable, "-c", program, *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert run.returncode == 0, run.stderr
-    assert "gets no more of this run" not in run.stderr, run.stderr
+    assert "is dropped, the run continues" not in run.stderr, run.stderr
     return run.stdout.strip().rpartition("\n")[2]
 
 
@@ -236,7 +236,7 @@ def test_a_tracker_that_breaks_or_hangs_costs_a_warning_LOG_3(tmp_path, monkeypa
     assert time.monotonic() - start < 20
     assert losses(tmp_path) == [(step, step) for step in range(1, 10)]
     warnings = [record.getMessage() for record in caplog.records if record.name == "utils.run.trackers"]
-    assert len(warnings) == 1 and warnings[0].startswith("wandb gets no more of this run, which goes on: ")
+    assert len(warnings) == 1 and warnings[0].startswith("wandb is dropped, the run continues: ")
     assert ("it took longer than" if hangs else "OSError: no route to host") in warnings[0]
 
 

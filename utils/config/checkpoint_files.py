@@ -114,5 +114,5 @@ def read_header(file: BinaryIO) -> bytes:
     """
     length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
     if length > size - 8:
-        raise ValueError(f"{file.name}: is cut off, or no safetensors file; download it again")
+        raise ValueError(f"{file.name}: is truncated, or not a safetensors file; download it again")
     return file.read(length)

@@ -164,7 +164,7 @@ def _key_of(cfg: Config, path: str) -> str:
 def _accepted_changes(checkpoint: Checkpoint, new: Digests, accepted: Sequence[str], ranks: Ranks) -> list[str]:
     """All changes that have been accepted so far; exit with status 2 for one that is not."""
     if checkpoint.inputs is None:
-        logger.warning("%s has no digests of data and base checkpoint: nothing tells if they changed", checkpoint.path)
+        logger.warning("%s has no digests of data and base checkpoint; changes would go unnoticed", checkpoint.path)
         return []
     old, history = checkpoint.inputs["digests"], list(checkpoint.inputs["accepted_changes"])
     changed = {kind: lines for kind in KINDS if (lines := _changes(old[kind], new[kind], kind))}

@@ -142,7 +142,7 @@ class Session:
         if self.resumed is not None:
             has_scores = any(self.run_dir.glob("eval/step_*.json"))
             if self.ranks.is_main and has_scores and not comparable_scores(self.run_dir, self.eval_settings()):
-                logger.warning("no evaluation had the settings of now; the best score so far no longer counts")
+                logger.warning("no evaluation used the current settings; the best score so far no longer counts")
             if calls := self.resumed.get("calls"):  # absent in checkpoints of earlier versions
                 self.policy.rollout_log.restore(calls)
             set_random_states(self.resumed["random"], self.ranks.device)

@@ -330,7 +330,7 @@ class Background:
     def _give_up(self, reason: str) -> None:
         """Warn once and take no more records."""
         if self._warning.acquire(blocking=False):
-            logger.warning("%s gets no more of this run, which goes on: %s", self.name, reason)
+            logger.warning("%s is dropped, the run continues: %s", self.name, reason)
         self._ended.set()
         while True:  # pictures need not wait for the end of a tracker that hangs
             try:
