@@ -37,7 +37,7 @@ with the lowest value over an arm's runs. Each run makes its rollouts with trans
 would be quicker, which would give the rivals fewer steps at equal seconds.
 
 Scores are means over seeds ± standard deviation. Intervals are of 95 % (Welch's t). They cover the seeds, not which
-images were drawn for the test. Where a study has *further images* for the test, four to eight times as many, its
+images were drawn for the test. Where a study has *further images* for the test, two to eight times as many, its
 verdict goes by these: their intervals cover the draw of the images, too (jackknife over 32 parts of them). Nothing
 corrects for comparing several arms.
 """
