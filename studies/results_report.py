@@ -205,9 +205,9 @@ def difference(records: Sequence[Record], study: Study, arm: str, rival: str) ->
 
 def further_table(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:
     """Table of F1 on the further test images, and the differences of on-policy arms; empty where nothing has it."""
-    runs = {name: deciding_runs(records, study, name) for name in (START, *names)}
-    runs[START] = [run for run in runs_of(records, study.name, START) if "further" in run]
-    runs = {name: own for name, own in runs.items() if own}
+    start = [run for run in runs_of(records, study.name, START) if "further" in run]
+    scored = {START: start} | {name: deciding_runs(records, study, name) for name in names}
+    runs = {name: own for name, own in scored.items() if own}
     if not study.further or not runs:
         return ""
     ours = [name for name in study.on_policy if name in runs]

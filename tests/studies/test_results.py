@@ -718,7 +718,11 @@ def test_an_arm_with_prompts_of_its_own_is_scored_with_such(tmp_path, monkeypatc
     partial_data.write_annotation(0.5, tmp_path / "all", tmp_path / "data")
     build_start_model(tmp_path / "model", new_class_data.SIDE)
     (arm,) = (arm for arm in HALF.arms if arm.scored_as)
-    short_run(monkeypatch, replace(HALF, root=tmp_path), arm, {RM + "max_new_tokens": 16})
+    study = replace(HALF, root=tmp_path, further=lambda: tmp_path / "data")
+    result = short_run(monkeypatch, study, arm, {RM + "max_new_tokens": 16})
+    assert result["further"]["images"] == 8
+    (scores,) = tmp_path.glob("*/further.json")
+    assert json.loads(scores.read_text())["data"].endswith("test_prompted.jsonl")
     (config,) = tmp_path.glob("*/config.yaml")
     assert load_config(config).custom.val_jsonl[0].path.endswith("test_prompted.jsonl")
 
