@@ -6,7 +6,7 @@
 from functools import partial
 
 from studies.arms import Arm, Study
-from studies.forgetting_data import ROOT, SPLITS, VERSION, prepare
+from studies.forgetting_data import ROOT, SPLITS, VERSION, prepare, prepare_further
 from studies.new_class import FORCED, grpo
 
 SFT = Arm("SFT", overrides=FORCED, is_rival=True, scores_start=True)
@@ -51,6 +51,7 @@ def study(name: str, title: str, method: str) -> Study:
         },
         method=method,
         num_evals=4,
+        further=partial(prepare_further, name),
     )
 
 

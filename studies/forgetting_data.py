@@ -16,6 +16,8 @@ LABELS = tuple(f"{COLOUR} {shape}" for shape in SHAPES)
 SHIFT = Shift(contrast=0.5, noise=20.0, sizes=(0.15, 0.32))
 NARROW, REST = Scenes(colours=(COLOUR,)), Scenes(colours=tuple(colour for colour in COLOURS if colour != COLOUR))
 SPLITS = {"train": (1200, 0), "tune": (64, 64), "test": (128, 128)}  # images of the narrow set and of the rest
+KIND_NARROW, KIND_REST = (SHIFT, NARROW), (Shift(), REST)
+FURTHER = range(20_000, 21_024)  # scenes of the further test images, behind those of all splits
 
 
 def prepare(name: str) -> None:
@@ -33,6 +35,24 @@ def make_data(folder: Path, seed: int) -> None:
     numbers = itertools.count()
     for split, (narrow, rest) in SPLITS.items():
         (folder / split).mkdir()
-        kinds = [(SHIFT, NARROW)] * narrow + [(Shift(), REST)] * rest
+        kinds = [KIND_NARROW] * narrow + [KIND_REST] * rest
         rows = [to_line(folder, split, at, *draw(seed, at, *kind)) for kind, at in zip(kinds, numbers, strict=False)]
         write_jsonl(folder / f"{split}.jsonl", rows)
+
+
+def prepare_further(name: str) -> Path:
+    """Make the further test images of a study, fully annotated, if missing; return their folder, with `test.jsonl`."""
+    folder = ROOT / name / "further"
+    settings = [VERSION, SEEDS[name], FURTHER.start, FURTHER.stop, repr(SHIFT)]
+    cached(folder, settings, "further test images", lambda to: make_further(to, SEEDS[name]))
+    return folder
+
+
+def make_further(folder: Path, seed: int) -> None:
+    """Write the images of both kinds by turns, so that each part of them has as many of either."""
+    (folder / "test").mkdir()
+    kinds = itertools.cycle((KIND_NARROW, KIND_REST))
+    write_jsonl(
+        folder / "test.jsonl",
+        [to_line(folder, "test", at, *draw(seed, at, *kind)) for at, kind in zip(FURTHER, kinds, strict=False)],
+    )

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,18 @@ def test_a_damaged_checkpoint_is_named_left_alone_and_passed_over_LRN_5(tmp_path
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "checkpoint-10" in warning and message in warning
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
+
+
+def test_files_are_hashed_and_verified_several_at_a_time_LRN_5(tmp_path, ranks, monkeypatch):
+    """Each of the two files waits for the other: one after the other would break the barrier."""
+    together, digest_of = threading.Barrier(2, timeout=20), resume._digest_of
+
+    def wait_for_the_other(path: Path) -> str:
+        together.wait()
+        return digest_of(path)
+
+    monkeypatch.setattr(resume, "_digest_of", wait_for_the_other)
+    assert resume.problem_of(save(tmp_path, 3, ranks), ranks) is None
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_step_LRN_5(tmp_path, ranks):
