@@ -189,7 +189,7 @@ def checkpointed_layers(
     wanted = cfg.training.gradient_checkpointing
     if wanted != "auto":
         return None if wanted is True else int(wanted)
-    budget = device_bytes * (1 - AUTO_FREE - (cfg.rm.vllm.gpu_memory_utilization if cfg.is_colocate else 0))
+    budget = device_bytes * (1 - AUTO_FREE)  # a colocated engine sleeps while rows train
     if size is not None and cfg.global_max_length and cfg.model.attn_implementation != "eager":
         for num in range(size.num_layers):
             if sum(learner_memory(cfg, engine, size, world_size, num).values()) <= budget:
