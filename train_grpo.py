@@ -9,7 +9,6 @@ several responses to each prompt, and reward functions score them. A response th
 more likely, one that scored worse less likely. How to run it: docs/runbook_grpo.md.
 """
 
-import logging
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -44,8 +43,6 @@ from utils.run.program import run_program
 from utils.run.records import dump_answers, reward_metrics, step_metrics
 from utils.run.session import Session
 from utils.run.setup import open_session
-
-logger = logging.getLogger("train_grpo")
 
 
 def main() -> None:
@@ -395,12 +392,10 @@ def log_step(
         "rollout/truncated_rate": truncated_rate,
     }
     shown = {"reward": metrics["reward"], "loss": result.losses["total"]}
-    session.log_step(step, metrics, {"truncated_rate": truncated_rate}, **shown)
+    session.log_step(step, metrics, {"truncated_rate": truncated_rate, "signal_share": signal_share}, **shown)
     options, size = session.cfg.rm.monitor_dump, session.cfg.rlhf.num_generations
     if session.ranks.is_main and options.every_steps and step % options.every_steps == 0:
         dump_answers(session.run_dir, step, weighted, list(run.rewards), options.num_samples * size)
-    if not signal_share:
-        logger.warning("step %d: in every group all rewards were equal; nothing was learnt", step)
     return ranks["signal_name"]
 
 

@@ -182,9 +182,10 @@ def test_a_loss_that_is_not_finite_costs_no_finished_step_LRN_12_LRN_5(
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_equal_rewards_give_no_gradient_but_for_kl_GRP_6(folder, start_model):
-    """GRP-6: nothing is computed for groups without a signal, and nothing moves."""
+def test_equal_rewards_give_no_gradient_but_for_kl_GRP_6_LOG_3(folder, start_model, caplog):
+    """GRP-6, LOG-3: nothing is computed for groups without a signal, and nothing moves; it is said once."""
     found = curves(run(config_of(folder, start_model, "equal", reward_funcs=["same"], reward_weights=[1.0])))
+    assert sum("the rewards teach nothing" in text for text in caplog.messages) == 1
     assert found["train/grad_norm"] == [0.0] * 3 and found["advantage/signal_share"] == [0.0] * 3
     with_penalty = config_of(folder, start_model, "penalty", reward_funcs=["same"], reward_weights=[1.0], beta=0.5)
     found = curves(run(with_penalty))

@@ -120,6 +120,8 @@ def test_collapse_is_warned_about_past_each_bound_LOG_3():
     for name, value in (("parse_rate", 0.4), ("duplicate_rate", 0.4), ("truncated_rate", 0.6)):
         (warning,) = collapse_warnings(fine | {name: value}, BOUNDS)
         assert name in warning
+    (warning,) = collapse_warnings({"truncated_rate": 0.1, "signal_share": 0.0}, BOUNDS)
+    assert "the rewards teach nothing" in warning and not collapse_warnings({"signal_share": 0.1}, BOUNDS)
 
 
 def test_a_resumed_run_does_not_draw_a_step_twice_LOG_3(tmp_path):

@@ -102,13 +102,15 @@ def _shares(seconds: Mapping[str, float]) -> list[str]:
 
 
 def collapse_warnings(values: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
-    """One sentence per sign of collapse: parse rate below, duplicates or truncation above their bound."""
+    """One sentence per sign of collapse: parse rate below, duplicates or truncation above their bound, and in GRPO a
+    step whose groups have no signal."""
     checks = (
         ("parse_rate", operator.lt, "min_parse_rate", "answers no longer parse"),
         ("truncated_rate", operator.gt, "max_truncated_rate", "answers run into max_new_tokens"),
         ("duplicate_rate", operator.gt, "max_duplicate_rate", "answers repeat objects"),
     )
-    return [
+    signs = ["the rewards teach nothing: in every group they are equal"] if values.get("signal_share") == 0.0 else []
+    return signs + [
         f"{text}: {name}={values[name]:.3f} against the bound {bound_name}={bounds[bound_name]}"
         for name, is_beyond, bound_name, text in checks
         if name in values and bound_name in bounds and is_beyond(values[name], bounds[bound_name])
