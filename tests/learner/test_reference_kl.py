@@ -213,7 +213,7 @@ def test_an_optimizer_step_holds_the_answer_to_the_start_policy_TGT_16_LRN_2(
         result = learn(run, rows, step)
         assert result.losses["reference_kl"] == pytest.approx(expected.item(), abs=1e-5)
         assert result.losses["total"] == pytest.approx(2.5 * expected.item(), abs=3e-5)
-        assert result.grad_norm == pytest.approx(2.5 * float(norm), rel=1e-4)
+        assert result.grad_norm == pytest.approx(2.5 * float(norm), rel=3e-4)  # float32, in other orders
     assert forwards == 2 * [*[False] * 4, *[True] * 4]
 
 

@@ -149,9 +149,9 @@ def test_coco_without_any_object_is_undefined() -> None:
 # ---- the program ---------------------------------------------------------------------------------------------------
 
 
-def run_files(folder: Path, model: Path) -> tuple[Path, Path]:
-    """Write six images, and a config that differs from the defaults in everything the program reads from it."""
-    data = make_dataset(folder / "data", num_train=6, num_val=1, seed=7)[0]
+def run_files(folder: Path, model: Path, num_images: int = 6) -> tuple[Path, Path]:
+    """Write images, and a config that differs from the defaults in everything the program reads from it."""
+    data = make_dataset(folder / "data", num_train=num_images, num_val=1, seed=7)[0]
     config = {
         "global_max_length": 512,
         "model": {"path": "elsewhere", "dtype": "float32", "image_max_pixels": 96 * 96, "image_min_pixels": 1024},
@@ -202,7 +202,7 @@ def most_pairs(pred: list[dict], gt: list[dict], threshold: float, with_label: b
 @pytest.mark.e2e
 def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, capsys) -> None:
     """LRN-7: F1 at the config's threshold, with and without labels, recounted from the answers by brute force."""
-    data, config = run_files(tmp_path, warm_model)
+    data, config = run_files(tmp_path, warm_model, num_images=32)
     output = tmp_path / "out" / "scores.json"
     call("--checkpoint", warm_model, "--data", data, "--config", config, "--backend", "hf", "--output", output)()
     result = json.loads(output.read_text())
@@ -214,7 +214,7 @@ def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, cap
         matched = sum(most_pairs(record["pred"], record["gt"], 0.3, with_label) for record in records)
         assert result[name] == pytest.approx(2 * matched / num_objects)
     assert 0 < result["f1_no_label"] < 1  # the model finds something, and not everything is right
-    assert (result["num_images"], result["iou_threshold"], result["dtype"]) == (6, 0.3, "float32")
+    assert (result["num_images"], result["iou_threshold"], result["dtype"]) == (32, 0.3, "float32")
     assert set(result["coco_constant"]) == set(COCO_NAMES)
     assert "f1_no_label" in (shown := capsys.readouterr().out) and "COCO AP50" in shown
 
