@@ -273,6 +273,18 @@ def test_the_narrow_set_is_of_one_colour_and_the_rest_of_all_others(tmp_path, mo
     assert len({row["id"].split("-")[1] for row in [*train, *test]}) == 18
 
 
+def test_the_further_images_of_forgetting_are_of_both_kinds_by_turns(tmp_path, monkeypatch):
+    """And none of their scenes is one of the splits'."""
+    assert forgetting_data.FURTHER.start >= sum(map(sum, forgetting_data.SPLITS.values()))
+    monkeypatch.setattr(forgetting_data, "FURTHER", range(20_000, 20_006))
+    monkeypatch.setattr(forgetting_data, "ROOT", tmp_path)
+    data = FORGETTING.further() / "test.jsonl"
+    rows = [json.loads(line) for line in data.open()]
+    narrow = [{item["desc"] in forgetting_data.LABELS for item in row["objects"]} for row in rows]
+    assert narrow == [{True}, {False}] * 3
+    assert all((data.parent / row["images"][0]).exists() for row in rows)
+
+
 def test_a_crowd_has_eight_objects_at_least_and_no_picture_is_in_two_splits(tmp_path):
     crowds = replace(crowd_data.CROWD, splits=dict.fromkeys(crowd_data.CROWD.splits, 5))
     crowds.make_data(tmp_path)

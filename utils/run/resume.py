@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
-NUM_READERS = 8  # files hashed at a time: one core takes half a minute for a merged 8B
+NUM_READERS = 8  # files hashed at a time: a merged model has one for each 4 GiB, and one core is slow
 _blake2b = functools.partial(hashlib.blake2b, digest_size=16)
 
 # Settings that a resumed run must share with its checkpoint; all others may change.
