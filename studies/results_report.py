@@ -51,11 +51,13 @@ def text_of(studies: Sequence[Study], records: Sequence[Record], missing: Mappin
 def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     """Return the first lines of docs/results.md: what is shown of the claim, in how many studies, where and by what."""
     claims = dict.fromkeys(study.claim for study in studies)
+    winners = {study.name: wins(records, study) for study in studies}
+    undecided = [study for study in studies if not winners[study.name] and not is_lost(records, study)]
     won: dict[str, list[str]] = {}
     for study in studies:
-        if arms := wins(records, study):
+        if arms := winners[study.name]:
             won.setdefault(study.claim, []).append(f"{study.title}: {' and '.join(arms)}")
-    open_ = {study.claim for study in studies if not is_complete(records, study)} - won.keys()
+    open_ = {study.claim for study in undecided} - won.keys()
     lost = [claim for claim in claims if claim not in won.keys() | open_]
     lines = [
         f"**The claim is {'shown' if len(won) >= NEEDED else 'not shown'}.** Sought: at equal steps and at equal "
@@ -68,13 +70,12 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     if unfinished := [claim for claim in claims if claim in open_]:
         lines.append(f"Not finished, so without a verdict: {'; '.join(unfinished)}.")
     num_won = sum(len(places) for places in won.values())
-    num_open = sum(not is_complete(records, study) for study in studies if not wins(records, study))
-    num_lost = len(studies) - num_won - num_open
+    num_lost = len(studies) - num_won - len(undecided)
     lines.append(
         f"A study counts if one of its versions shows it. Of the {len(studies)} versions below {num_won} show it, "
-        f"{num_lost} do not, and {num_open} have not finished. Nothing corrects for their number."
+        f"{num_lost} do not, and {len(undecided)} have not finished. Nothing corrects for their number."
     )
-    lines += [shortage for study in studies if wins(records, study) and (shortage := short_of_seconds(records, study))]
+    lines += [shortage for study in studies if winners[study.name] and (shortage := short_of_seconds(records, study))]
     return "\n".join(lines) + "\n"
 
 
@@ -85,9 +86,19 @@ def wins(records: Sequence[Record], study: Study) -> list[str]:
 
 def beats_all(records: Sequence[Record], study: Study, arm: str) -> bool:
     """Whether `arm` beats each rival at equal steps and at equal seconds, all with `MIN_SEEDS` seeds."""
-    return is_complete(records, study, arm) and all(
-        bounds[0] > 0 for name in study.rivals if (bounds := deciding_interval(records, study, arm, name))
-    )
+    scored = all(is_scored(records, study, name) for name in (arm, *study.rivals))
+    return scored and not unbeaten(records, study, arm)
+
+
+def is_lost(records: Sequence[Record], study: Study) -> bool:
+    """Whether no on-policy arm can win any more."""
+    return all(unbeaten(records, study, arm) for arm in study.on_policy)
+
+
+def unbeaten(records: Sequence[Record], study: Study, arm: str) -> list[str]:
+    """The rivals that `arm` does not beat, of those where both have `MIN_SEEDS` seeds: one is enough to lose."""
+    done = [name for name in study.rivals if is_scored(records, study, arm) and is_scored(records, study, name)]
+    return [name for name in done if (bounds := deciding_interval(records, study, arm, name)) is None or bounds[0] <= 0]
 
 
 def deciding_interval(records: Sequence[Record], study: Study, arm: str, rival: str) -> tuple[float, float] | None:
@@ -97,10 +108,9 @@ def deciding_interval(records: Sequence[Record], study: Study, arm: str, rival: 
     return interval(*both(records, study, arm, rival))
 
 
-def is_complete(records: Sequence[Record], study: Study, *arms: str) -> bool:
-    """Whether all rivals and `arms` (default: all on-policy arms) have `MIN_SEEDS` test runs."""
-    names = (*study.rivals, *(arms or study.on_policy))
-    return all(len(deciding_runs(records, study, name)) >= MIN_SEEDS for name in names)
+def is_scored(records: Sequence[Record], study: Study, name: str) -> bool:
+    """Whether there are `MIN_SEEDS` test runs that a verdict may go by."""
+    return len(deciding_runs(records, study, name)) >= MIN_SEEDS
 
 
 def deciding_runs(records: Sequence[Record], study: Study, name: str) -> list[Record]:
@@ -164,6 +174,7 @@ def sections(studies: Sequence[Study], records: Sequence[Record], missing: Mappi
                 parts.append(f"![Gain against loss](results_{study.name}_curve.svg)\n")
             parts.append(difference_table(records, study, names))
             parts.append(further_table(records, study, names))
+            parts.append(lost_arms(records, study))
             parts.append(ends_of_grid(records, study, names))
         if left := missing.get(study.name, 0):
             parts.append(f"{'Still to come' if names else 'No test run has finished; still to come'}: {left} runs.\n")
@@ -218,6 +229,13 @@ def further_table(records: Sequence[Record], study: Study, names: Sequence[str])
     num_images = next(iter(runs.values()))[0]["further"]["images"]
     header = [f"F1 on {num_images:,} further images", "seeds", "F1", *(f"difference of {arm}" for arm in ours)]
     return table(header, rows)
+
+
+def lost_arms(records: Sequence[Record], study: Study) -> str:
+    """Say which on-policy arms cannot show the claim any more, and why; empty if there are none."""
+    lost = {arm: names for arm in study.on_policy if (names := unbeaten(records, study, arm))}
+    listed = [f"*{arm}* (not above {', '.join(f'*{name}*' for name in names)})" for arm, names in lost.items()]
+    return f"Cannot show the claim any more, whatever is still to come: {'; '.join(listed)}.\n" if listed else ""
 
 
 def further_difference(ours: Sequence[Record], theirs: Sequence[Record]) -> str:

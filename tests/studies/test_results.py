@@ -505,6 +505,27 @@ def test_an_on_policy_arm_wins_only_above_every_rival_with_all_seeds():
     assert not beats([*others, *strong], NEW_CLASS, STAGE2.name)
 
 
+def test_an_arm_that_one_rival_holds_has_lost_whatever_is_to_come():
+    """And a version has a verdict once all of its on-policy arms have lost."""
+    done = all_finished(NEW_CLASS, 0.8, 0.6)
+    sft = [r for r in done if r["variant"] == SFT.name]
+    on_policy = {name: [r for r in done if r["variant"] == name] for name in NEW_CLASS.on_policy}
+    above = [*on_policy[STAGE2.name], *sft]
+    assert not results_report.unbeaten(above, NEW_CLASS, STAGE2.name) and not results_report.wins(above, NEW_CLASS)
+    held = [*on_policy[NO_KL.name], *sft]
+    assert results_report.unbeaten(held, NEW_CLASS, NO_KL.name) == [SFT.name]
+    assert not results_report.unbeaten(held[1:], NEW_CLASS, NO_KL.name)  # a seed is missing
+    assert not results_report.is_lost([*held, *on_policy[STAGE2.name]], NEW_CLASS)
+    losing = [run for name, runs in on_policy.items() if name != STAGE2.name for run in runs]
+    weak = [r for r in all_finished(NEW_CLASS, 0.5, 0.6) if r["variant"] == STAGE2.name]
+    assert results_report.is_lost([*sft, *losing, *weak], NEW_CLASS) and not results_report.is_lost(done, NEW_CLASS)
+    verdict = results_report.verdict(STUDIES, [*sft, *losing, *weak])
+    assert "0 show it, 1 do not" in verdict
+    text = results_report.text_of(STUDIES, [*sft, *losing, *weak], {})
+    lost = f"Cannot show the claim any more, whatever is still to come: *{STAGE2.name}* (not above *{SFT.name}*)"
+    assert lost in text
+
+
 def test_the_first_lines_say_what_is_shown_and_what_is_missing():
     empty = results_report.verdict(STUDIES, [])
     assert empty.startswith("**The claim is not shown.**") and "So far it does in 0" in empty
@@ -539,7 +560,7 @@ def test_where_there_are_further_test_images_the_verdict_goes_by_them():
     runs = all_finished(HALF, 0.8, 0.6)
     ours = [run for run in runs if run["variant"] == "stage 2 + KL"]
     rivals = [run for run in runs if run["variant"] in HALF.rivals]
-    assert not results_report.is_complete(runs, HALF, "stage 2 + KL") and not results_report.wins(runs, HALF)
+    assert not results_report.is_scored(runs, HALF, "stage 2 + KL") and not results_report.wins(runs, HALF)
     level = with_further(rivals, 0.6)
     assert not results_report.wins([*with_further(ours, 0.6), *level], HALF)
     for gain, wins in ((0.2, ["stage 2 + KL"]), (0.001, [])):
