@@ -88,9 +88,9 @@ def write_file(folder: Path, num_lines: int) -> Path:
 
 
 def start(way: str, path: Path) -> tuple[float, float]:
-    """Seconds and bytes of one start, in a new process."""
+    """Seconds and bytes of one start, in a new process; raise TimeoutExpired after two hours."""
     command = [sys.executable, "-c", START, way, str(path)]
     seconds, grown = json.loads(
-        subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ, timeout=7200).stdout
     )
     return seconds, grown

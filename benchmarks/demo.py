@@ -27,7 +27,9 @@ CONFIG = Path(__file__).parents[1] / "configs/demo/stage2.yaml"
 
 
 class Demo:
-    """One learner rank of `make demo` without DeepSpeed, server and launcher; the model is untrained.
+    """One learner rank of `make demo` with default losses and targets, without DeepSpeed, server and launcher.
+
+    The model is untrained.
 
     Attributes:
         samples, prompts: scenes and their encoded prompts.
@@ -54,7 +56,7 @@ class Demo:
         self.optimizer = torch.optim.AdamW(param_groups(model, Training(output_dir="", learning_rate=1e-4)))
 
     def segment(self, index: int) -> Segment:
-        """Turn an answer into a segment as train_stage2.py does."""
+        """Turn an answer into a segment as train_stage2.py does with default targets."""
         sample, prompt = self.samples[index], self.prompts[index]
         parsed = parse_answer(self.answers[index], self.table)
         pairs = match(iou_matrix(parsed.pred_objects, sample.objects), self.cfg.rm.matching.iou_threshold)

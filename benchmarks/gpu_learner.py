@@ -14,7 +14,7 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,17 +76,21 @@ SMALL = Size(small_config(), torch.float32, cap=512, num_segments=16, scale=0.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="use a toy model, to check that everything runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"default: {RESULTS.name} beside this file; --small: none"
+    )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.small:
         parser.error("no CUDA device here; --small runs a toy model on CPU")
     results = measure(SMALL if args.small else LARGE, device, rounds=2 if args.small else 5)
-    args.out.write_text(json.dumps(results, indent=2) + "\n")
+    if out := args.out or (None if args.small else RESULTS):
+        out.write_text(json.dumps(results, indent=2) + "\n")
     for name, value in results.items():
         print(f"{name:<44}{value if isinstance(value, str) else 'not measured' if value is None else f'{value:.4g}'}")
     if not args.small:
-        write_constants("cuda", {"train_flops_per_s": results["FLOP/s, packed"]})
+        flops = 6 * results["parameters"] * results["tokens/s, packed"]  # of all weights, as tools.plan counts
+        write_constants("cuda", {"train_flops_per_s": flops})
 
 
 def measure(size: Size, device: torch.device, rounds: int) -> dict[str, float | str | None]:
@@ -102,10 +106,8 @@ def measure(size: Size, device: torch.device, rounds: int) -> dict[str, float | 
     rows = carried_rows(segments, size.cap)
     used = [segment for row in rows for segment in row]
     packed = [collate_packed(row, **layout).to(device) for row in rows]
-    per_batch = max(1, size.cap // max(map(len, used)))
-    padded = [
-        collate_padded(used[start : start + per_batch], **layout).to(device) for start in range(0, len(used), per_batch)
-    ]
+    by_length = padded_batches(used, size.cap)
+    padded = [collate_padded(batch, **layout).to(device) for batch in by_length]
     row_model, parameters = RowModel(model), language_parameters(model)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -120,7 +122,8 @@ def measure(size: Size, device: torch.device, rounds: int) -> dict[str, float | 
         results[f"model-FLOP utilisation, {kind}"] = peak_flops and 6 * parameters * tokens_per_s / peak_flops
         results[f"peak memory, {kind}, GiB"] = peak_gib(device)
         model.zero_grad(set_to_none=True)
-    results |= loss_part(model, packed[0], padded[0], device, rounds)
+    longest = collate_packed(by_length[-1], **layout).to(device)  # the batch with the least padding
+    results |= loss_part(model, longest, padded[-1], device, rounds)
     return results | merge_stream(model, device, rounds)
 
 
@@ -171,6 +174,16 @@ def make_segments(size: Size) -> list[Segment]:
     return segments
 
 
+def padded_batches(segments: Sequence[Segment], cap: int) -> list[list[Segment]]:
+    """Batch segments by length, as many as fit into `cap` tokens with their padding."""
+    batches: list[list[Segment]] = [[]]
+    for segment in sorted(segments, key=len):
+        if batches[-1] and len(segment) * (len(batches[-1]) + 1) > cap:
+            batches.append([])
+        batches[-1].append(segment)
+    return batches
+
+
 def train(model: RowModel, batch: Batch) -> None:
     """Run forward and backward."""
     totals, num_chunks = denominators([batch]), num_chunks_for(batch.num_labels)
@@ -181,7 +194,10 @@ def train(model: RowModel, batch: Batch) -> None:
 def loss_part(
     model: Qwen3VLForConditionalGeneration, packed: Batch, padded: Batch, device: torch.device, rounds: int
 ) -> dict[str, float | None]:
-    """Measure head and losses alone: at labels in chunks, against the logits of every position."""
+    """Measure head and losses alone, on the same segments: at labels in chunks, against the logits of every position.
+
+    Memory is what this takes at its peak beside what exists before it.
+    """
     results: dict[str, float | None] = {}
     sigma, head = Losses().sigma, model.lm_head
     for kind, batch in (("at labels", packed), ("full logits", padded)):
@@ -195,9 +211,9 @@ def loss_part(
                 sums = padded_loss_sums(hidden, head, batch, sigma)
             total_loss(sums, denominators([batch]), Losses()).backward()
 
-        reset_peak(device)
+        before = reset_peak(device)
         results[f"loss, {kind}, us per label"] = 1e6 * median_seconds(step, device, rounds) / batch.num_labels
-        results[f"loss, {kind}, peak memory, GiB"] = peak_gib(device)
+        results[f"loss, {kind}, peak memory, GiB"] = peak_gib(device, before)
         model.zero_grad(set_to_none=True)
     return results
 
@@ -236,13 +252,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+def reset_peak(device: torch.device) -> int:
+    """Begin to measure the peak of memory; return the bytes in use now."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
-def peak_gib(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+def peak_gib(device: torch.device, before: int = 0) -> float | None:
+    return (torch.cuda.max_memory_allocated() - before) / 2**30 if device.type == "cuda" else None
 
 
 def language_parameters(model: Qwen3VLForConditionalGeneration) -> int:

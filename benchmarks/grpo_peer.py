@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tools.demo import ENVIRONMENT, WORLD_SIZE, print_table, run, serve_and_train
+from tools.demo import ENVIRONMENT, WORLD_SIZE, exit_on_sigterm, print_table, run, serve_and_train
 from tools.demo_grpo import CONFIG
 from utils.config.load import Config, load_config_or_exit
 from utils.learner.model import adapter_targets, load_model
@@ -37,6 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run (default 30)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each trainer, in turns (default 2)")
     args = parser.parse_args()
+    exit_on_sigterm()
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
     run([sys.executable, "-m", "tools.demo_grpo", "--make-only"], environment)
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -71,12 +71,7 @@ def train_trl(python: str, steps: int, turn: int, environment: dict[str, str]) -
     job.write_text(json.dumps(trl_job(load_config_or_exit(CONFIG), steps, turn) | {"output": str(output)}, indent=2))
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD_SIZE)]
     with output.with_suffix(".log").open("w") as log:
-        status = subprocess.run(
-            [*command, "-m", "benchmarks.baselines.trl_grpo", str(job)],
-            env=environment, stdout=log, stderr=subprocess.STDOUT, check=False,
-        ).returncode  # fmt: skip
-    if status:
-        sys.exit(f"TRL ended with status {status}; see {log.name}")
+        run([*command, "-m", "benchmarks.baselines.trl_grpo", str(job)], environment, log)
     return [json.loads(line) for line in output.open()]
 
 

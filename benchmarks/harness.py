@@ -89,10 +89,16 @@ def _timed(function: Callable[[], object], clock: Callable[[], float]) -> Callab
 
 
 def write_results(path: Path, results: list[Result]) -> None:
-    """Replace entries of the same name in the list at `path`, keep the others, append new ones."""
-    entries = {entry["name"]: entry for entry in json.loads(path.read_text())} if path.exists() else {}
-    entries |= {result.name: {**asdict(result), **_rounded(result)} for result in results}
-    path.write_text(json.dumps(list(entries.values()), indent=2) + "\n")
+    """Replace all entries of the same kind (a name up to its colon) in the list at `path`; keep the others."""
+    kinds = {_kind(result.name) for result in results}
+    kept = json.loads(path.read_text()) if path.exists() else []
+    entries = [entry for entry in kept if _kind(entry["name"]) not in kinds]
+    entries += [{**asdict(result), **_rounded(result)} for result in results]
+    path.write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def _kind(name: str) -> str:
+    return name.split(":")[0]
 
 
 def _rounded(result: Result) -> dict[str, float]:

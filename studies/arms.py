@@ -221,8 +221,9 @@ def tests(records: Sequence[Record], study: Study, arm: Arm, equal_seconds: bool
 
 def find(records: Sequence[Record], job: Job) -> Record | None:
     """Return the record of a run if its settings are still the same."""
+    task, variant = job.study.name, job.variant
     for record in records:
-        if (record["task"], record["variant"], record["seed"]) == (job.study.name, job.variant, job.seed):
+        if record["seed"] == job.seed and record["variant"] == variant and record["task"] == task:
             is_same = (record["overrides"], record["material"]) == (job.overrides, job.study.material)
             return record if is_same else None
     return None

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import requests
@@ -137,17 +137,21 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
 
-def run(command: list[str], environment: dict[str, str]) -> None:
-    """Run the command to its end and exit if it fails; kill all its processes if this one is stopped first."""
+def run(command: list[str], environment: dict[str, str], log: IO[str] | None = None) -> None:
+    """Run the command to its end and exit if it fails; kill all its processes if this one is stopped first.
+
+    Args:
+        log: takes its output; None: this process's own.
+    """
     others = set(psutil.Process().children())
     try:
-        status = subprocess.Popen(command, env=environment).wait()
+        status = subprocess.Popen(command, env=environment, stdout=log, stderr=log).wait()
     finally:  # a signal may also come while `Popen` starts it
         for own in set(psutil.Process().children()) - others:
             for left in process_tree(own.pid):
                 left.kill()
     if status:
-        sys.exit(f"{' '.join(command)} ended with status {status}")
+        sys.exit(f"{' '.join(command)} ended with status {status}" + (f"; see {log.name}" if log else ""))
 
 
 def stop(server: subprocess.Popen) -> None:

@@ -158,6 +158,9 @@ def run_program(
         os.killpg(process.pid, signal.SIGKILL)  # the launcher and the ranks it started
         output, _ = process.communicate()
         raise AssertionError(f"{script} did not end in {timeout_s} s:\n{output[-6000:]}") from None
+    except BaseException:  # Ctrl-C, for one
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*")), "a run leaves shared memory behind"
     return subprocess.CompletedProcess(command, process.returncode, stdout=output)
 
