@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.e2e.processes import run_learner, write_yaml
 from tools.make_demo import make_dataset
+from utils.data.encoding import load_processor
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS = 3
@@ -43,7 +44,7 @@ def config_of(folder: Path, model: Path, name: str, matching: dict, deepspeed: s
     matching = {"decode_batch_size": 2, "max_new_tokens": 64} | matching
     config = {
         "global_max_length": 1024,
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32", "image_max_pixels": 1 << 16},  # of smaller images
         "tuner": DORA,
         "custom": {
             "trainer_variant": "rollout_matching_sft",
@@ -81,15 +82,16 @@ def run_of(folder, warm_model):
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in RUNS])
-def test_a_run_trains_and_leaves_its_records_CFG_5_ROL_4_ROL_6_ROL_7(run_of, name):
-    """CFG-5, ROL-4, ROL-6, ROL-7."""
+def test_a_run_trains_and_leaves_its_records_CFG_5_ROL_4_ROL_6_ROL_7_LRN_6(run_of, name):
+    """CFG-5, ROL-4, ROL-6, ROL-7; LRN-6: the merged model resizes images as the run did."""
     folder = run_of(name)
     assert json.loads((folder / "finished.json").read_text())["steps"] == NUM_STEPS
     events = EventAccumulator(str(folder)).Reload()
     losses = [event.value for event in events.Scalars("loss/total")]
     assert len(losses) == NUM_STEPS and all(map(math.isfinite, losses))
     assert all(event.value > 0 for event in events.Scalars("rollout/new_tokens_mean"))
-    assert (folder / f"checkpoint-{NUM_STEPS}" / "merged" / "config.json").exists()
+    merged = folder / f"checkpoint-{NUM_STEPS}" / "merged"
+    assert (merged / "config.json").exists() and load_processor(merged).image_processor.size["longest_edge"] == 1 << 16
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in RUNS if name != "hf_zero2"])

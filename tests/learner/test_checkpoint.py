@@ -1,6 +1,7 @@
 """Finished models on disk: what was written loads again as the same weights."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from utils.config.schema import Tuner
+from utils.data.encoding import load_processor
 from utils.dist import DistributedError, Ranks
 from utils.learner import checkpoint
 from utils.learner.checkpoint import save_adapter, save_merged
@@ -51,6 +53,28 @@ def test_a_merged_model_in_several_shards_loads_as_it_is_LRN_6(tmp_path, start_m
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(trained).values())
     assert (tmp_path / "merged" / "config.json").exists() and not (tmp_path / "merged.partial").exists()
     assert_same_weights(load_model(tmp_path / "merged", "float32"), trained)
+
+
+@pytest.mark.parametrize("released", ["nested", "of its own", "older names"])
+def test_a_merged_model_resizes_images_as_the_run_did_LRN_6(tmp_path, start_model, trained, ranks, released):
+    """LRN-6: the run's limits become the processor's own, in the file that released models have them in."""
+    source = shutil.copytree(start_model, tmp_path / "source")
+    if released != "nested":
+        config = json.loads((source / "processor_config.json").read_text())
+        own = config.pop("image_processor")
+        if released == "older names":
+            own |= {"min_pixels": own["size"]["shortest_edge"], "max_pixels": own.pop("size")["longest_edge"]}
+        (source / "preprocessor_config.json").write_text(json.dumps(own))
+        (source / "processor_config.json").write_text(json.dumps(config))
+    before = load_processor(source).image_processor.size
+    save_merged(trained, str(source), tmp_path / "as_it_was", ranks)
+    save_merged(trained, str(source), tmp_path / "merged", ranks, (1024, 65536))
+    save_merged(trained, str(source), tmp_path / "larger", ranks, (None, 65536))
+    assert load_processor(tmp_path / "as_it_was").image_processor.size == before
+    size = load_processor(tmp_path / "merged").image_processor.size
+    assert (size["shortest_edge"], size["longest_edge"]) == (1024, 65536)
+    size = load_processor(tmp_path / "larger").image_processor.size
+    assert (size["shortest_edge"], size["longest_edge"]) == (before["shortest_edge"], 65536)
 
 
 def test_an_adapter_loads_as_it_is_and_full_tuning_has_none_LRN_6(tmp_path, start_model, trained, ranks):

@@ -652,6 +652,26 @@ def test_con_3_an_unreadable_image_becomes_an_empty_rollout():
         assert client.stats["calls"] == client.stats["given_up"] == 1
 
 
+def test_con_3_what_is_too_large_beside_others_is_asked_again_without_them_SRV_10():
+    """CON-3: a call's images have a limit together, two here; one request is too large by itself."""
+    with setting(1) as (client, (server,)):
+
+        def on_infer(body):
+            outputs, taken = server.answer(body)[1], 0
+            for number, request in enumerate(body["infer_requests"]):
+                taken += request["uuid"] != "r3"
+                if request["uuid"] == "r3" or taken > 2:
+                    infos = {"error": "at most 2", "too_large": True}
+                    outputs[number] = {"response": None, "response_token_ids": [], "rollout_infos": infos}
+            if all("too_large" in output["rollout_infos"] for output in outputs):
+                return 400, {"detail": "at most 2"}
+            return 200, outputs
+
+        server.on_infer = on_infer
+        assert tokens(infer(client, 7)) == [[[100 + n]] if n != 3 else [] for n in range(7)]
+        assert server.sizes() == [4, 2, 1, 3, 1] and client.stats["given_up"] == 1
+
+
 def test_con_3_a_refused_path_stops_the_run():
     """CON-3, SRV-5: the message names the sample and the way out."""
     with setting(1) as (client, (server,)):

@@ -12,14 +12,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.data.test_samples import line, png, write
 from tests.e2e.processes import config_of
 from tests.run.test_resume import ranks  # noqa: F401
 from utils.config.load import build_config, load_config
+from utils.data.index import Checks, Index, IndexedFile, write_index
+from utils.data.samples import LineReader
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
 from utils.run.monitor import write_evaluation
 from utils.run.resume import Checkpoint
 from utils.run.setup import (
+    check_images,
     check_lengths,
     claim_run_dir,
     load_tokenizer,
@@ -271,3 +275,61 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_starts_LOG_3(tm
         open_session(build_config(data), metric="f1")
     assert end.value.code == 2
     assert "training.report_to" in (told := capsys.readouterr().err) and "requirements-trackers.txt wandb" in told
+
+
+def linked(folder: Path) -> Path:
+    """A data file. Its second line shows an image behind a link to another folder, its third one a larger image."""
+    (folder / "data").mkdir()
+    (folder / "photos").mkdir()
+    for path in ("data/a.png", "photos/b.png"):
+        png(folder / path)
+    png(folder / "data/large.png", 300, 200)
+    (folder / "data/linked").symlink_to(folder / "photos")
+    rows = [line(images=["a.png"]), line(images=["linked/b.png"]), line(images=["large.png"], width=300, height=200)]
+    return write(folder / "data", *rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, ["allowed_image_roots", ":2: an image in"]),
+        ({"allowed_image_roots": ["."]}, []),
+        ({"allowed_image_roots": ["."], "max_image_pixels": 59_999}, ["max_image_pixels=59999", "60000 at most", ":3"]),
+        ({"max_image_pixels": 59_999}, ["max_image_pixels=59999", "allowed_image_roots"]),
+        ("remote", []),
+        ("teacher-forced", []),
+        ("no server section", []),
+        ("hf", []),
+    ],
+)
+def test_images_that_a_server_would_not_read_are_named_at_start_SRV_5_SRV_10(
+    tmp_path, monkeypatch, capsys, changes, told
+):
+    """SRV-5, SRV-10: links are resolved, as the server does; only what a server on this machine is asked counts."""
+    monkeypatch.chdir(tmp_path)
+    path = linked(tmp_path)
+    url = "http://10.0.0.3:8000" if changes == "remote" else "http://127.0.0.1:8000"
+    data = config_of(tmp_path, tmp_path / "model", url, 8001, {})
+    data["custom"] |= {"train_jsonl": [{"path": str(path)}], "val_jsonl": None}
+    matching = data["custom"]["extra"]["rollout_matching"]
+    if changes == "teacher-forced":
+        matching["teacher_forced_ratio"] = 1.0
+    if changes == "no server section":
+        data["custom"]["extra"].pop("rollout_server")
+    if changes == "hf":
+        matching["rollout_backend"] = "hf"
+    if isinstance(changes, dict):
+        data["custom"]["extra"]["rollout_server"] |= changes
+    cfg, reader = build_config(data), LineReader("List.")
+    write_index(tmp_path / "index", path, Checks(reader))
+    file = IndexedFile(path, Index(tmp_path / "index"), reader)
+    assert file.num_pixels.tolist() == [5000, 5000, 60_000]
+    if not told:
+        return check_images(cfg, True, [file])
+    with pytest.raises(SystemExit) as end:
+        check_images(cfg, True, [file])
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and all(text in message for text in told)
+    if changes == {}:
+        assert message.count("an image in") == 1 and str(tmp_path / "photos") in message
+        check_images(cfg, True, [IndexedFile(path, Index(tmp_path / "index"), reader, limit=1)])

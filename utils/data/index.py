@@ -8,7 +8,7 @@ that decides what it holds: the file's content and place, how lines are read, an
     images.bin    `IMAGE` of each of their images, in order
     bad.jsonl     lines that cannot be used, as `skipped.jsonl` of the run has them
     unfit.txt     `file:line: reason` where a good line lacks what a reward needs
-    about.json    numbers of all these, and of objects, and the labels; written last
+    about.json    numbers of all these, and of objects, the labels, and the folders of images; written last
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ IMAGE = np.dtype([("height", "<i4"), ("width", "<i4"), ("offset", "<i8"), ("num_
 NO_SHARD = (0, -1)  # offset and num_bytes of an image that is not in a tar shard
 NO_LENGTH = np.iinfo(np.int32).max  # tokens of a prompt that cannot be encoded
 MAX_LABELS = 100_000  # of a file; more are free text, in which no label is expected to return
+MAX_FOLDERS = 10_000  # of a file's images; more are not kept
 CHUNK_BYTES = 256 << 10
 SMALL_BYTES = 32 << 20  # up to this size, worker processes take longer to start than they save
 
@@ -75,6 +76,7 @@ class Scanned:
     num_objects: int = 0
     num_polygons: int = 0
     labels: set[str] = field(default_factory=set)  # as `normal_label` gives them
+    folders: dict[str, int] = field(default_factory=dict)  # of image files, links resolved, with the first line of each
 
 
 # ---- the pass over a file ------------------------------------------------------------------------------------------
@@ -122,6 +124,8 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
         place = (start, len(images), len(item.image_sizes), len(line), number)
         rows.append((*place, zlib.crc32(line), _length(checks, item)))
         images += [(*size, *_place(image)) for size, image in zip(item.image_sizes, item.images, strict=True)]
+        for folder in filter(None, map(_folder, item.images)):
+            found.folders.setdefault(folder, number)
         found.unfit += data_problems(checks.rewards, [item])
         found.num_objects += len(item.objects)
         found.num_polygons += sum(obj.kind == "poly" for obj in item.objects)
@@ -132,6 +136,12 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
 def _place(image: str) -> tuple[int, int]:
     found = None if image.startswith("data:") else find_in_shard(image)
     return (found.offset, found.num_bytes) if found else NO_SHARD
+
+
+def _folder(image: str) -> str | None:
+    """The folder of an image file, links resolved; None for an image that is sent as bytes or is none on disk."""
+    is_file = not image.startswith("data:") and find_in_shard(image) is None
+    return os.path.dirname(os.path.realpath(image)) if is_file else None
 
 
 def _length(checks: Checks, sample: Sample) -> int:
@@ -164,6 +174,7 @@ def write_index(
     unfinished.mkdir(parents=True)
     numbers = dict.fromkeys(("lines", "images", "bad", "unfit", "objects", "polygons"), 0)
     labels: set[str] = set()
+    folders: dict[str, int] = {}
     size = os.path.getsize(path)
     progress = {"total": size, "unit": "B", "unit_scale": True, "mininterval": 5, "disable": size <= SMALL_BYTES}
     with ExitStack() as stack:
@@ -183,13 +194,16 @@ def write_index(
                 numbers[name] += number
             if len(labels) <= MAX_LABELS:
                 labels |= part.labels
+            if len(folders) <= MAX_FOLDERS:
+                folders = part.folders | folders
             bar.update(part.num_bytes)
             on_part()
         if not numbers["lines"] + numbers["bad"]:
             numbers["bad"] = 1
             write_bad_line(empty_file(path), bad)
-    known = sorted(labels) if len(labels) <= MAX_LABELS else None
-    (unfinished / "about.json").write_text(json.dumps({**numbers, "labels": known}))
+    about = {"labels": sorted(labels) if len(labels) <= MAX_LABELS else None}
+    about["folders"] = folders if len(folders) <= MAX_FOLDERS else None
+    (unfinished / "about.json").write_text(json.dumps(numbers | about))
     shutil.rmtree(target, ignore_errors=True)
     os.rename(unfinished, target)
 
@@ -198,7 +212,8 @@ def write_index(
 class Index:
     """An index on disk. Raises OSError, ValueError or KeyError if it is not whole.
 
-    `labels` are those of the file's objects; None if they are more than `MAX_LABELS`.
+    `labels` are those of the file's objects; None if they are more than `MAX_LABELS`. `folders` are those of its image
+    files, links resolved, with the number of the first line of each; none if they are more than `MAX_FOLDERS`.
     """
 
     folder: Path
@@ -208,6 +223,7 @@ class Index:
         self.num_bad, self.num_unfit = numbers["bad"], numbers["unfit"]
         self.num_objects, self.num_polygons = numbers["objects"], numbers["polygons"]
         self.labels = None if numbers["labels"] is None else frozenset(numbers["labels"])
+        self.folders: dict[str, int] = numbers["folders"] or {}
         self.lines = _mapped(self.folder / "lines.bin", LINE, numbers["lines"])
         self.images = _mapped(self.folder / "images.bin", IMAGE, numbers["images"])
 
@@ -285,7 +301,7 @@ class IndexedFile(Sequence[Sample]):
         limit: int | None = None,
     ) -> None:
         self.path, self._reader = os.fspath(path), reader
-        self._lines, self._images = index.lines[:limit], index.images
+        self._lines, self._images, self._folders = index.lines[:limit], index.images, index.folders
         self._annotated = None if annotated is None else frozenset(map(normal_label, annotated))
         self._teacher_forced_ratio = teacher_forced_ratio
         self._file = open(self.path, "rb", buffering=0)
@@ -297,6 +313,19 @@ class IndexedFile(Sequence[Sample]):
     def num_tokens(self) -> np.ndarray:
         """Length of each prompt in tokens, int32 [len]; `NO_LENGTH` where it cannot be encoded."""
         return self._lines["tokens"]
+
+    @property
+    def num_pixels(self) -> np.ndarray:
+        """Pixels of each sample's images together, int64 [len]."""
+        ends = np.cumsum(np.append(0, self._images["height"].astype(np.int64) * self._images["width"]))
+        first = self._lines["first_image"]
+        return ends[first + self._lines["num_images"]] - ends[first]
+
+    @property
+    def folders(self) -> dict[str, int]:
+        """Folders of its image files, links resolved, with the number of the first line of each; see `Index`."""
+        last = int(self._lines["number"][-1]) if len(self) else 0
+        return {folder: number for folder, number in self._folders.items() if number <= last}
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...

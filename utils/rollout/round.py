@@ -136,7 +136,7 @@ class ServerBatch:
                 while pending:
                     numbers, attempt = pending.pop()
                     try:
-                        self._store(numbers, self._call(link, numbers))
+                        pending += self._store(numbers, self._call(link, numbers))
                     except CallFailed as failure:
                         pending += self._after_failure(failure, numbers, attempt, watch)
         except BaseException as error:  # noqa: BLE001  (raised by `Round.run`, in the caller's thread)
@@ -188,9 +188,17 @@ class ServerBatch:
         half = (len(numbers) + 1) // 2
         return [(numbers[half:], 0), (numbers[:half], 0)]
 
-    def _store(self, numbers: range, outputs: list[dict[str, Any]]) -> None:
-        """Put outputs where they belong. Raises: RolloutError for a refused request, or too many failed ones."""
+    def _store(self, numbers: range, outputs: list[dict[str, Any]]) -> list[tuple[range, int]]:
+        """Put outputs where they belong; return what to call again: requests that were too large beside the others.
+
+        Raises: RolloutError for a refused request, or too many failed ones.
+        """
+        again: list[range] = []
         for number, output in zip(numbers, outputs, strict=True):
+            if output["rollout_infos"].get("too_large") and len(numbers) > 1:  # a call's images have a limit together
+                joins = again and again[-1].stop == number
+                again.append(range(again.pop().start if joins else number, number + 1))
+                continue
             error = output["rollout_infos"].get("error")
             where = f"{self.client.url(self.index)}, request {self.job.infer_requests[number].get('uuid') or number}"
             if output["rollout_infos"].get("refused"):
@@ -202,6 +210,7 @@ class ServerBatch:
                 log.warning("%s: empty rollout: %s", where, error)
             self.client.count_request(None if error is None else f"{where}: {error}")
             self.job.outputs[number] = output
+        return [(own, 0) for own in reversed(again)]
 
 
 @dataclass(eq=False)

@@ -380,7 +380,8 @@ class Session:
             self.learner.save_state(folder / "state")
             error = capture_error(torch.save, own, rank_file(folder, self.ranks.rank))
             self.ranks.raise_on_all_ranks(error, f"saving {folder}")
-            save_merged(self.learner.model, self.cfg.model.path, folder / "merged", self.ranks)
+            pixels = self.cfg.model.image_min_pixels, self.cfg.model.image_max_pixels
+            save_merged(self.learner.model, self.cfg.model.path, folder / "merged", self.ranks, pixels)
             save_adapter(self.learner.model, folder / "adapter", self.ranks)
 
         config, limit = self.cfg.model_dump(mode="json", by_alias=True), self.cfg.training.save_total_limit

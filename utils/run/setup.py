@@ -24,7 +24,7 @@ from utils import targets
 from utils.answer_format import COORD_TOKENS
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.rules import length_limit
-from utils.config.schema import RM, ServerAddress
+from utils.config.schema import RM, RS, ServerAddress
 from utils.data.encoding import (
     dummy_segment,
     encode_prompt,
@@ -102,6 +102,7 @@ def open_session(
     inputs = check_inputs(cfg, checkpoint, accepted_changes, ranks)
     datasets, val_files = load_data(cfg, ranks, inputs["digests"], processor, rewards)
     check_lengths(cfg, ranks.is_main, datasets, processor, val_files)
+    check_images(cfg, ranks.is_main, datasets, val_files)
     val_samples: Sequence[Sample] = ConcatDataset(val_files) if val_files else []
     weights = [spec.weight for spec in cfg.custom.train_jsonl]
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
@@ -344,10 +345,7 @@ def check_lengths(
     Nothing is generated for a file that is only teacher-forced (DAT-5), nor for validation without an evaluation.
     """
     (path, limit), key = length_limit(cfg), cfg.rollout_path("max_new_tokens")
-    own, default = [spec.teacher_forced_ratio for spec in cfg.custom.train_jsonl], cfg.rm.teacher_forced_ratio
-    generates = [(default if ratio is None else ratio) < 1 for ratio in own]
-    generates += [bool(cfg.training.eval_steps or cfg.training.eval_at_start)] * len(val)
-    files = [(f, cfg.rm.max_new_tokens * is_asked) for f, is_asked in zip([*train, *val], generates, strict=True)]
+    files = [(f, cfg.rm.max_new_tokens * is_asked) for f, is_asked in with_generation(cfg, train, val)]
 
     def reason(sample: Sample, new_tokens: int) -> str:
         try:
@@ -366,6 +364,52 @@ def check_lengths(
         rule = f"{len(found)} of {sum(len(file) for file, _ in files)} samples do not fit; raise it, lower {key} or "
         line = problem(cfg, path, rule + "model.image_max_pixels or remove these samples")
         exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
+
+
+def with_generation(
+    cfg: Config, train: Sequence[IndexedFile], val: Sequence[IndexedFile]
+) -> list[tuple[IndexedFile, bool]]:
+    """Each file, and whether anything is generated for it."""
+    own, default = [spec.teacher_forced_ratio for spec in cfg.custom.train_jsonl], cfg.rm.teacher_forced_ratio
+    generates = [(default if ratio is None else ratio) < 1 for ratio in own]
+    generates += [bool(cfg.training.eval_steps or cfg.training.eval_at_start)] * len(val)
+    return list(zip([*train, *val], generates, strict=True))
+
+
+def check_images(cfg: Config, is_main: bool, train: Sequence[IndexedFile], val: Sequence[IndexedFile] = ()) -> None:
+    """Exit with status 2 and name images that a rollout server would not read: they have too many pixels (SRV-10), or
+    lie where a server on this machine may not read (SRV-5). Servers elsewhere may see other paths and links."""
+    if not (cfg.rs and cfg.servers()):
+        return
+    files = [file for file, is_asked in with_generation(cfg, train, val) if is_asked]
+    problems = [_too_many_pixels(cfg, files)]
+    here = [index for index, address in enumerate(cfg.servers()) if is_loopback(address.base_url)]
+    problems += [_outside_roots(cfg, files, index) for index in here]
+    if found := list(filter(None, dict.fromkeys(problems))):
+        exit_with("\n".join(found), is_main)
+
+
+def _too_many_pixels(cfg: Config, files: Sequence[IndexedFile]) -> str | None:
+    limit = min(cfg.server_settings(index).max_image_pixels for index in range(len(cfg.servers())))
+    found = [(file, index) for file in files for index in np.flatnonzero(file.num_pixels > limit)]
+    if not found:
+        return None
+    most = max(int(file.num_pixels.max()) for file in files)
+    rule = f"the images of {len(found)} samples have more pixels, {most} at most; raise it or make them smaller"
+    named = [file[index].source for file, index in found[:MAX_SHOWN]]
+    return f"{problem(cfg, f'{RS}.max_image_pixels', rule)}\n{DataError(named, len(found) - len(named))}"
+
+
+def _outside_roots(cfg: Config, files: Sequence[IndexedFile], index: int) -> str | None:
+    roots = [Path(root).resolve() for root in cfg.image_roots(index)]
+    found = [
+        f"{file.path}:{number}: an image in {folder}"
+        for file in files
+        for folder, number in file.folders.items()
+        if not any(Path(folder).is_relative_to(root) for root in roots)
+    ]
+    rule = "images lie outside the folders that a server may read (links are resolved); add theirs and start it again"
+    return f"{problem(cfg, f'{RS}.allowed_image_roots', rule)}\n{DataError(found)}" if found else None
 
 
 _START = """  start the server: make server GPUS=<ids> CONFIG={file} \
