@@ -79,6 +79,26 @@ def test_the_header_says_what_the_plan_says_CFG_16(name):
 
 
 @every_preset
+def test_the_header_says_how_many_learners_to_plan_for_CFG_16(name):
+    """CFG-16: `--world-size` is the number of GPUs that the header gives to `make train`."""
+    header = (ROOT / name).read_text().split("\n\n")[0]
+    hardware = re.search(r"^# Hardware: .*$", header, re.MULTILINE)[0]
+    assert re.findall(r"--world-size (\d+)", hardware) == [str(learners(name))]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/runbook_grpo.md", *NAMES])
+def test_dry_runs_are_for_as_many_learners_as_the_preset_has_CFG_16(page):
+    """CFG-16: the command as written, without `--world-size` for one. `$CONFIG` is the preset that the page sets."""
+    text = (ROOT / page).read_text()
+    preset = next(iter(re.findall(r"^CONFIG=(\S+)|`CONFIG=(\S+)`", text, re.MULTILINE)), ("", ""))
+    found = re.findall(r"python \S+ --config (\S+) --dry-run(?: --world-size (\d+))?", text)
+    assert found or page in NAMES
+    for config, number in found:
+        name = "".join(preset) if config == "$CONFIG" else config
+        assert int(number or 1) == learners(name), (page, config)
+
+
+@every_preset
 def test_the_plan_fits_its_hardware_CFG_16_DIS_2(name):
     """CFG-16, DIS-2: memory with 10 % to spare for what the estimate leaves out; a round of requests per micro-step."""
     cfg, world_size = load_config(name), learners(name)

@@ -195,7 +195,8 @@ def max_tokens_per_step(cfg: Config, world_size: int) -> int:
 def add_plan_arguments(parser: argparse.ArgumentParser, num_learners: int = 1) -> None:
     """Add what `--dry-run` plans for."""
     add = parser.add_argument
-    add("--world-size", type=at_least_one, default=num_learners, help="learner ranks to plan for (--dry-run only)")
+    learners = f"learner GPUs to plan for, as many as `make train GPUS=` names (--dry-run only; default {num_learners})"
+    add("--world-size", type=at_least_one, default=num_learners, help=learners)
     told = f"memory of one GPU to plan for (--dry-run only; default {DEVICE_GIB})"
     add("--device-gib", type=at_least_one, default=DEVICE_GIB, metavar="GIB", help=told)
 
