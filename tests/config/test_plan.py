@@ -126,6 +126,43 @@ def test_CFG_16_steps_are_open_without_data_and_given_with_max_steps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("training", "remarks"),
+    [
+        (
+            {"warmup_steps": 50, "save_steps": 200, "eval_steps": 200},
+            [
+                "training.warmup_steps=50: the run has 31 steps, all of them warm-up; lower it",
+                "training.save_steps=200: the run has 31 steps; only its end is saved, and a run killed before that "
+                "starts over; lower it",
+                "training.eval_steps=200: the run has 31 steps; it is evaluated only at its end; lower it",
+            ],
+        ),
+        (
+            {"warmup_steps": 31, "save_steps": 31, "eval_steps": 32, "eval_at_start": True},
+            [
+                "training.warmup_steps=31: the run has 31 steps, all of them warm-up; lower it",
+                "training.eval_steps=32: the run has 31 steps; it is evaluated only at its start and end; lower it",
+            ],
+        ),
+        ({"warmup_steps": 30, "save_steps": 5, "eval_steps": 31}, []),
+        ({}, []),  # saved at the end and never evaluated, as asked for
+    ],
+)
+def test_CFG_16_the_plan_remarks_on_steps_that_a_short_run_never_comes_to(
+    tmp_path: Path, training: dict[str, Any], remarks: list[str]
+) -> None:
+    """CFG-16: 1000 samples, 32 per step. Nothing where the number of steps is not known."""
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n" * 1000)
+    training = {"output_dir": "o", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4} | training
+    changes: dict[str, Any] = {"custom__val_jsonl": "val.jsonl", "training": training}
+    plan = make_plan(config(custom__train_jsonl=str(data), **changes), 1)
+    shown = re.findall(r"^# remark: +(.+)$", format_plan(plan), re.MULTILINE)
+    assert plan.num_steps == 31 and shown == remarks
+    assert "# remark" not in format_plan(make_plan(config(custom__train_jsonl="gone.jsonl", **changes), 1))
+
+
+@pytest.mark.parametrize(
     ("tuner", "trainable", "can_change"),
     [
         ({}, 40 + 12, 40 + 12),  # full: language model with embeddings

@@ -29,6 +29,7 @@ from tests.rollout.test_client import FaultyServer
 from tests.sync.test_adapter_sync import tuned
 from tools.make_demo import make_dataset
 from utils.config.load import build_config, load_config
+from utils.config.plan import step_remarks
 from utils.config.schema import Data
 from utils.data.encoding import encode_prompt, load_processor, num_prompt_tokens
 from utils.data.index import Checks, Index, IndexedFile, write_index
@@ -322,6 +323,38 @@ def test_ROL_7_rows_longer_than_the_colocated_engine_can_hold_are_told_before_an
         assert status == 0 and (f"global_max_length={length}: is the colocated" in error) is is_told, error
     status, _, error = start(train_stage2, config)
     assert status == 2 and f"ends at {longest} positions; lower it" in error, error
+
+
+@pytest.mark.parametrize(("program", "write"), [(train_stage2, write_config), (train_grpo, write_grpo_config)])
+def test_CFG_16_data_files_that_are_not_there_are_told_by_a_dry_run(
+    folder, start_model, server, start, monkeypatch, tmp_path, program, write
+):
+    """CFG-16: each by its key, in the words of the start that they would stop; the plan needs none of them."""
+    config = write(folder, start_model, server, training={"output_dir": str(tmp_path / "run")})
+    assert start(program, config, "--dry-run")[::2] == (0, "")
+    written = yaml.safe_load(config.read_text())
+    here = written["custom"]["train_jsonl"]
+    written["custom"] |= {"train_jsonl": [here, "data/nothere.jsonl"], "val_jsonl": str(tmp_path)}
+    config.write_text(yaml.safe_dump(written))
+    gone = "custom.train_jsonl[1]=data/nothere.jsonl: cannot be read: No such file or directory; paths are relative to"
+    told = [f"{gone} the working directory, {Path.cwd()}", f"custom.val_jsonl[0]={tmp_path}: cannot be read: Is a dir"]
+    status, out, error = start(program, config, "--dry-run")
+    assert status == 0 and "# plan" in out and error.count("would not start: ") == 2, error
+    assert all(f"would not start: {line}" in error for line in told), error
+    status, _, error = start(program, config)
+    assert status == 2 and all(line in error for line in told), error
+
+
+def test_CFG_16_a_start_remarks_on_steps_that_it_never_comes_to(
+    folder, start_model, server, start, responses, monkeypatch, tmp_path, caplog
+):
+    """CFG-16: as the plan does."""
+    training = {"output_dir": str(tmp_path / "run"), "warmup_steps": 5, "save_steps": 9}
+    config = write_config(folder, start_model, server, training=training)
+    status, _, error = start(train_stage2, config, sync=responses.sync)
+    assert status == 0, error
+    warned = [own.getMessage() for own in caplog.records if own.name == "utils.run.setup"]
+    assert warned == step_remarks(load_config(config).training, NUM_STEPS) and len(warned) == 2
 
 
 def test_CFG_3_a_tuner_that_does_not_fit_the_model_is_told_in_one_message(

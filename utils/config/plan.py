@@ -29,7 +29,7 @@ from utils.config.memory import (
     row_limit,
 )
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
-from utils.config.schema import RM, RS, SCRIPTS, Config
+from utils.config.schema import RM, RS, SCRIPTS, Config, Training
 
 # Of a learner's memory, what it has when the engine beside it starts, and never gives back.
 KEPT = ("weights", "start policy", "gradients", "optimizer", "reduce buckets")
@@ -87,6 +87,7 @@ class Plan:
     num_checkpointed: int | None = None  # language-model layers; None: all
     outside_memory: dict[str, int] | None = None  # of the servers' GPUs, beside vLLM's share
     start_policy: str | None = None  # what the loss compares the policy with
+    remarks: tuple[str, ...] = ()  # on steps that the run never comes to
 
 
 def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_learners: bool = True) -> Plan:
@@ -98,6 +99,7 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
     chunk, num_samples = _chunk(cfg, servers, world_size), _samples_per_epoch(cfg)
     size = model_size(Path(cfg.model.path), cfg.tuner)
     has_num_steps = training.max_steps is not None or num_samples is not None
+    num_steps = training.num_steps(num_samples or 0, world_size) if has_num_steps else None
     on_cpu = cfg.rs is not None and cfg.server_settings().device == "cpu"
     device_bytes = 0 if on_cpu else int(device_gib * GIB)
     num_checkpointed = checkpointed_layers(cfg, engine, size, world_size, device_bytes)
@@ -111,7 +113,7 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
         rounds=chunk and -(-training.per_device_train_batch_size * cfg.answers_per_sample // chunk),
         samples_per_step=engine["train_batch_size"],
         num_samples=num_samples,
-        num_steps=training.num_steps(num_samples or 0, world_size) if has_num_steps else None,
+        num_steps=num_steps,
         max_tokens_per_step=max_tokens_per_step(cfg, world_size),
         model_size=size,
         learner_memory=size and learner_memory(cfg, engine, size, world_size, num_checkpointed),
@@ -121,6 +123,7 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
         num_checkpointed=num_checkpointed,
         outside_memory=_outside(cfg, servers, size or ModelSize(0, 0), device_gib),
         start_policy=(cfg.model.reference_path or "the adapters disabled") if cfg.has_reference else None,
+        remarks=() if num_steps is None else tuple(step_remarks(training, num_steps)),
     )
     found = _impossible(cfg, plan)
     if device_bytes and plan.learner_memory and has_learners:
@@ -182,6 +185,20 @@ def _engine_key(cfg: Config, name: str, index: int = 0) -> str:
     overrides = cfg.rs.servers[index : index + 1] if cfg.rs else []
     is_own = any(f"vllm_{name}" in override.model_fields_set for override in overrides)
     return f"{RS}.servers[{index}].vllm_{name}" if is_own else f"{RS}.vllm_{name}"
+
+
+def step_remarks(training: Training, num_steps: int) -> list[str]:
+    """Settings that are made for a longer run than one of `num_steps`, and what they lead to."""
+    found, run = [], f"the run has {num_steps} step{'s' * (num_steps > 1)}"
+    if training.warmup_steps >= num_steps:
+        found.append(f"training.warmup_steps={training.warmup_steps}: {run}, all of them warm-up; lower it")
+    if training.save_steps > num_steps:
+        rule = "only its end is saved, and a run killed before that starts over; lower it"
+        found.append(f"training.save_steps={training.save_steps}: {run}; {rule}")
+    if training.eval_steps > num_steps:
+        when = "start and end" if training.eval_at_start else "end"
+        found.append(f"training.eval_steps={training.eval_steps}: {run}; it is evaluated only at its {when}; lower it")
+    return found
 
 
 def max_tokens_per_step(cfg: Config, world_size: int) -> int:
@@ -302,6 +319,7 @@ def format_plan(plan: Plan) -> str:
         ("samples per optimizer step", str(plan.samples_per_step)),
         ("tokens per optimizer step", f"at most {plan.max_tokens_per_step}"),
         ("optimizer steps", _known(plan.num_steps)),
+        *(("remark", text) for text in plan.remarks),
     ]
     if plan.model_size:
         total, trainable = plan.model_size.total, plan.model_size.trainable

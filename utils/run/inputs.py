@@ -43,6 +43,23 @@ def data_paths(cfg: Config) -> list[str]:
     return [spec.path for spec in cfg.custom.train_jsonl + (cfg.custom.val_jsonl or [])]
 
 
+def data_problems(cfg: Config) -> list[str]:
+    """List the data files that cannot be read, in the words of a start."""
+    found = []
+    for path in dict.fromkeys(data_paths(cfg)):
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            found.append(_unreadable(cfg, path, error))
+    return found
+
+
+def _unreadable(cfg: Config, path: str, error: OSError) -> str:
+    rule = f"cannot be read: {error.strerror or error}; paths are relative to the working directory, {os.getcwd()}"
+    return f"{_key_of(cfg, path)}={path}: {rule}"
+
+
 class KnownDigests:
     """Digests of data files, which are read again only where size, inode or times have changed: `known.json` in the
     run's index folder remembers them for each state of a file."""
@@ -139,10 +156,7 @@ def _data_digests(cfg: Config, ranks: Ranks) -> tuple[dict[str, Any], dict[str, 
         try:
             found[path] = known.describe(path)
         except OSError as error:
-            rule = (
-                f"cannot be read: {error.strerror or error}; paths are relative to the working directory, {os.getcwd()}"
-            )
-            unreadable.append(f"{_key_of(cfg, path)}={path}: {rule}")
+            unreadable.append(_unreadable(cfg, path, error))
     arrived = ranks.gather((found, known.states, unreadable))
     data, _, unreadable = arrived[0]
     if unreadable:

@@ -12,7 +12,7 @@ from utils.config.load import Config, exit_with, load_config_or_exit, problem, r
 from utils.config.plan import add_plan_arguments, print_dry_run
 from utils.dist import capture_error
 from utils.families import longest_sequence, read_config
-from utils.run.inputs import KINDS
+from utils.run.inputs import KINDS, data_problems
 from utils.run.session import Program
 from utils.run.shutdown import StopRequest, end_with, launch_command
 
@@ -39,7 +39,7 @@ def run_program(
     check(cfg)
     if args.dry_run:
         print_dry_run(cfg, args.world_size, args.device_gib)
-        for line in model_problems(cfg, may_be_absent=True):  # a plan needs no weights
+        for line in model_problems(cfg, may_be_absent=True) + data_problems(cfg):  # a plan needs neither
             print(f"would not start: {line}", file=sys.stderr)
         sys.exit(0)
     stop, run, status = StopRequest(), None, 0

@@ -23,6 +23,7 @@ from torch.utils.data import ConcatDataset
 from utils import targets
 from utils.answer_format import COORD_TOKENS
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
+from utils.config.plan import step_remarks
 from utils.config.rules import length_limit
 from utils.config.schema import RM, RS, ServerAddress
 from utils.data.encoding import (
@@ -107,8 +108,8 @@ def open_session(
     weights = [spec.weight for spec in cfg.custom.train_jsonl]
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
     num_steps = cfg.training.num_steps(stream.epoch_size, ranks.world_size)
-    if (warmup := cfg.training.warmup_steps) >= num_steps:
-        logger.warning("training.warmup_steps=%d: the run has %d steps and never reaches its rate", warmup, num_steps)
+    for remark in step_remarks(cfg.training, num_steps):
+        logger.warning("%s", remark)
     resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
     teacher = reach_teacher(cfg, ranks, processor) if cfg.rm.teacher else None
