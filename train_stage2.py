@@ -223,7 +223,7 @@ class Stage2:
             truncated = result.finish_reason == "length"
             failed = result.error is not None
             counts = count_evaluation(parsed, sample, settings.iou_threshold, truncated, failed)
-            return counts, prediction_record(sample, parsed, result.logprobs)
+            return counts, prediction_record(sample, parsed, result.logprobs, result.text, result.finish_reason)
 
         scored = self.session.score_validation(step, score)
         counts: Counter = Counter()

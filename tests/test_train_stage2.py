@@ -520,14 +520,14 @@ def test_a_loopback_server_reaches_the_learner_on_loopback_SYN_1():
 
 
 def evaluate(run, sample, response: RolloutResult) -> dict:
-    """The scores of an evaluation of one sample."""
+    """The scores of an evaluation of one sample, and as `lines` what is kept of it."""
     found = {}
     session = SimpleNamespace(
         cfg=run.cfg,
         data=SimpleNamespace(table=run.table),
         ranks=SimpleNamespace(sum=dict),
         score_validation=lambda step, score: [score(sample, response)],
-        log_evaluation=lambda step, result, predictions, more: found.update(result),
+        log_evaluation=lambda step, result, predictions, more: found.update(result, lines=predictions),
     )
     train_stage2.Stage2.evaluate(SimpleNamespace(session=session), 1)
     return found
@@ -538,6 +538,13 @@ def test_evaluation_counts_answers_that_were_cut_off_LRN_7(run):
     whole = answer_of(run, format_objects(run.samples[0].objects))
     for response, rate in ((whole, 0.0), (replace(whole, finish_reason="length"), 1.0)):
         assert evaluate(run, run.samples[0], response)["truncated_rate"] == rate
+
+
+def test_evaluation_keeps_the_text_of_each_answer_LRN_7(run):
+    """LRN-7: at the call site; one that does not parse can be looked at."""
+    cut = replace(answer_of(run, '{"objects": [{"desc": "red'), finish_reason="length")
+    (line,) = evaluate(run, run.samples[0], cut)["lines"]
+    assert (line["response"], line["finish_reason"], line["pred"]) == ('{"objects": [{"desc": "red', "length", [])
 
 
 def test_evaluation_counts_failed_requests_CON_3_LRN_7(run):

@@ -4,8 +4,8 @@
 
 Generates greedily, with the strict parser and the scores of training, then scores the boxes again by COCO's rules. The
 scores go to `--output FILE.json`, the responses to `FILE.jsonl` next to it, in the form of a run's
-`eval/step_N.jsonl`. Prompt, image sizes, dtype, response length and IoU threshold come from `--config`, or else from
-the schema's defaults.
+`eval/step_N.jsonl`: objects, the text they were read from, and how it ended. Prompt, image sizes, dtype, response
+length and IoU threshold come from `--config`, or else from the schema's defaults.
 
 COCO ranks detections by confidence. With vLLM that of a box comes from the log-probabilities of its own tokens
 (TGT-14). Beside these figures stand those of the same boxes with a constant score, where ties rank in the order of the
@@ -259,7 +259,7 @@ def score(
         truncated = response.finish_reason == "length"
         failed = response.error is not None
         counts.update(count_evaluation(parsed, sample, iou_threshold, truncated, failed))
-        predictions.append(prediction_record(sample, parsed, response.logprobs))
+        predictions.append(prediction_record(sample, parsed, response.logprobs, response.text, response.finish_reason))
         objects.append(parsed.pred_objects)
         ranking.append(confidences(parsed, response.logprobs))
     found = evaluation_scores(counts, new_labels) | {"labels": label_counts(counts)}

@@ -261,18 +261,27 @@ def scores(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def prediction_record(
-    sample: "Sample", parsed: ParsedAnswer, logprobs: Sequence[float] | None = None
+    sample: "Sample",
+    parsed: ParsedAnswer,
+    logprobs: Sequence[float] | None = None,
+    response: str | None = None,
+    finish_reason: str | None = None,
 ) -> dict[str, Any]:
     """A validation answer as a JSON record; coordinates norm1000 (0..999), whatever the answer's own grid is. With the
     answer's `logprobs` predictions have a `score`, their confidence (TGT-14). Where annotation is not complete for all
-    labels, `annotated` names those for which it is (TGT-12). `width` and `height` are those of the first image."""
+    labels, `annotated` names those for which it is (TGT-12). `width` and `height` are those of the first image.
+
+    Args:
+        response: the answer's whole text, which shows why it does not parse; kept with `finish_reason` if given.
+    """
     sides = {"gt": sample.objects, "pred": parsed.pred_objects}
     objects = {side: [object_record(obj, sample.grid) for obj in objects] for side, objects in sides.items()}
     for record, score in zip(objects["pred"], confidences(parsed, logprobs) or [], strict=False):
         record["score"] = round(score, 6)
     annotated = {} if sample.annotated is None else {"annotated": sorted(sample.annotated)}
     size = dict(zip(("width", "height"), sample.size_px, strict=True))
-    return {"id": sample.id, "images": sample.images, **size, **objects, **annotated}
+    written = {} if response is None else {"response": response, "finish_reason": finish_reason}
+    return {"id": sample.id, "images": sample.images, **size, **objects, **annotated, **written}
 
 
 def object_record(obj: Object, grid: Grid) -> dict[str, Any]:

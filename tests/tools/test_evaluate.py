@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
+from transformers import AutoTokenizer
 
 from tests.answers import make_table
 from tools import evaluate
@@ -20,7 +21,9 @@ from tools.evaluate import COCO_NAMES, coco_scores
 from tools.make_demo import make_dataset
 from utils.data.samples import Sample
 from utils.geometry import Object
+from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutResult
+from utils.scores import object_record
 from utils.targets import format_objects
 
 CAT, CAT_BELOW = Object("cat", "bbox_2d", (0, 0, 300, 300)), Object("cat", "bbox_2d", (500, 500, 900, 900))
@@ -107,6 +110,16 @@ def test_TGT_14_coco_ranks_by_confidence() -> None:
     assert [obj["score"] for obj in record["pred"]] == pytest.approx([0.1353, 0.9048], abs=1e-4)
     found, _ = evaluate.score(images, [without], table, 0.5)
     assert "coco" not in found and found["coco_constant"]["AP"] == pytest.approx(HALF / 2)
+
+
+def test_an_answer_that_does_not_parse_is_on_file_as_it_was_written_LRN_7() -> None:
+    """LRN-7: with special tokens, and how it ended."""
+    table, texts = make_table("qwen"), ("I see a cat.<|im_start|>", "", '{"objects": []}')
+    ends = ("length", None, "stop")
+    responses = [RolloutResult(table.encode(t), [], t, end, None) for t, end in zip(texts, ends, strict=True)]
+    found, records = evaluate.score([image(CAT)] * 3, responses, table, 0.5)
+    assert found["parse_rate"] == pytest.approx(1 / 3)
+    assert [(record["response"], record["finish_reason"]) for record in records] == list(zip(texts, ends, strict=True))
 
 
 def test_coco_thresholds_run_from_half_to_95_percent() -> None:
@@ -208,7 +221,11 @@ def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, cap
     result = json.loads(output.read_text())
     records = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
     assert [record["id"] for record in records] == [json.loads(line)["id"] for line in data.open()]
-    assert set(records[0]) == {"id", "images", "width", "height", "gt", "pred"}
+    assert set(records[0]) == {"id", "images", "width", "height", "gt", "pred", "response", "finish_reason"}
+    table = TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(warm_model))
+    for record in records:
+        parsed = parse_answer(table.encode(record["response"]), table)
+        assert [object_record(obj, (999, 999)) for obj in parsed.pred_objects] == record["pred"]
     num_objects = sum(len(record["pred"]) + len(record["gt"]) for record in records)
     for name, with_label in (("f1", True), ("f1_no_label", False)):
         matched = sum(most_pairs(record["pred"], record["gt"], 0.3, with_label) for record in records)
