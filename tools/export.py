@@ -9,6 +9,9 @@ scores. `predictions.json` holds the answers in the form of a ground truth, for 
 supervision. Categories are the labels as scores compare them (stripped, case-folded), those of the ground truth
 first. Where annotation is not complete, images have LVIS's `neg_category_ids` and `not_exhaustive_category_ids`.
 
+The files number images and categories anew: `results.json` belongs to this `instances.json`. With `--like FILE`, your
+own COCO or LVIS file, all ids are those of FILE, so that `results.json` can be evaluated against it.
+
 JSONL makes the answers annotation: pseudo-labels, or something to look at with `tools.show_jsonl`.
 """
 
@@ -17,6 +20,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any, get_args
@@ -34,7 +38,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="PATH", help="folder (coco) or file (jsonl)")
     parser.add_argument("--to", choices=("coco", "jsonl"), default="coco", help="form to write (default: coco)")
     parser.add_argument("--min-score", type=float, default=0.0, metavar="S", help="leave out answers below (default 0)")
+    parser.add_argument("--like", type=Path, metavar="FILE.json", help="COCO file to take all ids from")
     args = parser.parse_args()
+    if args.like and args.to != "coco":
+        parser.error("--like is for --to coco")
     try:
         records = read(args.answers)
     except (OSError, ValueError) as error:
@@ -59,12 +66,23 @@ def main() -> None:
     if num_shared := sum(number for number in uses.values() if number > 1):
         what = "to an image file that another answer has, too; supervision and FiftyOne want one entry per image"
         print(f"{args.answers}: {num_shared} answers are {what}")
+    try:
+        ids = ids_like(args.like, records) if args.like else own_ids(records)
+    except (OSError, ValueError) as error:
+        exit_with(f"--like {args.like}: {error}")
+    except (AttributeError, KeyError, TypeError) as error:  # of its items
+        exit_with(f"--like {args.like}: no COCO file: {type(error).__name__}: {error}")
     args.output.mkdir(parents=True, exist_ok=True)
-    folder, files = coco_files(records)
+    folder, files = coco_files(records, ids)
     for name, content in files.items():
         (args.output / name).write_text(json.dumps(content) + "\n")
     names = ", ".join(str(args.output / name) for name in files)
     print(f"{len(records)} images: {names}; file names are below {folder}")
+    if not args.like:
+        own = args.output / "instances.json"
+        print(f"ids are those of {own} only; to evaluate against your own COCO file, take its ids with --like FILE")
+    for remark in ids.remarks:
+        print(f"--like {args.like}: {remark}")
 
 
 def read(path: Path) -> list[Record]:
@@ -82,15 +100,90 @@ def read(path: Path) -> list[Record]:
 # COCO
 
 
-def coco_files(records: Sequence[Record]) -> tuple[Path, dict[str, Any]]:
+@dataclass(frozen=True)
+class Ids:
+    """`images`: of each record; `category_of`: by label, as labels are compared; `names`: of categories, as written."""
+
+    images: list[Any]
+    category_of: dict[str, Any]
+    names: list[str]
+    remarks: list[str] = field(default_factory=list)
+
+
+def own_ids(records: Sequence[Record]) -> Ids:
+    """Number images and labels from 1, the labels of the ground truth first."""
+    names = [*sorted(_labels(records, "gt")), *sorted(_labels(records, "pred") - _labels(records, "gt"))]
+    category_of = {name: number for number, name in enumerate(names, start=1)}
+    return Ids(list(range(1, len(records) + 1)), category_of, names)
+
+
+def ids_like(file: Path, records: Sequence[Record]) -> Ids:
+    """Take the ids of a COCO file: of images by file name, of categories by name.
+
+    Raises OSError, and ValueError (or what items without names or ids raise) for what is no COCO file, for a label of
+    the ground truth or an image that it does not have, and where it is open which one is meant.
+    """
+    given = json.loads(file.read_text())
+    if not isinstance(given, dict) or not {"images", "categories"} <= given.keys():
+        raise ValueError("no COCO file: it has no images and categories")
+    names = [category["name"] for category in given["categories"]]
+    if twice := [label for label, number in Counter(map(normal_label, names)).items() if number > 1]:
+        raise ValueError(f"two categories are {twice[0]!r} as labels are compared (without case and outer blanks)")
+    category_of = {normal_label(category["name"]): category["id"] for category in given["categories"]}
+    if missing := sorted(_labels(records, "gt") - category_of.keys()):
+        raise ValueError(f"no category has the name {missing[0]!r}{_and_more(missing)}, which the ground truth has")
+    remarks = []
+    labels = [normal_label(found["desc"]) for record in records for found in record["pred"]]
+    if made_up := sorted(label for label in labels if label not in category_of):
+        shown = f"{made_up[0]!r}{_and_more(sorted(set(made_up)))}"
+        remarks.append(f"{len(made_up)} predicted objects left out; their labels are no category there: {shown}")
+    images = _images_like(given["images"], records)
+    if num_left := len(given["images"]) - len(set(images)):
+        rule = "evaluate these images only (params.imgIds), or their objects count as missed"
+        remarks.append(f"{num_left} of its {len(given['images'])} images have no answer; {rule}")
+    return Ids(images, category_of, names, remarks)
+
+
+def _images_like(given: Sequence[dict[str, Any]], records: Sequence[Record]) -> list[Any]:
+    """Return the id of each record's image: its path ends in that image's `file_name`, or in the last name of LVIS's
+    `coco_url`."""
+    by_name: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {}
+    for image in given:
+        parts = Path(image.get("file_name") or image.get("coco_url", "").rpartition("/")[2]).parts
+        if parts:
+            by_name.setdefault(parts[-1], []).append((parts, image))
+    paths = [Path(record["images"][0]) for record in records]
+    found = [[image for parts, image in by_name.get(p.name, []) if p.parts[-len(parts) :] == parts] for p in paths]
+    if missing := [str(path) for path, own in zip(paths, found, strict=True) if not own]:
+        raise ValueError(f"no image has the file name of {missing[0]}{_and_more(missing)}")
+    files: dict[Any, Path] = {}
+    for path, record, own in zip(paths, records, found, strict=True):
+        if len(own) > 1 or files.setdefault(own[0]["id"], path) != path:
+            raise ValueError(f"its file names do not tell images apart: {own[0].get('file_name')!r}, {path}")
+        size = own[0].get("width", record["width"]), own[0].get("height", record["height"])
+        if size != (record["width"], record["height"]):
+            rule = "another size there; boxes would not fit (an image that EXIF turns, or a resized one)"
+            raise ValueError(f"{path}: {record['width']} x {record['height']}, but {size[0]} x {size[1]} there: {rule}")
+    return [own[0]["id"] for own in found]
+
+
+def _labels(records: Sequence[Record], side: str) -> set[str]:
+    return {normal_label(found["desc"]) for record in records for found in record[side]}
+
+
+def _and_more(found: Sequence[str]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+
+
+def coco_files(records: Sequence[Record], ids: Ids) -> tuple[Path, dict[str, Any]]:
     """Return the folder that images are named below, and the content of each file by name."""
     folder = Path(os.path.commonpath([Path(record["images"][0]).parent for record in records] or ["."]))
-    labels = [[normal_label(found["desc"]) for found in record[side]] for side in ("gt", "pred") for record in records]
-    names = list(dict.fromkeys(sorted(set().union(*labels[: len(records)])) + sorted(set().union(*labels))))
-    category_of = {name: number for number, name in enumerate(names, start=1)}
-    images = [_image(number, record, folder, category_of) for number, record in enumerate(records, start=1)]
-    common = {"images": images, "categories": [{"id": number, "name": name} for name, number in category_of.items()]}
-    truth, predicted = (_annotations(records, side, category_of) for side in ("gt", "pred"))
+    numbered = list(zip(ids.images, records, strict=True))
+    images = [_image(number, record, folder, ids.category_of) for number, record in numbered]
+    images = list({image["id"]: image for image in images}.values())  # several answers may be to one of `--like`
+    categories = [{"id": id_, "name": name} for id_, name in zip(ids.category_of.values(), ids.names, strict=True)]
+    common = {"images": images, "categories": categories}
+    truth, predicted = (_annotations(numbered, side, ids.category_of) for side in ("gt", "pred"))
     results = [{key: value for key, value in found.items() if key not in ("id", "iscrowd")} for found in predicted]
     return folder, {
         "instances.json": common | {"annotations": truth},
@@ -99,7 +192,7 @@ def coco_files(records: Sequence[Record]) -> tuple[Path, dict[str, Any]]:
     }
 
 
-def _image(number: int, record: Record, folder: Path, category_of: dict[str, int]) -> dict[str, Any]:
+def _image(number: Any, record: Record, folder: Path, category_of: dict[str, Any]) -> dict[str, Any]:
     size = {"width": record["width"], "height": record["height"]}
     image = {"id": number, "file_name": os.path.relpath(record["images"][0], folder), "sample": record["id"], **size}
     if "annotated" in record:
@@ -110,12 +203,15 @@ def _image(number: int, record: Record, folder: Path, category_of: dict[str, int
     return image
 
 
-def _annotations(records: Sequence[Record], side: str, category_of: dict[str, int]) -> list[dict[str, Any]]:
+def _annotations(
+    numbered: Sequence[tuple[Any, Record]], side: str, category_of: dict[str, Any]
+) -> list[dict[str, Any]]:
     found = [
         {"image_id": number, "category_id": category_of[normal_label(item["desc"])], **_shape(item, record)}
         | ({"score": item["score"]} if "score" in item else {})
-        for number, record in enumerate(records, start=1)
+        for number, record in numbered
         for item in record[side]
+        if normal_label(item["desc"]) in category_of
     ]
     return [{"id": number, "iscrowd": 0, **item} for number, item in enumerate(found, start=1)]
 

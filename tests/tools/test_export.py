@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from tests.packages import folder_with
 from tools import export
 from tools.evaluate import COCO_NAMES, coco_scores
 from utils.data.samples import Sample, load_samples
-from utils.geometry import Object, bins_to_pixels
+from utils.geometry import Object, bins_to_pixels, coco_box
 from utils.scores import object_record
 
 SIZES = {"a": (200, 100), "b": (640, 480), "c": (333, 77)}  # width, height
@@ -87,6 +88,101 @@ def test_coco_files_have_the_scores_of_the_evaluation_TGT_12_TGT_14(tmp_path, an
         "red car",
         "boat",
     ]
+
+
+USER_IDS = {"a": 397133, "b": 37777, "c": 252219}
+USER_CATEGORIES = {"Red Car": 3, "bench": 15, "cat": 17, "Dog": 18}
+
+
+def users_file(path: Path, samples: list[Sample], **changes: object) -> Path:
+    """The COCO file that the images came with: other ids, other spelling, another order, categories without objects."""
+    images = [
+        {"id": USER_IDS[own.id], "file_name": f"{own.id}/{own.id}.png", "width": own.width, "height": own.height}
+        for own in reversed(samples)
+    ]
+    category_of = {name.lower(): id_ for name, id_ in USER_CATEGORIES.items()}
+    boxes = [(own, obj, *coco_box(obj, (own.width, own.height))) for own in samples for obj in own.objects]
+    annotations = [
+        {"id": number, "image_id": USER_IDS[own.id], "category_id": category_of[obj.desc.strip().lower()], "iscrowd": 0}
+        | {"bbox": bbox, "area": area}
+        for number, (own, obj, bbox, area) in enumerate(boxes, start=900)
+    ]
+    categories = [{"id": id_, "name": name} for name, id_ in USER_CATEGORIES.items()]
+    path.write_text(json.dumps({"images": images, "categories": categories, "annotations": annotations} | changes))
+    return path
+
+
+def precision(truth: Path, results: list[dict]) -> list[float]:
+    coco = COCO(json.loads(truth.read_text()))
+    evaluator = COCOeval_faster(coco, coco.loadRes(results), "bbox")
+    evaluator.run()
+    return list(evaluator.stats[: len(COCO_NAMES)])
+
+
+def test_results_with_the_ids_of_the_users_file_have_its_scores_TGT_14(tmp_path, answers, monkeypatch, capsys):
+    """TGT-14: against that file, whatever its ids are; without them they belong to no file but ours, which is said."""
+    file, samples, predictions, scores = answers
+    theirs = users_file(tmp_path / "instances_val.json", samples)
+    run(monkeypatch, file, "--output", tmp_path / "out")
+    assert f"ids are those of {tmp_path / 'out/instances.json'} only; to evaluate" in capsys.readouterr().out
+    run(monkeypatch, file, "--output", tmp_path / "like", "--like", theirs)
+    said, num_boats = capsys.readouterr().out, sum(obj.desc == "boat" for own in predictions for obj in own)
+    assert "ids are those of" not in said
+    assert f"{num_boats} predicted objects left out; their labels are no category there: 'boat'\n" in said
+    results = json.loads((tmp_path / "like/results.json").read_text())
+    assert len(results) == sum(map(len, predictions)) - num_boats and num_boats > 1
+    own = coco_scores(samples, predictions, scores)
+    expected = [-1 if own[name] is None else own[name] for name in COCO_NAMES]
+    assert precision(theirs, results) == pytest.approx(expected) and max(expected) > 0.1
+    written = json.loads((tmp_path / "like/instances.json").read_text())
+    assert {item["name"]: item["id"] for item in written["categories"]} == USER_CATEGORIES
+    assert [(item["id"], item["sample"]) for item in written["images"]] == [(USER_IDS[x], x) for x in SIZES]
+
+
+def test_images_of_the_users_file_without_an_answer_are_counted(tmp_path, answers, monkeypatch, capsys):
+    """COCO's evaluation takes all images of a file unless told otherwise."""
+    file, samples, _, _ = answers
+    theirs = users_file(tmp_path / "instances_val.json", samples)
+    file.write_text("".join(line for line in file.open() if json.loads(line)["id"] != "b"))
+    run(monkeypatch, file, "--output", tmp_path / "out", "--like", theirs)
+    assert "1 of its 3 images have no answer; evaluate these images only (params.imgIds)" in capsys.readouterr().out
+
+
+IMAGE = {"id": 5, "width": 200, "height": 100}
+REST = [{"id": 6, "file_name": "b/b.png"}, {"id": 7, "coco_url": "http://x/val/c.png"}]  # LVIS has urls only
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": [IMAGE | {"file_name": "elsewhere/a.png"}, *REST]}, r"no image has the file name of \S+/a/a.png\n"),
+        ({"images": REST[1:]}, r"no image has the file name of \S+/a/a.png \(and 1 more\)"),
+        ({"images": [IMAGE | {"file_name": "a.png", "width": 100, "height": 200}, *REST]}, "200 x 100, but 100 x 200"),
+        ({"images": [IMAGE | {"file_name": name} for name in ("a.png", "a/a.png")] + REST}, "do not tell images apart"),
+        (
+            {"categories": [{"id": 1, "name": "cat"}]},
+            r"no category has the name 'dog' \(and 1 more\), which the ground",
+        ),
+        ({"categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "Cat"}]}, "two categories are 'cat'"),
+        ({"categories": [{"id": 1}]}, "no COCO file: KeyError: 'name'"),
+        ({"categories": None}, "no COCO file"),
+    ],
+)
+def test_what_the_users_file_does_not_have_is_told(tmp_path, answers, monkeypatch, capsys, changes, message):
+    theirs = users_file(tmp_path / "instances_val.json", answers[1], **changes)
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, answers[0], "--output", tmp_path / "out", "--like", theirs)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and re.search(message, error) and error.startswith(f"--like {theirs}: "), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_are_found_by_url_and_by_bare_names_too(tmp_path, answers, monkeypatch):
+    """As in LVIS, and where all images lie in one folder."""
+    theirs = users_file(tmp_path / "x.json", answers[1], images=[IMAGE | {"file_name": "a.png"}, *REST])
+    run(monkeypatch, answers[0], "--output", tmp_path / "out", "--like", theirs)
+    written = json.loads((tmp_path / "out/instances.json").read_text())
+    assert [(item["id"], item["sample"]) for item in written["images"]] == [(5, "a"), (6, "b"), (7, "c")]
 
 
 def test_answers_without_scores_get_one_and_it_is_said_TGT_14(tmp_path, answers, monkeypatch, capsys):
