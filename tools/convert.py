@@ -12,7 +12,8 @@ A COCO or LVIS file is streamed, and its annotations are grouped by image in a t
 about as large as the file), so memory use does not depend on its size. Images keep the order of the file, objects that
 of the annotations. Everything left out or changed is counted by reason and reported at the end, with the first case of
 each. Where an object was left out that the image shows, such as a crowd, the line gets `annotated` (TGT-12): all
-categories but that object's (of a conversation, those of its objects).
+categories but that object's (of a conversation, those of its objects). So does that of a COCO image with
+`not_exhaustive_category_ids`: all categories but these.
 
 Outlines (`--geometry poly`): an object drawn as one ring keeps its points. Several rings, a ring that extends beyond
 the image, and run-length masks (compressed or not) are first united and clipped to the image. The largest part is
@@ -53,6 +54,7 @@ from utils.data.samples import map_ahead
 
 UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
 INCOMPLETE = "an object's category is not in the file's list"
+UNKNOWN_GAP = "not_exhaustive_category_ids has one that is not in the file's list"
 STRAY = "their image is not in the file's list"
 # Why the image shows no such object, or none that the user wants; all other reasons leave a gap in the annotation.
 NO_GAP = ("category not chosen", "degenerate", "outside the image", "smaller than")
@@ -95,7 +97,10 @@ def convert_image(
         path = _find_image(image, folder)
         width, height, orientation = _checked_size(image, path, options.exif)
         stored = (height, width) if orientation >= 5 else (width, height)
-        objects, incomplete, gaps = [], set(image.get("not_exhaustive_category_ids") or []), set()
+        not_exhaustive = set(image.get("not_exhaustive_category_ids") or [])
+        if not_exhaustive - categories.keys() and "neg_category_ids" not in image:
+            raise LeftOut(UNKNOWN_GAP)
+        objects, incomplete, gaps = [], set(not_exhaustive), set()
         for item in annotations:
             try:
                 converted, remarks = convert_object(_in_pixels(item, *stored), categories, *stored, options)
@@ -123,8 +128,11 @@ def convert_image(
         absent = {categories.get(category) for category in image["neg_category_ids"]}
         known = {item["desc"] for item in objects} | absent
         result.row["annotated"] = sorted(known - {None} - {categories.get(category) for category in incomplete})
-    elif gaps:
-        result.row["annotated"] = sorted(complete_for.union(item["desc"] for item in objects) - gaps)
+    else:
+        known = complete_for.union(item["desc"] for item in objects)
+        gaps |= known & {categories[category] for category in not_exhaustive}  # of a category not chosen: no gap
+        if gaps:
+            result.row["annotated"] = sorted(known - gaps)
     return result
 
 
@@ -245,7 +253,7 @@ class Report:
         lines.append(f"objects: {self.objects['bbox_2d']} boxes, {self.objects['poly']} outlines")
         lines.append(f"images without objects: {self.num_empty}")
         if self.num_not_exhaustive:
-            lines.append(f"images not exhaustively annotated for some category (LVIS): {self.num_not_exhaustive}")
+            lines.append(f"images not exhaustively annotated for some category: {self.num_not_exhaustive}")
         for what in ("images left out", "objects left out", "objects changed"):
             found = [(reason, entry) for (kind, reason), entry in self.reasons.items() if kind == what]
             for reason, (count, first) in sorted(found, key=lambda item: -item[1][0]):

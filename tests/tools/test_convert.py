@@ -329,7 +329,7 @@ def test_lvis_images_are_found_by_their_url(tmp_path):
     for folder in (tmp_path, tmp_path / "train2017"):
         report = convert(path, folder, tmp_path / "d.jsonl")
         assert json.loads((tmp_path / "d.jsonl").read_text())["images"] == ["train2017/7.png"]
-        assert "not exhaustively annotated for some category (LVIS): 1" in report.text()
+        assert "not exhaustively annotated for some category: 1" in report.text()
 
 
 def test_TGT_12_lvis_lists_become_annotated(tmp_path):
@@ -349,6 +349,29 @@ def test_TGT_12_lvis_lists_become_annotated(tmp_path):
         assert row["annotated"] == sorted(CATEGORIES[category] for category in expected)
     (row,), _ = converted(tmp_path, [one], [image])
     assert "annotated" not in row  # COCO's annotation is complete
+
+
+@pytest.mark.parametrize("kind", ["coco", "lvis"])
+def test_TGT_12_a_coco_file_says_of_an_image_what_it_does_not_annotate(tmp_path, monkeypatch, capsys, kind):
+    """TGT-12: by LVIS's key for it, without LVIS's other one. A category that is not chosen is no gap; an id that the
+    file does not list would be lost without a word."""
+    image = {"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT}
+    lists = {0: None, 1: [], 2: [2], 3: [1], 4: [1, 2], 5: ["traffic light"]}
+    images = [image | {"id": i, "not_exhaustive_category_ids": ids} for i, ids in lists.items()]
+    path = coco_file(tmp_path, [annotation(i) for i in lists], images)
+    command = ["convert", "--from", kind, "--annotations", str(path), "--images", str(tmp_path), "--output", "d.jsonl"]
+    monkeypatch.chdir(tmp_path)
+
+    def lines(*more: str) -> dict[str, list[str] | None]:
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        main()
+        return {row["id"]: row.get("annotated") for row in map(json.loads, Path("d.jsonl").open())}
+
+    assert lines() == {"0": None, "1": None, "2": ["cat"], "3": ["traffic light"], "4": []}
+    told = capsys.readouterr().out
+    assert "images not exhaustively annotated for some category: 3\n" in told
+    assert "not_exhaustive_category_ids has one that is not in the file's list: 1 (first: image 5)" in told
+    assert lines("--categories", "cat") == {"0": None, "1": None, "2": None, "3": [], "4": []}
 
 
 def test_images_that_do_not_fit_are_left_out(tmp_path):
