@@ -278,9 +278,9 @@ def test_answers_go_to_the_samples_that_asked_DAT_4(folder, start_model, monkeyp
 
 
 def test_a_file_has_its_own_teacher_forced_ratio_and_annotated_labels_DAT_5(folder, start_model, tmp_path):
-    """DAT-5, TGT-12: what a line says itself wins."""
+    """DAT-5, TGT-12: of a line that has its own labels, those in both."""
     lines = rows(folder)[:3]
-    lines[1]["annotated"] = []
+    lines[1]["annotated"], lines[2]["annotated"] = ["red circle", "tree"], ["tree"]
     partial = folder / "data" / "partial.jsonl"
     partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
     cfg = config_of(folder, start_model, folder / "data" / "train.jsonl")
@@ -289,7 +289,7 @@ def test_a_file_has_its_own_teacher_forced_ratio_and_annotated_labels_DAT_5(fold
     cfg = cfg.model_copy(update={"custom": cfg.custom.model_copy(update={"train_jsonl": [clean, own]})})
     (whole, part), _ = load(cfg)
     assert {sample.annotated for sample in whole} == {None}
-    assert [sample.annotated for sample in part] == [frozenset({"red circle"}), frozenset(), frozenset({"red circle"})]
+    assert [sample.annotated for sample in part] == [frozenset({"red circle"}), frozenset({"red circle"}), frozenset()]
     assert train_stage2.teacher_forced(cfg, 0, 0, 0, [*whole, *part]).tolist() == [True] * 6 + [False] * 3
 
 

@@ -35,7 +35,7 @@ from utils.config.load import exit_with, load_config_or_exit
 from utils.config.schema import Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, num_prompt_tokens, prompt_chat
 from utils.data.mistakes import BadLine, ProblemCounts
-from utils.data.samples import DataError, LineReader, Sample, load_samples
+from utils.data.samples import DataError, LineReader, Sample, labels_in_both, load_samples
 from utils.dist import Ranks
 from utils.families import family_in
 from utils.geometry import Object, coco_box, normal_label, to_norm1000
@@ -66,7 +66,7 @@ def main() -> None:
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
         reader = LineReader(data.prompt, data.object_order, rm.format, grid_of(processor, rm.format))
         samples = load_samples([args.data], skipped=skipped, reader=reader)[0][: args.limit]
-        samples = [own if own.annotated is not None else replace(own, annotated=annotated) for own in samples]
+        samples = [replace(own, annotated=labels_in_both(own.annotated, annotated)) for own in samples]
         table = TokenTable.from_tokenizer(processor.tokenizer, rm.format)
     except (DataError, ValueError, OSError) as error:
         exit_with(str(error))

@@ -247,10 +247,11 @@ def test_dat_6_draws_do_not_depend_on_the_index(tmp_path):
 
 
 def test_dat_5_a_file_says_what_holds_for_its_lines(tmp_path):
-    """DAT-5: a line's own labels win."""
-    path = write(tmp_path, line(), line(annotated=["dog"]))
+    """DAT-5, TGT-12: of a line that says itself for which labels it is complete, those in both."""
+    path = write(tmp_path, line(), line(annotated=["dog", "CAT"]), line(annotated=["dog"]))
     file = indexed(path, annotated=[" Cat"], teacher_forced_ratio=0.5)
-    assert [sample.annotated for sample in file] == [{"cat"}, {"dog"}]
+    assert [sample.annotated for sample in file] == [{"cat"}, {"cat"}, set()]
+    assert [sample.annotated for sample in indexed(path)] == [None, {"cat", "dog"}, {"dog"}]
     assert {sample.teacher_forced_ratio for sample in file} == {0.5}
     assert len(indexed(path, limit=1)) == 1 and indexed(path, limit=1)[:] == indexed(path)[:1]
 

@@ -266,15 +266,19 @@ def test_images_prompt_and_length_are_the_configs_CFG_17(start_model, tmp_path) 
     assert data.prompt == "Find every object in the image."
 
 
-@pytest.mark.parametrize(("annotated", "precision"), [(None, 0.5), (["Red ring"], 1.0)])
+@pytest.mark.parametrize(
+    ("annotated", "of_line", "precision"),
+    [(None, None, 0.5), (["Red ring"], None, 1.0), (["Red ring"], ["red ring", "tree"], 1.0)],
+)
 def test_what_the_config_says_of_the_file_holds_here_too_DAT_5_LRN_9(
-    start_model, tmp_path, monkeypatch, annotated, precision
+    start_model, tmp_path, monkeypatch, annotated, of_line, precision
 ) -> None:
-    """DAT-5, TGT-12, LRN-9: the file's `annotated`, and new classes apart."""
+    """DAT-5, TGT-12, LRN-9: the file's `annotated`, whatever else the line says is complete, and new classes apart."""
     _, config = run_files(tmp_path, start_model)
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     objects = [{"desc": "red ring", "bbox_2d": [0, 0, 32, 32]}]
     line = {"id": "a", "images": ["a.png"], "width": 64, "height": 64, "objects": objects}
+    line |= {"annotated": of_line} if of_line else {}
     (tmp_path / "val.jsonl").write_text(json.dumps(line) + "\n")
     text = yaml.safe_load(config.read_text())
     text["custom"]["val_jsonl"] = [

@@ -84,7 +84,8 @@ class DataFile(Section):
         None, "training, stage 2: this file's own share of RM.teacher_forced_ratio"
     )
     annotated: list[str] | None = key(
-        None, "labels for which its annotation is complete, where a line does not say so itself; null: all"
+        None,
+        "labels for which its annotation is complete; of a line with its own `annotated`, those in both; null: all",
     )
 
 

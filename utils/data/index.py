@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from utils.data.images import ShardImage, find_in_shard
 from utils.data.mistakes import BadLine, read_bad_lines, write_bad_line
-from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, empty_file, map_ahead
+from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, empty_file, labels_in_both, map_ahead
 from utils.data.workers import map_in_processes
 from utils.geometry import normal_label
 from utils.rewards import data_problems
@@ -286,8 +286,8 @@ class IndexedFile(Sequence[Sample]):
 
     Args:
         path: the file whose index this is.
-        annotated, teacher_forced_ratio: what the file's entry in the config says of all its samples (DAT-5); a line's
-            own `annotated` wins.
+        annotated, teacher_forced_ratio: what the file's entry in the config says of all its samples (DAT-5); of a
+            line with its own `annotated`, the labels in both.
         limit: use only the first so many.
     """
 
@@ -347,7 +347,7 @@ class IndexedFile(Sequence[Sample]):
         return replace(
             self._reader.as_expressible(sample),
             images=[_found(*pair) for pair in zip(sample.images, images, strict=True)],
-            annotated=self._annotated if sample.annotated is None else sample.annotated,
+            annotated=labels_in_both(sample.annotated, self._annotated),
             teacher_forced_ratio=self._teacher_forced_ratio,
         )
 

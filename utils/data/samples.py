@@ -325,6 +325,13 @@ def _read_annotated(row: dict[str, Any]) -> frozenset[str] | None:
     return frozenset(map(normal_label, value))
 
 
+def labels_in_both(line_labels: frozenset[str] | None, file_labels: frozenset[str] | None) -> frozenset[str] | None:
+    """Labels for which both a line and its file's entry in the config say that annotation is complete; None: all."""
+    if line_labels is None or file_labels is None:
+        return file_labels if line_labels is None else line_labels
+    return line_labels & file_labels
+
+
 def _read_id(row: dict[str, Any], source: str) -> str:
     value = row.get("id")
     if value is None:
