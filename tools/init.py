@@ -77,7 +77,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", required=True, type=Path, metavar="DIR_OR_FILE", help="JSONL, COCO or LVIS file, or their folder")
-    found = "a file named val beside it; COCO and LVIS: 5 %% split off if there is none"
+    found = "the file beside it with val for the last train of its name; COCO and LVIS: 5 %% split off if there is none"
     add("--val", type=Path, metavar="FILE", help=f"held-out data of the same form (default: {found})")
     add("--images", type=Path, metavar="DIR", help="COCO: folder of file_name (default: looked for)")
     add("--model", required=True, type=Path, metavar="DIR", help="Hugging Face checkpoint of a supported family")
@@ -176,14 +176,18 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
     train = data
     if data.is_dir():
         train = _pick(data, "train")
-        val = val or _pick(data, "val", or_none=True)
+        beside = _pick(data, "val", or_none=True)
+        missing = f'{data} has no other file, or several, with "val" in the name'
+        val = val or (beside if beside != train else None)  # trainval.jsonl
     elif not data.is_file():
         raise ValueError(f"--data {data}: no such file or folder")
-    elif (
-        val is None and "train" in data.name and (beside := data.with_name(data.name.replace("train", "val"))).exists()
-    ):
-        val = beside
+    else:
+        beside = data.with_name("val".join(data.name.rsplit("train", 1)))
+        missing = f"there is no {beside}" if beside != data else f'{data.name} has no "train" that "val" could replace'
+        val = val or (beside if beside != data and beside.exists() else None)
     if train.suffix == ".jsonl":
+        if val is None:
+            _say_no_val(missing)
         return train, val
     target = Path("data") / f"{_name_of(data)}.jsonl"
     outputs = [target.with_name(f"{target.stem}_{split}.jsonl") for split in SPLITS]
@@ -195,7 +199,14 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
             _convert(file, images, output)
         return outputs[0], outputs[1]
     numbers = _convert(train, images, target, SPLITS).images
-    return outputs[0], outputs[1] if numbers[str(outputs[1])] else None
+    if not numbers[str(outputs[1])]:
+        _say_no_val(f"none of the few images is in {outputs[1]}")
+        return outputs[0], None
+    return outputs[0], outputs[1]
+
+
+def _say_no_val(reason: str) -> None:
+    print(f"# no validation data: {reason}. Name a file with --val FILE; without one the run does not evaluate.")
 
 
 def _convert(file: Path, images: Path | None, output: Path, splits: dict[str, float] | None = None) -> Report:
@@ -210,6 +221,8 @@ def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:
     """The data file of a split in a folder (or its `annotations/`): by name, or the only one."""
     found = sorted(folder.glob("*.jsonl")) or sorted([*folder.glob("*.json"), *folder.glob("annotations/*.json")])
     named = [path for path in found if split in path.stem]
+    if len(named) > 1:  # a_train_val.jsonl is split off a_train.json
+        named = [path for path in named if max("train", "val", key=path.stem.rfind) == split]
     if len(named) == 1:
         return named[0]
     if or_none:

@@ -191,18 +191,48 @@ def test_the_presets_limit_of_pixels_is_set_only_where_model_and_data_pass_it(tm
     assert pixel_limit(tmp_path / "model", [small]) is None
 
 
-def test_data_are_found_in_folders_and_beside_each_other(tmp_path):
+def test_data_are_found_in_folders_and_beside_each_other(tmp_path, capsys):
     for name in ("train.jsonl", "val.jsonl", "notes.txt"):
         (tmp_path / name).write_text("{}")
     both = (tmp_path / "train.jsonl", tmp_path / "val.jsonl")
     assert find_data(tmp_path, None, None) == find_data(both[0], None, None) == both
+    assert capsys.readouterr().out == ""
     (tmp_path / "val.jsonl").rename(tmp_path / "other.jsonl")
-    assert find_data(tmp_path, None, None) == (both[0], None)
+    assert find_data(tmp_path, None, None) == find_data(both[0], None, None) == (both[0], None)
+    assert find_data(both[0], tmp_path / "other.jsonl", None) == (both[0], tmp_path / "other.jsonl")
+    assert find_data(tmp_path / "other.jsonl", None, None) == (tmp_path / "other.jsonl", None)
+    says, rest = "# no validation data:", "Name a file with --val FILE; without one the run does not evaluate."
+    assert capsys.readouterr().out.splitlines() == [
+        f'{says} {tmp_path} has no other file, or several, with "val" in the name. {rest}',
+        f"{says} there is no {tmp_path / 'val.jsonl'}. {rest}",
+        f'{says} other.jsonl has no "train" that "val" could replace. {rest}',
+    ]
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "trainval.jsonl").write_text("{}")
+    assert find_data(tmp_path / "alone", None, None) == (tmp_path / "alone" / "trainval.jsonl", None)
     both[0].rename(tmp_path / "one.jsonl")
     with pytest.raises(ValueError, match="found one.jsonl, other.jsonl; name one"):
         find_data(tmp_path, None, None)
     with pytest.raises(ValueError, match="no such file"):
         find_data(tmp_path / "none", None, None)
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ("instances_train_train.jsonl", "instances_train_val.jsonl"),  # this program's own, of instances_train.json
+        ("train_train.jsonl", "train_val.jsonl"),
+        ("instances_train2017.jsonl", "instances_val2017.jsonl"),
+        ("train2017_train.jsonl", "train2017_val.jsonl"),
+        ("retrain.v1.train.jsonl", "retrain.v1.val.jsonl"),
+    ],
+)
+def test_the_last_train_of_a_name_is_that_of_the_split(tmp_path, capsys, train, val):
+    for name in (train, val):
+        (tmp_path / name).write_text("{}")
+    for data in (tmp_path / train, tmp_path):
+        assert find_data(data, None, None) == (tmp_path / train, tmp_path / val)
+    assert capsys.readouterr().out == ""
 
 
 def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, monkeypatch, capsys):
@@ -224,7 +254,9 @@ def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, m
     capsys.readouterr()
     train, val = find_data(tmp_path / "photos" / "few_train.json", None, None)
     assert len(train.read_text().splitlines()) == 2 and val is None
-    assert "# images left out: no such image file: 1 (first: image 1)\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "# images left out: no such image file: 1 (first: image 1)\n" in told
+    assert "# no validation data: none of the few images is in data/few_train_val.jsonl. Name a file with --val" in told
 
 
 def test_images_of_the_same_names_are_those_of_the_split(tmp_path):
