@@ -41,7 +41,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +296,7 @@ def convert(
     else:
         source = Annotations(kind, Path(annotations), folder, None if names is None else Path(names), unit)
     with source as coco, ExitStack() as stack:
-        _check_categories(options.categories, coco)
+        options = replace(options, categories=_chosen(options.categories, coco))
         asks = kind in SEVERAL_LINES_PER_IMAGE  # each line for names of its own
         complete_for = frozenset([] if asks else options.categories or coco.categories.values())
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -386,11 +386,18 @@ def parse_splits(text: str) -> dict[str, float]:
     return splits
 
 
-def _check_categories(chosen: frozenset[str] | None, coco: CocoFile | Annotations) -> None:
+def _chosen(values: frozenset[str] | None, coco: CocoFile | Annotations) -> frozenset[str] | None:
+    """Names of the chosen categories: a value that is one is taken whole, any other is a list with commas."""
+    if values is None:
+        return None
     names = set(coco.categories.values())
-    for name in sorted((chosen or frozenset()) - names):
+    parts = [[value.strip()] if value.strip() in names else map(str.strip, value.split(",")) for value in values]
+    chosen = frozenset(itertools.chain.from_iterable(parts))
+    for name in sorted(chosen - names):
         near = difflib.get_close_matches(name, names, n=3) or sorted(names)[:10]
-        raise ValueError(f"--categories: {coco.path} has no {name!r}; did you mean one of {', '.join(near)}?")
+        hint = "; a name with a comma needs a --categories of its own" if any("," in known for known in names) else ""
+        raise ValueError(f"--categories: {coco.path} has no {name!r}; did you mean one of {', '.join(near)}?{hint}")
+    return chosen
 
 
 def main() -> None:
@@ -411,7 +418,8 @@ def main() -> None:
     add("--root", metavar="DIR", help="write image paths relative to this folder (default: that of --output)")
     add("--geometry", choices=["box", "poly"], default="box", help="write boxes, or outlines (see above)")
     add("--crowd", choices=["skip", "keep"], default="skip", help="annotations with iscrowd (default: skip)")
-    add("--categories", metavar="A,B", help="only objects of these categories, by name")
+    several = "only objects of these categories, by name; may be repeated, as a name with a comma needs its own"
+    add("--categories", action="append", metavar="A,B", help=several)
     add("--min-size", type=float, default=0.0, metavar="PX", help="leave out objects with a shorter side below this")
     add("--max-objects", type=int, metavar="N", help="leave out images with more objects than this")
     add("--skip-empty", action="store_true", help="leave out images without any remaining object")
@@ -428,7 +436,7 @@ def main() -> None:
     choices = dict(
         geometry=args.geometry,
         keep_crowd=args.crowd == "keep",
-        categories=frozenset(name.strip() for name in args.categories.split(",")) if args.categories else None,
+        categories=frozenset(filter(None, args.categories or [])) or None,
         min_size=args.min_size,
         max_objects=args.max_objects,
         skip_empty=args.skip_empty,

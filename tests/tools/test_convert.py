@@ -527,6 +527,25 @@ def test_a_wrong_category_name_is_met_with_the_right_one(tmp_path):
         convert(path, tmp_path, tmp_path / "d.jsonl", Options(categories=frozenset({"trafic light"})))
 
 
+def test_a_category_whose_name_has_a_comma_is_chosen_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(CATEGORIES, 3, "bus, school")
+    path, out = coco_file(tmp_path, [annotation(category_id=key) for key in CATEGORIES]), tmp_path / "d.jsonl"
+    args = ["--from", "coco", "--annotations", path, "--images", tmp_path, "--output", out]
+    for values, expected in (
+        (["bus, school"], ["bus, school"]),
+        (["cat, traffic light"], ["cat", "traffic light"]),
+        (["cat,traffic light", "bus, school"], ["cat", "traffic light", "bus, school"]),
+        ([" cat ", ""], ["cat"]),
+        ([""], ["cat", "traffic light", "bus, school"]),
+    ):
+        run_tool(monkeypatch, *args, *(part for value in values for part in ("--categories", value)))
+        assert [item["desc"] for item in json.loads(out.read_text())["objects"]] == expected
+    with pytest.raises(SystemExit):
+        run_tool(monkeypatch, *args, "--categories", "cat,bus, school")
+    assert "has no 'bus'; did you mean one of bus, school, cat, traffic light?" in (told := capsys.readouterr().err)
+    assert "a name with a comma needs a --categories of its own" in told
+
+
 @pytest.mark.parametrize(
     "bad", [{"min_size": -1}, {"main_part": 2}, {"limit": 0}, {"max_objects": 0}, {"simplify": -1}]
 )
