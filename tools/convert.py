@@ -418,9 +418,10 @@ def main() -> None:
     add("--root", metavar="DIR", help="write image paths relative to this folder (default: that of --output)")
     add("--geometry", choices=["box", "poly"], default="box", help="write boxes, or outlines (see above)")
     add("--crowd", choices=["skip", "keep"], default="skip", help="annotations with iscrowd (default: skip)")
-    several = "only objects of these categories, by name; may be repeated, as a name with a comma needs its own"
+    several = "only objects of these categories, by name; may be repeated; a name with a comma needs its own"
     add("--categories", action="append", metavar="A,B", help=several)
-    add("--min-size", type=float, default=0.0, metavar="PX", help="leave out objects with a shorter side below this")
+    small = "leave out objects with a shorter side below this; lines still count as complete: the model unlearns these"
+    add("--min-size", type=float, default=0.0, metavar="PX", help=small)
     add("--max-objects", type=int, metavar="N", help="leave out images with more objects than this")
     add("--skip-empty", action="store_true", help="leave out images without any remaining object")
     add("--main-part", type=float, default=0.9, metavar="SHARE", help="see above; 0 always writes the largest part")
