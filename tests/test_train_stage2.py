@@ -215,6 +215,22 @@ def test_set_up_looks_at_the_start_policy_TGT_16(folder, start_model, capsys):
     assert ended.value.code == 2 and "is no readable checkpoint" in capsys.readouterr().err
 
 
+def test_the_config_says_which_score_decides_the_best_step_LRN_7(folder, start_model, monkeypatch):
+    """LRN-7: at the call site."""
+    seen: list[str] = []
+
+    def open_session(*_: object, metric: str) -> None:
+        seen.append(metric)
+        raise NotImplementedError
+
+    monkeypatch.setattr(train_stage2, "open_session", open_session)
+    cfg = config_of(folder, start_model, folder / "data" / "train.jsonl")
+    training = cfg.training.model_copy(update={"metric_for_best_model": "recall"})
+    with pytest.raises(NotImplementedError):
+        train_stage2.set_up(cfg.model_copy(update={"training": training}))
+    assert seen == ["recall"]
+
+
 @pytest.fixture
 def run(folder, start_model):
     return run_of(folder, start_model)
@@ -266,6 +282,27 @@ def test_teacher_forced_share_is_fixed_by_seed_and_step_DAT_4(folder, start_mode
     assert not train_stage2.teacher_forced(run_of(folder, start_model).cfg, 0, 0, 0, eight).any()
 
 
+def test_teacher_forced_samples_differ_by_seed_step_micro_step_and_rank_DAT_4(folder, start_model):
+    """DAT-4: ranks and micro-steps that drew alike would teacher-force the same places of each batch."""
+    run = run_of(folder, start_model, teacher_forced_ratio=0.5)
+    many, other = run.samples[:1] * 64, run.cfg.training.model_copy(update={"seed": run.cfg.training.seed + 1})
+    places = ((3, 1, 0), (4, 1, 0), (3, 0, 0), (3, 1, 1))
+    drawn = [train_stage2.teacher_forced(run.cfg, *place, many) for place in places]
+    drawn.append(train_stage2.teacher_forced(run.cfg.model_copy(update={"training": other}), 3, 1, 0, many))
+    assert len({tuple(own) for own in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_answers_of_older_weights_are_accepted_ahead_of_training_only_SYN_8(folder, start_model, is_ahead):
+    """SYN-8 at the call site."""
+    ahead = {"enabled": is_ahead, "version_window": int(is_ahead)}
+    run, asked = run_of(folder, start_model, **{"async": ahead}), []
+    policy = SimpleNamespace(generate=lambda *_, allow_stale: asked.append(allow_stale) or [])
+    parts = {"cfg": run.cfg, "ranks": Ranks(), "policy": policy, "timed": lambda part: nullcontext()}
+    train_stage2.Stage2.generate(SimpleNamespace(session=SimpleNamespace(**parts)), ([], []), 0, 0)
+    assert asked == [is_ahead]
+
+
 def test_answers_go_to_the_samples_that_asked_DAT_4(folder, start_model, monkeypatch):
     """DAT-4: where some samples of a micro-step are teacher-forced."""
     run = run_of(folder, start_model)
@@ -291,6 +328,20 @@ def test_a_file_has_its_own_teacher_forced_ratio_and_annotated_labels_DAT_5(fold
     assert {sample.annotated for sample in whole} == {None}
     assert [sample.annotated for sample in part] == [frozenset({"red circle"}), frozenset({"red circle"}), frozenset()]
     assert train_stage2.teacher_forced(cfg, 0, 0, 0, [*whole, *part]).tolist() == [True] * 6 + [False] * 3
+
+
+@pytest.mark.parametrize("order", ["file", "sorted"])
+def test_objects_come_in_the_order_of_the_config_DAT_2(folder, start_model, order):
+    """DAT-2 at the call site: the file names the lower object first."""
+    lines = rows(folder)[:1]
+    boxes = [[0, 60, 20, 80], [0, 0, 20, 20]]
+    lines[0]["objects"] = [{"desc": "red circle", "bbox_2d": box} for box in boxes]
+    ordered = folder / "data" / "ordered.jsonl"
+    ordered.write_text(json.dumps(lines[0]) + "\n")
+    cfg = config_of(folder, start_model, ordered)
+    (file,), _ = load(cfg.model_copy(update={"data": cfg.data.model_copy(update={"object_order": order})}))
+    tops = [obj.coords[1] for obj in file[0].objects]
+    assert (tops == sorted(tops)) == (order == "sorted")
 
 
 def test_what_is_not_annotated_is_neither_trimmed_nor_counted_TGT_12(folder, start_model):
@@ -563,6 +614,15 @@ def test_evaluation_holds_no_label_against_the_model_that_is_not_annotated_TGT_1
         evaluate(run, replace(sample, annotated=annotated), response) for annotated in (None, frozenset({"red circle"}))
     )
     assert whole["precision"] < in_part["precision"] == 1.0
+
+
+@pytest.mark.parametrize(("threshold", "recall"), [(0.5, 1.0), (0.7, 0.0)])
+def test_evaluation_matches_from_its_own_threshold_on_LRN_7(folder, start_model, threshold, recall):
+    """LRN-7 at the call site: the two overlap by 0.62."""
+    run = run_of(folder, start_model, eval={"iou_threshold": threshold})
+    true, predicted = (Object("red circle", "bbox_2d", (0, 0, 100, y2)) for y2 in (100, 62))
+    sample = replace(run.samples[0], objects=[true])
+    assert evaluate(run, sample, answer_of(run, format_objects([predicted])))["recall"] == recall
 
 
 def test_evaluation_scores_new_labels_apart_LRN_9(folder, start_model):
