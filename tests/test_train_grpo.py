@@ -21,15 +21,16 @@ import train_grpo
 from tests.answers import make_table, make_tokenizer
 from tools.demo_grpo import make_data
 from utils.config.load import load_config
+from utils.config.schema import Decoding
 from utils.data.encoding import load_processor
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
 from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
-from utils.grpo import Answer
+from utils.grpo import Answer, WeightedAnswers
 from utils.learner.learner import Learner, NotFinite, StepResult
 from utils.policy_loss import policy_segment
-from utils.rollout.backend import RolloutResult
+from utils.rollout.backend import RolloutResult, RolloutSampling
 from utils.run.prefetch import Prefetcher
 from utils.run.session import Session
 from utils.targets import format_objects
@@ -224,6 +225,56 @@ def grpo_of(session, rewards: dict) -> train_grpo.Grpo:
     run.session, run.rewards, run._redraw = session, rewards, deque()
     run.reward_weights = lambda step: np.ones(max(len(rewards), 1))
     return run
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_run_that_replaces_prompts_prepares_later_steps_one_at_a_time_GRP_6_LRN_5(replaces):
+    """GRP-6, LRN-5 at the call site: else a checkpoint could not draw the same prompts again."""
+    made: list[bool] = []
+    session = SimpleNamespace(
+        cfg=SimpleNamespace(rlhf=SimpleNamespace(dynamic_sample=replaces)),
+        data=SimpleNamespace(stream=SampleStream([list(range(9))])),
+        prefetch=lambda stages, draws_more: made.append(draws_more),
+    )
+    train_grpo.Grpo(session, {})
+    assert made == [replaces]
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_responses_are_asked_for_as_the_config_says_GRP_6_SYN_8(is_ahead):
+    """GRP-6, SYN-8: each prompt as often as a group is large; older weights only where rollouts run ahead."""
+    decoding, asked = Decoding(temperature=0.7, top_k=5), []
+
+    def generate(samples, prompts, sampling, step, micro_step_idx, allow_stale):
+        asked.append((samples, prompts, sampling, step, micro_step_idx, allow_stale))
+        return list(range(len(samples)))
+
+    rm = SimpleNamespace(decoding=decoding, max_new_tokens=9, async_=SimpleNamespace(enabled=is_ahead))
+    session = SimpleNamespace(
+        cfg=SimpleNamespace(rlhf=SimpleNamespace(num_generations=2), rm=rm),
+        data=SimpleNamespace(encode=lambda samples: [f"prompt of {sample}" for sample in samples]),
+        policy=SimpleNamespace(generate=generate),
+        timed=lambda part: nullcontext(),
+    )
+    groups = grpo_of(session, {}).generate_groups(["a", "b"], 3, 1)
+    assert [(group.sample, group.results) for group in groups] == [("a", [0, 1]), ("b", [2, 3])]
+    sampling = RolloutSampling(temperature=0.7, top_k=5, max_new_tokens=9, logprobs=True)
+    prompts = ["prompt of a", "prompt of a", "prompt of b", "prompt of b"]
+    assert asked == [(["a", "a", "b", "b"], prompts, sampling, 3, 1, is_ahead)]
+
+
+@pytest.mark.parametrize(("packing", "sizes"), [(True, [3, 1]), (False, [2, 2])])
+def test_answers_fill_rows_up_to_the_length_or_the_batch_of_the_config_PCK_6(monkeypatch, packing, sizes):
+    """PCK-6: answers of two prompts in rows of nine tokens, or padded as many at a time as a prompt has."""
+    monkeypatch.setattr(train_grpo, "policy_row", lambda weighted, row, collate: row)
+    training = SimpleNamespace(packing=packing, per_device_train_batch_size=1)
+    rlhf = SimpleNamespace(beta=0.0, num_generations=2)
+    cfg = SimpleNamespace(training=training, rlhf=rlhf, global_max_length=9)
+    session = SimpleNamespace(cfg=cfg, collate=None, ranks=SimpleNamespace(gather=lambda own: [own]))
+    session.on_all_ranks = lambda work, where: work()
+    answers = [Answer(policy_segment("s", [1], [2, 3]), "", np.zeros(1), []) for _ in range(4)]
+    weighted = WeightedAnswers(answers, [np.ones(2)] * 4, np.ones(4), 4.0, np.ones(2, dtype=bool))
+    assert [len(row) for row in grpo_of(session, {}).pack(weighted, 0)] == sizes
 
 
 def answer(folder: Path, start_model: Path, result: RolloutResult, **rlhf):
