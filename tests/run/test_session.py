@@ -1,0 +1,99 @@
+"""What a session hands to those who do its work: each checkpoint's limits, each rank's share of an evaluation."""
+
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from utils.capacity import EVAL_MICRO_STEP
+from utils.rollout.backend import RolloutSampling
+from utils.run import session
+from utils.run.resume import random_states
+from utils.run.session import Session
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A session that is about to save step 3; `facts` is what `write_checkpoint` is given, `state` this rank's file."""
+    run = MagicMock(steps_done=3, timed=lambda part: nullcontext())
+    found = SimpleNamespace(run=run, facts={}, state={})
+
+    def write_checkpoint(run_dir: Path, step: int, ranks: Any, write: Any, **facts: Any) -> None:
+        found.facts |= facts
+        write(tmp_path)
+
+    monkeypatch.setattr(session, "write_checkpoint", write_checkpoint)
+    monkeypatch.setattr(session, "rank_file", lambda folder, rank: folder / "rank.pt")
+    for name in ("save_merged", "save_adapter"):
+        monkeypatch.setattr(session, name, lambda *args, name=name: found.facts.update({name: args}))
+    run.cfg.training.gradient_accumulation_steps = 2
+    run.cfg.training.save_total_limit = 2
+    run.cfg.model.path = "models/start"
+    run._evaluates_at.return_value = True
+    run.policy.engine = SimpleNamespace(mode="full", fallback=None)
+    run.policy.rollout_log.calls_ahead.return_value = []
+    run.eval_settings.return_value = {"metric": "f1"}
+    run.run_id, run.inputs, run.ranks.device = "abc", {"digests": {}}, torch.device("cpu")
+    Session._save(run, SimpleNamespace(state_dict=lambda: {"ahead": []}))
+    found.state = torch.load(tmp_path / "rank.pt", weights_only=True)
+    return found
+
+
+def test_a_checkpoint_is_written_with_limit_record_and_models_LRN_5_LRN_6(saving, tmp_path):
+    """LRN-5, LRN-6: how many are kept, the best of which evaluations, of which run and which files."""
+    facts, run = saving.facts, saving.run
+    assert (facts["save_total_limit"], facts["eval_settings"]) == (2, {"metric": "f1"})
+    assert (facts["run_id"], facts["inputs"]) == ("abc", {"digests": {}})
+    assert facts["save_merged"] == (run.learner.model, "models/start", tmp_path / "merged", run.ranks)
+    assert facts["save_adapter"] == (run.learner.model, tmp_path / "adapter", run.ranks)
+    assert run.steps_saved == 3
+
+
+def test_a_checkpoint_says_that_its_evaluation_is_still_due_LRN_5(saving):
+    """LRN-5: it is written before the evaluation of its step."""
+    assert saving.state["owes_evaluation"] is True
+
+
+def test_a_resumed_run_draws_on_from_the_random_states_of_its_checkpoint_LRN_5(tmp_path):
+    """LRN-5: setting up has drawn in between."""
+    resumed = {"random": random_states(torch.device("cpu"))}
+    expected = random.random(), np.random.random(), torch.rand(1).item()
+    run = MagicMock(resumed=resumed, run_dir=tmp_path)
+    run.ranks.device, run.ranks.gather = torch.device("cpu"), lambda own: [own]
+    Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
+
+
+def test_signals_are_taken_again_before_the_first_step_LRN_12():
+    """LRN-12: DeepSpeed or vLLM may have installed handlers of their own while they were set up."""
+    run = MagicMock(owes_evaluation=False)
+    run.cfg.training.eval_at_start, run.policy.client, run.teacher = False, None, None
+    Session.begin(run, SimpleNamespace())
+    run.stop.install.assert_called_once_with()
+    assert run.stop.is_training is True
+
+
+@pytest.mark.parametrize("uses_vllm", [True, False])
+def test_ranks_share_the_validation_samples_LRN_7_TGT_14(uses_vllm):
+    """LRN-7, TGT-14: each sample once, greedily; with log-probabilities where the engine can report them."""
+    scored, asked = [], []
+    for rank in range(3):
+        run = MagicMock(timed=lambda part: nullcontext(), finished_steps_saved=nullcontext)
+        run.cfg.rm.max_new_tokens, run.cfg.uses_vllm = 9, uses_vllm
+        run.ranks = SimpleNamespace(rank=rank, world_size=3)
+        run.data = SimpleNamespace(val_samples=list("abcdefg"), encode=lambda samples: [own.upper() for own in samples])
+
+        def generate(samples: list, prompts: list, *rest: Any) -> list:
+            asked.append(rest)
+            return prompts
+
+        run.policy = SimpleNamespace(with_current_weights=lambda step, work, where: work(), generate=generate)
+        scored += Session.score_validation(run, 4, lambda sample, result: sample + result)
+    assert sorted(scored) == ["aA", "bB", "cC", "dD", "eE", "fF", "gG"]
+    assert asked == [(RolloutSampling(max_new_tokens=9, logprobs=uses_vllm), 4, EVAL_MICRO_STEP)] * 3
