@@ -173,6 +173,10 @@ def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, rank
     cfg.global_max_length = 64
     with pytest.raises(DistributedError, match="the teacher takes 63 tokens"):
         setup.reach_teacher(cfg, ranks, processor)
+    cfg.global_max_length = 63
+    monkeypatch.setattr(setup, "tokenizer_digest", lambda path: "of another model")
+    with pytest.raises(DistributedError, match="the teacher's tokenizer is not that of model.path"):
+        setup.reach_teacher(cfg, ranks, processor)
 
 
 def test_a_run_without_a_teacher_asks_nobody_TGT_16(tmp_path, start_model, ranks):

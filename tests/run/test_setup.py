@@ -1,10 +1,13 @@
-"""Set-up on several nodes: what one of them lacks is told once, by name, before anything heavy starts."""
+"""Set-up: what one of several nodes lacks is told once, by name, before anything heavy starts; settings of the config
+reach what uses them."""
 
 import errno
+import json
 import os
 import re
 import shutil
 import socket
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.answers import make_table
 from tests.data.test_samples import line, png, write
 from tests.e2e.processes import config_of
 from tests.run.test_resume import ranks  # noqa: F401
@@ -19,14 +23,19 @@ from utils.config.load import build_config, load_config
 from utils.data.index import Checks, Index, IndexedFile, write_index
 from utils.data.samples import LineReader
 from utils.dist import Ranks
+from utils.policy_loss import policy_segment
 from utils.rollout.client import RolloutClient
 from utils.run.monitor import write_evaluation
 from utils.run.resume import Checkpoint
+from utils.run.rollout_log import read_rollout_log
 from utils.run.setup import (
     check_images,
     check_lengths,
+    check_ranks,
     claim_run_dir,
     load_tokenizer,
+    make_layout,
+    open_engine,
     open_records,
     open_session,
     owes_an_evaluation,
@@ -92,6 +101,89 @@ def test_messages_about_servers_name_the_keys_of_the_config_that_is_used_CON_1_D
     assert client.capacity_key == "rlhf.decode_batch_size" and "rlhf.vllm_server_group_port" in client.ways_out
     assert "rollout_matching" not in client.ways_out
     assert "make server GPUS=<ids> CONFIG=configs/demo/grpo.yaml " in client.ways_out
+
+
+def test_the_client_of_the_servers_has_the_limits_of_the_config_CFG_8_CFG_11_CON_3(tmp_path, two_nodes, monkeypatch):
+    """CFG-8, CFG-11, CON-3."""
+    monkeypatch.setattr(RolloutClient, "wait_ready", lambda client: None)
+    monkeypatch.setattr(RolloutClient, "check_model", lambda client, path, digest: None)
+    data = config_of(tmp_path, tmp_path / "model", "http://127.0.0.1:8000", 8001, {})
+    matching = data["custom"]["extra"]["rollout_matching"]
+    matching |= {"decode_batch_size": 3, "max_failed_fraction": 0.25}
+    matching["vllm"]["server"] |= {"timeout_s": 7.0, "infer_timeout_s": 9.0}
+    client = reach_servers(build_config(data), two_nodes)
+    assert (client.decode_batch_size, client.max_failed_fraction) == (3, 0.25)
+    assert (client.timeout_s, client.infer_timeout_s) == (7.0, 9.0)
+    assert (client.rank, client.world_size) == (0, 2)
+
+
+def test_the_servers_answers_are_accepted_while_this_run_owns_them_alone_CON_4(monkeypatch):
+    """CON-4: from the moment on at which its communicators are open; until then a former run's name is no matter."""
+    client = SimpleNamespace(owner=None)
+    sync = SimpleNamespace(open=lambda: opened.append(client.owner))
+    opened: list[str | None] = []
+    monkeypatch.setattr("utils.run.setup.make_weight_sync", lambda *_: sync)
+    open_engine(None, None, "run", client, None, None, None, None)
+    assert (opened, client.owner) == ([None], "run")
+
+
+CHOSEN = {"hf": {"rollout_backend": "hf"}, "colocate": {"vllm": {"mode": "colocate", "tensor_parallel_size": 1}}}
+
+
+@pytest.mark.parametrize("backend", CHOSEN)
+def test_engines_in_the_learners_process_get_the_settings_of_the_config_ROL_6_ROL_7(tmp_path, monkeypatch, backend):
+    """ROL-6, ROL-7, SYN-7."""
+    made, learner, processor, probe = [], SimpleNamespace(model=None), object(), object()
+    name = {"hf": "HfEngine", "colocate": "ColocateEngine"}[backend]
+    module = SimpleNamespace(**{name: lambda *args, **options: made.append((args, options))})
+    monkeypatch.setitem(sys.modules, f"utils.rollout.{backend}", module)
+    monkeypatch.setattr("utils.run.setup.MergedWeights", lambda model: "weights")
+    data = config_of(tmp_path, tmp_path / "model", "http://127.0.0.1:8000", 8001, {})
+    data["custom"]["extra"]["rollout_matching"] = {"decode_batch_size": 3, "max_new_tokens": 64} | CHOSEN[backend]
+    data["training"] |= {"seed": 7}
+    cfg = build_config(data)
+    open_engine(cfg, "ranks", "run", None, learner, processor, probe, None)
+    if backend == "hf":
+        assert made == [((learner, "ranks", processor, 3), {})]
+    else:
+        options = {"max_model_len": cfg.global_max_length, "decode_batch_size": 3, "seed": 7}
+        assert made == [((cfg.model, cfg.rm.vllm, "weights", "ranks", processor, probe), options)]
+
+
+def test_images_have_the_limits_of_the_config_CFG_17(tmp_path, start_model):
+    """CFG-17: as the server's have, or prompts would differ (ROL-3)."""
+    cfg = config(tmp_path)
+    limits = {"path": str(start_model), "image_min_pixels": 32 * 32, "image_max_pixels": 96 * 96}
+    processor, _ = load_tokenizer(cfg.model_copy(update={"model": cfg.model.model_copy(update=limits)}), is_main=True)
+    size = processor.image_processor.size
+    assert (size["shortest_edge"], size["longest_edge"]) == (32 * 32, 96 * 96)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_are_collated_and_checked_as_the_config_and_the_answer_format_want_PCK_6_TGT_8(
+    tmp_path, monkeypatch, packing
+):
+    """PCK-6, TGT-8: tokens that hold a digit are known, where coordinates are numbers."""
+    monkeypatch.setattr("utils.run.setup.position_ids_for", lambda model: lambda ids, vision: ids[None])
+    cfg = config(tmp_path)
+    cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"packing": packing})})
+    table, dummy = make_table("native", "qwen3vl"), policy_segment("", [1, 2], [], {})
+    _, collate = make_layout(cfg, SimpleNamespace(model=None), table, dummy)
+    parts = [policy_segment(name, [1, 2], [int(table.digit_ids[0])], {}) for name in "ab"]
+    for segment in parts:
+        segment.digit_index = np.array([2])
+    assert (collate(parts).attention_mask is None) == packing
+    parts[1].input_ids[2] = 1
+    assert 1 not in table.digit_ids
+    with pytest.raises(ValueError, match="sample b: no supervised digit"):
+        collate(parts)
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_config_says_LRN_2(tmp_path):
+    """LRN-2: `training.rank_timeout_s`."""
+    cfg = config(tmp_path)
+    cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"rank_timeout_s": 77.0})})
+    assert check_ranks(cfg)._timeout.total_seconds() == 77.0
 
 
 def test_kernels_that_are_not_proven_are_refused_before_the_model_is_loaded_FAM_2(tmp_path, monkeypatch, capsys):
@@ -264,6 +356,18 @@ def test_trackers_learn_what_the_run_is_LOG_3_LRN_5(tmp_path, report_to):
             assert [own.name for own in monitor._trackers] == (cfg.training.report_to if rank.is_main else [])
             assert (monitor.num_steps, monitor.logging_steps) == (9, 3)
             assert not rank.is_main or monitor.facts.purge_step == purge_step
+
+
+@pytest.mark.parametrize("owes", [True, False])
+def test_the_records_of_an_evaluation_that_is_owed_are_dropped_LRN_5(tmp_path, owes):
+    """LRN-5: it is made again, and would stand in `rollouts.jsonl` twice."""
+    log = tmp_path / "run" / "rollouts.jsonl"
+    log.parent.mkdir()
+    log.write_text("".join(json.dumps({"step": 3, "phase": phase}) + "\n" for phase in ("train", "eval")))
+    checkpoint = Checkpoint(tmp_path / "checkpoint-3", 3, "abc", 1, {}, {})
+    engine = SimpleNamespace(mode="full", fallback=None)
+    open_records(config(tmp_path), Ranks(), "def", None, checkpoint, {"accepted_changes": []}, owes, 9, engine).close()
+    assert [line["phase"] for line in read_rollout_log(log)] == ["train"] + ["eval"] * (not owes)
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
