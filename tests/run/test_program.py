@@ -28,12 +28,14 @@ from tests.config.test_checkpoint_files import POINTER
 from tests.rollout.test_client import FaultyServer
 from tests.sync.test_adapter_sync import tuned
 from tools.make_demo import make_dataset
+from utils.capacity import request_seed
 from utils.config.load import build_config, load_config
 from utils.config.plan import step_remarks
 from utils.config.schema import Data
 from utils.data.encoding import encode_prompt, load_processor, num_prompt_tokens
 from utils.data.index import Checks, Index, IndexedFile, write_index
 from utils.data.samples import LineReader, load_samples
+from utils.data.stream import SampleStream
 from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
 from utils.learner.learner import NotFinite, StepResult
@@ -370,6 +372,16 @@ def test_CFG_3_a_tuner_that_does_not_fit_the_model_is_told_in_one_message(
     assert status == 2 and error.count("ends in ['q_prj']\n") == 1 and "Traceback" not in error, error
 
 
+def test_CON_4_a_server_of_another_model_stops_before_the_model_is_loaded(
+    folder, start_model, server, start, monkeypatch
+):
+    """CON-4: at the call site."""
+    monkeypatch.setattr(NoLearner, "__init__", lambda *_: pytest.fail("went on"))
+    server.on_health = lambda: (200, server.health(model="/other", model_digest="other"))
+    status, _, error = start(train_stage2, write_config(folder, start_model, server))
+    assert status == 1 and f"serves another model than this run trains: /other, model.path={start_model}" in error
+
+
 def test_DIS_2_more_learners_than_the_servers_have_room_for(folder, start_model, server, start, monkeypatch):
     """DIS-2: at the start, as in a dry run; the model is never loaded."""
     config = write_config(folder, start_model, server, matching={"decode_batch_size": 2})
@@ -547,6 +559,8 @@ def test_LOG_3_every_curve_of_a_step_and_a_greedy_evaluation(folder, start_model
         "rollout/new_tokens_p90": length,
         "rollout/new_tokens_p99": length,
         "rollout/remade": 0,
+        "train/policy_lag": 0,
+        "train/policy_lag_max": 0,
         "train/grad_norm": 0.5,
         "train/fill_ratio": 0.75,
         "learning_rate/llm": 1e-3,
@@ -563,7 +577,7 @@ def test_LOG_3_every_curve_of_a_step_and_a_greedy_evaluation(folder, start_model
             seen.setdefault(1, value)  # the first sync was the evaluation's, at step 0
         assert seen == pytest.approx(dict.fromkeys(steps, value)), tag
     measured = {f"seconds/{part}" for part in ("rollout", "sync", "prepare", "train", "step")}
-    measured |= {"train/tokens_per_s", "train/buffer_length", "train/policy_lag", "train/policy_lag_max"}
+    measured |= {"train/tokens_per_s", "train/buffer_length"}
     assert all(steps <= found[tag].keys() for tag in measured)
     assert all(found[tag][step] > 0 for tag in ("train/tokens_per_s", "seconds/rollout") for step in steps)
     for tag in ("eval/f1", "eval/precision", "eval/recall", "eval/mean_iou", "eval/parse_rate", "eval/f1_no_label"):
@@ -575,6 +589,40 @@ def test_LOG_3_every_curve_of_a_step_and_a_greedy_evaluation(folder, start_model
     sent = [(call["request_config"]["temperature"], len(call["infer_requests"])) for call in server.calls]
     assert sum(number for temperature, number in sent if temperature == 0) == 2 * n  # two evaluations of the same file
     assert sum(number for temperature, number in sent if temperature == 0.7) == NUM_STEPS * n
+
+
+@pytest.mark.parametrize(("program", "logprobs"), [(train_stage2, False), (train_grpo, True)])
+def test_CFG_12_DIS_6_requests_are_sampled_as_the_config_says(
+    folder, start_model, server, start, responses, tmp_path, monkeypatch, program, logprobs
+):
+    """CFG-12, DIS-6, TGT-14: decoding, length and seed of the config. GRPO asks for log-probabilities, which correct
+    its ratios; evaluation of stage 2 for confidences."""
+    monkeypatch.setattr(train_grpo, "policy_row", lambda weighted, row, collate: row)
+    training = {"output_dir": str(tmp_path), "seed": 3, "max_steps": 1, "eval_steps": 1}
+    write = write_grpo_config if program is train_grpo else write_config
+    config = write(folder, start_model, server, training=training)
+    written, decoding = yaml.safe_load(config.read_text()), {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    section = written["rlhf"] if program is train_grpo else written["custom"]["extra"]["rollout_matching"]
+    section |= {"decoding": decoding} | ({"importance_correction_cap": None} if program is train_grpo else {})
+    config.write_text(yaml.safe_dump(written))
+    status, _, error = start(program, config, sync=responses.sync)
+    assert status == 0, error
+    asked = {bool(call["request_config"]["temperature"]): call["request_config"] for call in server.calls}
+    assert asked[True].items() >= (decoding | {"max_tokens": 200, "logprobs": logprobs}).items()
+    assert asked[False].items() >= {"max_tokens": 200, "logprobs": True}.items()
+    calls = [call for call in server.calls if call["request_config"]["temperature"]]
+    seeds = {
+        call["request_config"]["seed"] + index: request["uuid"]
+        for call in calls
+        for index, request in enumerate(call["infer_requests"])
+    }
+    ids = [sample.id for sample in load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]]
+    order, size = SampleStream([ids], seed=3).next(SAMPLES_PER_STEP), 2 if program is train_grpo else 1
+    assert seeds == {
+        request_seed(3, 0, micro, 0) + index: order[2 * micro + index // size]
+        for micro in range(2)
+        for index in range(2 * size)
+    }
 
 
 def test_SYN_10_a_fallback_is_on_record_everywhere(folder, start_model, server, start, responses, tmp_path):
@@ -862,6 +910,16 @@ def test_SYN_10_CFG_8_the_sync_of_a_config(folder, start_model, server, caplog, 
         assert len(warnings) == 1 and "full sync instead" in warnings[0] and "DoRA" in sync.fallback
     else:
         assert warnings == [] and sync.fallback is None
+
+
+def test_SYN_6_SYN_7_the_sync_gets_its_settings(folder, start_model, server):
+    """SYN-6, SYN-7, SYN-10: bucket, proofs and probe; without fallback a failing adapter sync ends the run."""
+    settings = {"mode": "adapter", "bucket_mib": 3, "verify": "always", "fallback_to_full": False}
+    vllm, probe = {"enable_lora": True, "sync": settings}, object()
+    cfg = load_config(write_config(folder, start_model, server, vllm=vllm, tuner=LORA))
+    sync = setup.make_weight_sync(cfg, Ranks(), "run", SimpleNamespace(), SimpleNamespace(model=tuned()), probe)
+    assert type(sync) is AdapterSync and sync.run_id == "run"
+    assert (sync.bucket_bytes, sync.verify, sync.probe) == (3 << 20, "always", probe)
 
 
 @pytest.mark.parametrize(("is_ahead", "expected"), [(True, "keep"), (False, "wait")])
