@@ -1,5 +1,7 @@
 """Rollout types, the prompt and version checks, and how the server backend words its requests."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from utils.capacity import EVAL_MICRO_STEP, request_seed
@@ -121,6 +123,16 @@ def test_syn_8_another_version_is_never_handed_on(bad):
     """SYN-8, SYN-9: older weights, a server that never had any, or weights that changed under way."""
     with pytest.raises(StaleRollout, match="sample s1: made with weights .* requested run:3"):
         generate([output([1]), bad, output([2])])
+
+
+@pytest.mark.parametrize(("version", "is_taken"), [("run:1", True), ("other:3", False), (None, False)])
+def test_syn_8_ahead_of_training_older_weights_are_taken_but_those_of_this_run_alone(version, is_taken):
+    """SYN-8: the caller judges their age; never another run's, or weights that no sync brought."""
+    context = RolloutContext(**PLACE, policy_version="run:3", allow_stale=True)
+    engine = ServerEngine(FakeClient([output([1]), output([1], version=version), output([2])]), None)
+    with nullcontext() if is_taken else pytest.raises(StaleRollout, match="sample s1: made with weights"):
+        results = engine.generate(REQUESTS, RolloutSampling(), context)
+        assert [result.weight_version for result in results] == ["run:3", version, "run:3"]
 
 
 def test_syn_8_without_expectation_the_version_is_only_told():

@@ -12,10 +12,10 @@ import pytest
 from urllib3.connectionpool import HTTPConnectionPool
 
 from tests.rollout.test_client import setting
-from utils.data.encoding import EncodedPrompt
+from utils.data.encoding import EncodedPrompt, prompt_chat
 from utils.data.samples import Sample
 from utils.dist import DistributedError, Ranks
-from utils.rollout.backend import RolloutSampling, ServerEngine
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling, ServerEngine
 from utils.rollout.link import RolloutError
 from utils.rollout.round import ServerGone
 from utils.run.policy import MAX_RECOVERIES, Policy
@@ -148,6 +148,19 @@ def test_LRN_12_a_lost_server_is_not_waited_for_once_any_rank_is_to_stop(monkeyp
     with pytest.raises(DistributedError, match="gone"):
         run([ServerGone("gone")], client)
     assert client.waits == 0
+
+
+@pytest.mark.parametrize("allow_stale", [True, False])
+def test_syn_8_the_engine_is_told_which_weights_must_answer_and_where_the_requests_belong(allow_stale):
+    """SYN-8, DIS-6, ROL-3: those of the last sync; with the run's seed, the learner's own prompt and images."""
+    engine, asked, sampling = Engine([]), [], RolloutSampling(max_new_tokens=3)
+    engine.generate = lambda *args: asked.append(args) or [RolloutResult([], [1, 2], "", "stop", "run:3")]
+    policy = Policy(engine, None, Ranks(), "run", 7, str, None, Timer())
+    policy.sync(3)
+    sample = Sample("s", ["a.png"], [(8, 8)], 8, 8, [], [{"role": "user", "content": "<image>x"}], "file:1")
+    policy.generate([sample], [EncodedPrompt([1, 2], {"pixels": 0})], sampling, 4, 1, allow_stale)
+    request = RolloutRequest("s", prompt_chat(sample), ["a.png"], [1, 2], {"pixels": 0})
+    assert asked == [([request], sampling, RolloutContext(7, 4, 1, "run:3", allow_stale))]
 
 
 class Steps:
