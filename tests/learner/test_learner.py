@@ -46,6 +46,56 @@ def test_decay_by_hand_CFG_17():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# a learner and its config
+
+
+def test_every_step_trains_at_the_rate_of_the_schedule_CFG_17(tmp_path, start_model, ranks):
+    """CFG-17: what is reported is what the optimizer has; the number of steps is that of the run."""
+    changes = {"lr_scheduler": "linear", "warmup_steps": 2, "min_lr_ratio": 0.0}
+    learner, seen = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4}, **changes), []
+    for step in range(4):
+        result = learner.step(matching_rows(learner, is_bad=False), MatchingObjective(Losses()), step)
+        seen.append({group["lr"] for group in learner.engine.optimizer.param_groups})
+        assert set(result.learning_rates.values()) == seen[-1]
+    assert [sorted(own) for own in seen] == [[pytest.approx(1e-2 * factor)] for factor in (0.5, 1.0, 1.0, 0.5)]
+
+
+def test_the_optimizer_has_the_settings_of_the_config_CFG_17(tmp_path, start_model, ranks):
+    """CFG-17."""
+    settings = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3, "max_grad_norm": 0.25}
+    learner = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4}, **settings)
+    groups = learner.engine.optimizer.param_groups
+    assert {(*group["betas"], group["eps"]) for group in groups} == {(0.8, 0.9, 1e-3)}
+    assert learner.engine.gradient_clipping() == 0.25
+
+
+def test_adapters_start_by_the_seed_and_dropout_differs_between_ranks_LRN_1_PCK_5(
+    tmp_path, start_model, ranks, monkeypatch
+):
+    """LRN-1, PCK-5: adapters that start otherwise on another rank would never become one model."""
+    starts, seeds = [], []
+    for seed, rank in ((5, 0), (5, 1), (6, 0)):
+        monkeypatch.setattr(ranks, "rank", rank)
+        learner = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4}, seed=seed)
+        seeds.append(torch.initial_seed())
+        starts.append(next(own for name, own in learner.model.named_parameters() if ".lora_A." in name).detach())
+    assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
+    assert seeds[0] != seeds[1]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_models_are_loaded_as_the_config_says_CFG_17(tmp_path, monkeypatch, fused):
+    """CFG-17: dtype, attention and kernels."""
+    calls = []
+    monkeypatch.setattr(learner_module, "load_model", lambda *args: calls.append(args) or "model")
+    monkeypatch.setattr(learner_module, "fuse_kernels", lambda model: calls.append(model))
+    model = SimpleNamespace(dtype="float16", attn_implementation="eager")
+    cfg = SimpleNamespace(model=model, training=SimpleNamespace(fused_kernels=fused))
+    assert learner_module._load(cfg, "path") == "model"
+    assert calls == [("path", "float16", "eager"), *["model"] * fused]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # one optimizer step of GRPO, DeepSpeed included
 
 
