@@ -19,11 +19,12 @@ import pytest
 
 import rollout_server
 from tests.config.test_checkpoint_files import POINTER, write_checkpoint
+from tests.e2e.processes import config_of
 from tests.families import build_family
-from utils.config.load import load_config
+from utils.config.load import build_config, load_config
 from utils.config.plan import print_dry_run
 from utils.config.schema import Model, ServerAddress, ServerSettings
-from utils.server.launch import Launch, describe, is_loopback, model_problems, problems_of, resolve
+from utils.server.launch import Launch, describe, engine_args, is_loopback, model_problems, problems_of, resolve
 from utils.server.process import ON_CPU, PARENT_PID, answer_loading, listen, set_environment
 
 ROOT = Path(__file__).parents[1]
@@ -369,6 +370,74 @@ def test_the_engine_starts_with_the_defaults_of_vllms_own_api_server(model_dir, 
     monkeypatch.setattr(arg_utils, "current_platform", h100)
     budgets, sequences = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
     assert (budgets[started["usage_context"]], sequences[started["usage_context"]]) == (8192, 1024)
+
+
+def test_engine_and_front_get_what_the_launch_says_SRV_6_CFG_17(model_dir, monkeypatch):
+    """SRV-6, CFG-17: limits of images for prompts, the time after which an engine counts as hung, the transport."""
+    vllm_async = pytest.importorskip("vllm.v1.engine.async_llm")
+    made: dict[str, tuple] = {}
+
+    class Engine:
+        def __init__(self, *args) -> None:
+            made["engine"] = args
+
+        async def warm_up(self) -> None:
+            pass
+
+    def update(*args):
+        made["updates"] = args
+        raise InterruptedError
+
+    monkeypatch.setattr(vllm_async.AsyncLLM, "from_engine_args", lambda *_, **__: "llm")
+    monkeypatch.setattr(rollout_server, "engine_args", lambda launch: None)
+    monkeypatch.setattr(rollout_server, "answer_loading", lambda server_socket: contextlib.nullcontext())
+    monkeypatch.setattr("utils.data.encoding.load_processor", lambda *limits: limits)
+    monkeypatch.setattr("utils.server.engine.RolloutEngine", Engine)
+    monkeypatch.setattr("utils.server.weight_updates.WeightUpdates", update)
+    for device, transport in (("cpu", "gloo"), ("cuda", "nccl")):
+        launch = launch_of(model_dir, stuck_s=7.0, device=device, num_devices=2)
+        limits = {"image_min_pixels": 1024, "image_max_pixels": 4096}
+        launch = dataclasses.replace(launch, model=launch.model.model_copy(update=limits))
+        with pytest.raises(InterruptedError):
+            asyncio.run(rollout_server.serve(launch, None, None))
+        llm, processor, _, path, world_size, stuck_s = made["engine"]
+        assert (llm, processor) == ("llm", (str(model_dir), 1024, 4096))
+        assert (path, world_size, stuck_s) == (str(model_dir), 2, 7.0)
+        assert made["updates"][1] == transport
+
+
+def test_vllm_gets_every_setting_of_the_server_CFG_15(model_dir):
+    """CFG-15."""
+    pytest.importorskip("vllm")
+    settings = {"vllm_max_num_seqs": 5, "vllm_enable_prefix_caching": False, "vllm_enable_lora": True}
+    settings |= {"vllm_tensor_parallel_size": 2, "vllm_engine_kwargs": {"block_size": 16}}
+    launch = launch_of(model_dir, settings=settings, lora_rank=32, seed=7)
+    launch = dataclasses.replace(launch, model=launch.model.model_copy(update={"image_max_pixels": 4096}))
+    args = engine_args(launch)
+    assert (args.model, args.dtype, args.seed, args.max_model_len) == (str(model_dir), "float32", 7, 1024)
+    assert (args.tensor_parallel_size, args.data_parallel_size, args.max_num_seqs) == (2, 2, 5)
+    assert (args.enable_prefix_caching, args.enable_lora, args.max_lora_rank) == (False, True, 32)
+    assert (args.mm_processor_kwargs, args.block_size) == ({"max_pixels": 4096}, 16)
+    on_gpu = engine_args(dataclasses.replace(launch, device="cuda"))
+    assert on_gpu.gpu_memory_utilization == 0.6
+    backends = args.weight_transfer_config.backend, on_gpu.weight_transfer_config.backend
+    assert backends == ("stream_gloo", "stream_nccl")
+
+
+def test_a_launch_is_resolved_from_the_config_CFG_15_SRV_5_SRV_6(model_dir, tmp_path):
+    """CFG-15, SRV-5, SRV-6: half of the time that learners wait, the seed, slots of vLLM's next rank, and the image
+    roots of this one of two servers."""
+    roots = [{"allowed_image_roots": [root]} for root in ("/a", "/b")]
+    settings = {"vllm_enable_lora": True, "servers": roots}
+    config = config_of(tmp_path, model_dir, "http://127.0.0.1:8080", 8081, settings, timeout_s=30.0)
+    vllm = config["custom"]["extra"]["rollout_matching"]["vllm"]
+    vllm["server"]["servers"].append({"base_url": "http://127.0.0.1:8090", "group_port": 8091})
+    vllm["enable_lora"] = True
+    config |= {"tuner": {"type": "lora", "rank": 20}}
+    config["training"]["seed"] = 7
+    launch = resolve(build_config(config), 1)
+    assert (launch.address.port, launch.stuck_s, launch.seed, launch.lora_rank) == (8090, 15.0, 7, 32)
+    assert launch.image_roots == ("/b",)
 
 
 def test_limits_on_pixels_that_a_model_does_not_have_end_the_server_before_an_engine_is_loaded_FAM_2(

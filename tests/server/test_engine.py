@@ -176,6 +176,26 @@ def test_requests_go_to_the_replica_with_the_fewest_running():
     asyncio.run(run())
 
 
+def test_settings_that_a_request_leaves_open_are_those_of_the_model_SRV_4():
+    """SRV-4: of its generation_config.json, as in vLLM's own server."""
+    llm, asked = FakeLLM(), []
+    llm.model_config.get_diff_sampling_param = lambda: {"temperature": 0.25, "top_k": 7}
+    generate = llm.generate
+
+    def note(prompt, params, *rest, **named):
+        asked.append((params.temperature, params.top_k))
+        return generate(prompt, params, *rest, **named)
+
+    async def run():
+        llm.generate = note
+        engine = RolloutEngine(llm, FakeTokenizer(), ImageStore([]), "model", 2, STUCK_S)
+        for config in (RequestConfig(), RequestConfig(temperature=0.5)):
+            await engine.infer(ask("x"), config)
+
+    asyncio.run(run())
+    assert asked == [(0.25, 7), (0.5, 7)]
+
+
 def test_answers_are_cut_before_the_stop_token_and_fail_alone():
     """SRV-4, SRV-5, ROL-1"""
 
