@@ -50,7 +50,8 @@ def test_a_checkpoint_is_written_with_limit_record_and_models_LRN_5_LRN_6(saving
     facts, run = saving.facts, saving.run
     assert (facts["save_total_limit"], facts["eval_settings"]) == (2, {"metric": "f1"})
     assert (facts["run_id"], facts["inputs"]) == ("abc", {"digests": {}})
-    assert facts["save_merged"] == (run.learner.model, "models/start", tmp_path / "merged", run.ranks)
+    pixels = run.cfg.model.image_min_pixels, run.cfg.model.image_max_pixels
+    assert facts["save_merged"] == (run.learner.model, "models/start", tmp_path / "merged", run.ranks, pixels)
     assert facts["save_adapter"] == (run.learner.model, tmp_path / "adapter", run.ranks)
     assert run.steps_saved == 3
 
