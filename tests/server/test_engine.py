@@ -308,6 +308,21 @@ def test_a_teacher_that_cannot_answer_says_so_TGT_16_SRV_10():
     assert client.post("/teacher/", json=body).status_code == 503
 
 
+@pytest.mark.parametrize("pause", ["wait", "keep"])
+def test_requests_held_over_an_update_are_recomputed_SYN_9(pause):
+    """SYN-9: with `keep` alone some run on; vLLM drops their blocks of the old weights only if asked to."""
+
+    async def run():
+        llm, _, updates = make()
+        await updates.init(INIT)
+        await updates.start(START.model_copy(update={"pause": pause}))
+        await updates.update(UPDATE)
+        await updates.finish(FINISH)
+        assert f"reset prefix {pause == 'keep'}" in llm.log
+
+    asyncio.run(run())
+
+
 def test_an_update_in_order_then_answers_carry_the_version():
     """SYN-8, SYN-9: pause, all workers, version, caches, resume."""
 
