@@ -67,7 +67,7 @@ demo-grpo: $(READY) ## GRPO from start to end on this machine's CPU
 	$(BIN)/python -m tools.demo_grpo $(ARGS)
 
 ##@ Measure (on CPU)
-bench: $(READY) ## ours against honest baselines, side by side: a table, and benchmarks/results.json (a quarter of an hour)
+bench: $(READY) ## ours against honest baselines, side by side: a table, and benchmarks/results.json (some minutes)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 study: $(READY) ## the runs behind docs/results.md that are still missing; hours on two cores, stop and resume at will

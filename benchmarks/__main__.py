@@ -1,7 +1,7 @@
 """`make bench`: compare this project with the baselines, print a table, write benchmarks/results.json.
 
 `python -m benchmarks [TOPIC ...]` runs only the named topics and replaces their entries. `data` runs only if named: it
-takes an hour or more. docs/performance.md explains each line.
+decodes the images of a million lines, twice. docs/performance.md explains each line.
 """
 
 import argparse
