@@ -44,7 +44,7 @@ def main(model_path: str, folder: str) -> None:
     """Answers at several points of one engine's life, as JSON in `folder`."""
     from transformers import AutoModelForImageTextToText
 
-    from tests.rollout.test_hf import plain_generate, requests_of, same_but_for_ties
+    from tests.rollout.test_hf import NEW_TOKENS, plain_generate, requests_of, same_but_for_ties
     from utils.config.rollout import Sync, Vllm
     from utils.config.schema import Model, Tuner
     from utils.data.encoding import load_processor
@@ -67,7 +67,7 @@ def main(model_path: str, folder: str) -> None:
     lengths = {"max_model_len": 512, "decode_batch_size": 3}
     backend = ColocateEngine(model_section, vllm, weights, ranks, processor, **lengths)
     backend.bucket_bytes = 1 << 18  # several buckets
-    decoding = RolloutSampling(max_new_tokens=80)
+    decoding = RolloutSampling(max_new_tokens=NEW_TOKENS)
     seen: dict = {"num_threads_is_torchs_own": torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"}
 
     def answers(version, asked=requests, how=decoding) -> list:
