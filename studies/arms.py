@@ -310,9 +310,15 @@ def step_seconds(records: Sequence[Record], study: Study, arm: Arm) -> float:
 
 
 def seconds_of_answers(records: Sequence[Record], study: Study) -> float:
-    """Seconds of the start model's answers to all training images: those of as many rollouts of the clock."""
+    """Seconds of the start model's answers to all training images: those of as many answers of the clock's rollouts."""
     rollout = min(run["step_seconds"]["rollout"] for run in tests_and_tuned(records, study, study.clock))
-    return rollout * study.num_train / study.training["per_device_train_batch_size"]
+    return rollout * study.num_train / answers_per_step(study, study.clock)
+
+
+def answers_per_step(study: Study, arm: Arm) -> int:
+    """Number of answers in a rollout: one for each sample, or GRPO's group for each prompt."""
+    config = resolve_yaml(arm.config or study.config)[0]
+    return int(config["training"]["per_device_train_batch_size"]) * config.get("rlhf", {}).get("num_generations", 1)
 
 
 def tests_and_tuned(records: Sequence[Record], study: Study, arm: Arm) -> list[Record]:

@@ -1,16 +1,22 @@
-"""Pictures of crowds of shapes, and start models, for the studies `crowd` and `faint`. Each is made once and kept."""
+"""Pictures of many shapes in noise, and start models that supervised training has taken as far as it gets on them.
+
+They are those of the studies `crowd` and `faint`, and, by way of `studies.partial_data`, of `partial_faint`. Each is
+made once and kept.
+"""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from studies import new_class_data
 from studies.dense_data import prepare_model
-from studies.new_class_data import Shift, draw, to_line, write_jsonl
+from studies.new_class_data import MATERIALS, Shift, draw, to_line, write_jsonl
 from tools.cached import cached
 from tools.make_demo import Scenes
 
-SCENES = Scenes(max_objects=16, max_labels=3)
-NUM_FURTHER, FIRST_FURTHER = 1024, 1_000_000  # further test pictures, and a scene behind those of all splits
+FIRST_FURTHER = 1_000_000  # scene of the further test pictures, behind those of all splits
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,9 @@ class Crowds:
         splits: pictures in each.
         num_objects: in a picture.
         max_new_tokens: of an answer, with room for more objects than that.
+        prepare_base: makes the model that the start model is trained from, if missing.
+        num_further: further test pictures.
         version: raise it when pictures or start model are made differently; records of older material are stale.
-        based_on: the crowds whose start model is trained on; None: that of *New class*.
     """
 
     name: str
@@ -33,8 +40,10 @@ class Crowds:
     num_objects: range
     shift: Shift
     max_new_tokens: int
+    prepare_base: Callable[[], object]
+    scenes: Scenes = Scenes(max_objects=16, max_labels=3)
+    num_further: int = 1024
     version: int = 1
-    based_on: "Crowds | None" = None
 
     @property
     def root(self) -> Path:
@@ -42,9 +51,8 @@ class Crowds:
 
     def prepare(self) -> None:
         """Make `data` and `model` below `root`, and the model that it starts from, if missing."""
-        if self.based_on is not None:
-            self.based_on.prepare()
-        settings = [self.version, self.seed, self.splits, repr(SCENES), repr(self.shift)]
+        self.prepare_base()
+        settings = [self.version, self.seed, self.splits, repr(self.scenes), repr(self.shift)]
         cached(self.root / "data", settings, "crowds of shapes", self.make_data)
         config = Path(f"studies/configs/{self.name}_warmup.yaml")
         prepare_model(self.root, settings, config, self.max_new_tokens)
@@ -52,12 +60,12 @@ class Crowds:
     def prepare_further(self) -> Path:
         """Make the further test pictures in a folder of their own, if missing."""
         folder = self.root / "further"
-        settings = [self.version, self.seed, NUM_FURTHER, FIRST_FURTHER, repr(SCENES), repr(self.shift)]
+        settings = [self.version, self.seed, self.num_further, FIRST_FURTHER, repr(self.scenes), repr(self.shift)]
         cached(folder, settings, "further test images", self.make_further)
         return folder
 
     def make_further(self, folder: Path) -> None:
-        self.write_splits(folder, {"test": NUM_FURTHER}, FIRST_FURTHER)
+        self.write_splits(folder, {"test": self.num_further}, FIRST_FURTHER)
 
     def make_data(self, folder: Path) -> None:
         self.write_splits(folder, self.splits)
@@ -70,7 +78,7 @@ class Crowds:
             rows: list[dict] = []
             while len(rows) < count:
                 number = next(numbers)
-                image, objects = draw(self.seed, number, self.shift, SCENES)
+                image, objects = draw(self.seed, number, self.shift, self.scenes)
                 if len(objects) in self.num_objects:
                     rows.append(to_line(folder, split, number, image, objects))
             write_jsonl(folder / f"{split}.jsonl", rows)
@@ -83,6 +91,7 @@ CROWD = Crowds(
     num_objects=range(8, 17),
     shift=Shift(contrast=0.3, noise=40.0, sizes=(0.06, 0.12)),
     max_new_tokens=464,
+    prepare_base=partial(new_class_data.prepare, MATERIALS["new_class"]),
     version=2,
 )
 FAINT = Crowds(
@@ -92,5 +101,5 @@ FAINT = Crowds(
     num_objects=range(6, 11),
     shift=Shift(contrast=0.2, noise=40.0, sizes=(0.06, 0.12)),
     max_new_tokens=400,
-    based_on=CROWD,
+    prepare_base=CROWD.prepare,
 )

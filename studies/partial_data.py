@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from studies.crowd_data import Crowds
 from studies.new_class_data import Shift, absolute, answers, draw, merged_objects, prepare_model, to_line, write_jsonl
 from tools.cached import cached
 from tools.make_demo import COLOURS, SHAPES, Scenes
@@ -21,20 +22,48 @@ FURTHER = range(20_000, 22_048)  # scenes of the further test images, behind tho
 LABELS = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
 
 
-def prepare(share: float) -> None:
-    """Make the start model and all files of a share, if missing."""
-    torch.set_num_threads(1)
-    made_with = prepare_start()
-    folder = ROOT / f"{share:g}"
-    cached(folder / "data", [*made_with, share], "annotation", lambda to: write_annotation(share, ROOT / "data", to))
-    cached(folder / "pseudo", [*made_with, share], "pseudo-labels", lambda to: write_pseudo_labels(folder / "data", to))
-
-
 def prepare_start() -> list:
     """Make `data` and `model` below `ROOT`, if missing; return all that they are made with."""
     settings = [VERSION, SEED, SPLITS]
     cached(ROOT / "data", settings, "synthetic scenes", make_data)
     return prepare_model(ROOT, settings, SEED, WARMUP_STEPS)
+
+
+FAINT = Crowds(
+    "partial_faint",
+    seed=108,
+    splits={"warmup": 8000, "train": 2000, "tune": 256, "test": 512},
+    num_objects=range(3, 6),
+    shift=Shift(contrast=0.14, noise=40.0, sizes=(0.10, 0.18)),
+    max_new_tokens=192,
+    prepare_base=prepare_start,
+    scenes=Scenes(max_objects=5, max_labels=2),
+    num_further=4096,
+)
+
+
+def prepare(share: float) -> None:
+    """Make the start model and all files of a share, if missing."""
+    torch.set_num_threads(1)
+    prepare_share(ROOT, share, prepare_start(), max_new_tokens=128)
+
+
+def prepare_faint() -> None:
+    """The same for faint shapes, of which no image is complete."""
+    FAINT.prepare()
+    prepare_share(FAINT.root, 0.0, [repr(FAINT)], FAINT.max_new_tokens)
+
+
+def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int) -> None:
+    """Make the files of a share from `data` and `model` below `root`, if missing."""
+    folder, made_with = root / f"{share:g}", [*made_with, share]
+    cached(folder / "data", made_with, "annotation", lambda to: write_annotation(share, root / "data", to))
+    cached(
+        folder / "pseudo",
+        made_with,
+        "pseudo-labels",
+        lambda to: write_pseudo_labels(root / "model", folder / "data", to, max_new_tokens),
+    )
 
 
 def make_data(folder: Path) -> None:
@@ -79,6 +108,20 @@ def make_further(folder: Path) -> None:
     write_jsonl(folder / "test_prompted.jsonl", [prompted(row) for row in lines])
 
 
+def prepare_further_faint() -> Path:
+    """The same for faint shapes."""
+    source, folder = FAINT.prepare_further(), FAINT.root / "further_prompted"
+    cached(folder, [repr(FAINT)], "prompts of further test images", lambda to: write_test(source, to))
+    return folder
+
+
+def write_test(source: Path, folder: Path) -> None:
+    """Write the further test images of `source` to `folder`, without and with prompts."""
+    lines = [absolute(json.loads(line), source) for line in (source / "test.jsonl").open()]
+    write_jsonl(folder / "test.jsonl", lines)
+    write_jsonl(folder / "test_prompted.jsonl", [prompted(row) for row in lines])
+
+
 def annotated(row: dict, share: float) -> dict:
     """Return a line as it is, with probability `share`, or with the objects of one of its classes only."""
     rng = random.Random(f"{SEED}-{row['id']}")
@@ -93,13 +136,13 @@ def prompted(row: dict) -> dict:
     return row | {"prompt": f"{Data().prompt} {', '.join(row.get('annotated', LABELS))}"}
 
 
-def write_pseudo_labels(data: Path, folder: Path) -> None:
+def write_pseudo_labels(model: Path, data: Path, folder: Path, max_new_tokens: int) -> None:
     """Write to `folder/train.jsonl` the training lines of a share, completed by what the start model sees besides."""
     rows = [json.loads(line) for line in (data / "train.jsonl").open()]
     samples = load_samples([str(data / "train.jsonl")], Data().prompt, "file")[0]
     labelled = [
         {key: value for key, value in row.items() if key != "annotated"}
         | {"objects": merged_objects(row, sample, answer, row.get("annotated", LABELS))}
-        for row, sample, answer in zip(rows, samples, answers(ROOT / "model", samples), strict=True)
+        for row, sample, answer in zip(rows, samples, answers(model, samples, max_new_tokens), strict=True)
     ]
     write_jsonl(folder / "train.jsonl", labelled)

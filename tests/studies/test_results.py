@@ -33,7 +33,7 @@ from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS
 from studies.offline_stage2 import ReferenceEngine
-from studies.partial import COMPLETE, HALF, PARTIAL
+from studies.partial import COMPLETE, FAINT, HALF, SHARES
 from studies.study import RM
 from studies.taught import DISTILLED, TAUGHT
 from tools.evaluate import PlainEngine
@@ -253,9 +253,13 @@ def test_pseudo_labels_of_a_share_complete_each_image_by_what_it_does_not_annota
     partly = line | {"annotated": ["red ring"], "objects": [SCENE["objects"][0]]}
     new_class_data.write_jsonl(tmp_path / "train.jsonl", [line, partly])
     seen = [Object(desc, "bbox_2d", (500, 500, 800, 800)) for desc in ("red ring", "blue square")]
-    monkeypatch.setattr(partial_data, "answers", lambda model, samples: [seen[:1], seen[:1] + seen[1:]])
+    asked = []
+    monkeypatch.setattr(
+        partial_data, "answers", lambda *how: asked.append((how[0], how[2])) or [seen[:1], seen[:1] + seen[1:]]
+    )
     (tmp_path / "pseudo").mkdir()
-    partial_data.write_pseudo_labels(tmp_path, tmp_path / "pseudo")
+    partial_data.write_pseudo_labels(Path("model"), tmp_path, tmp_path / "pseudo", max_new_tokens=192)
+    assert asked == [(Path("model"), 192)]
     whole, completed = [json.loads(row) for row in (tmp_path / "pseudo/train.jsonl").open()]
     assert whole == line
     assert "annotated" not in completed
@@ -291,6 +295,31 @@ def test_a_crowd_has_eight_objects_at_least_and_no_picture_is_in_two_splits(tmp_
     rows = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.open()]
     assert len(rows) == len({json.dumps(row["objects"]) for row in rows}) == 20
     assert all(8 <= len(row["objects"]) <= 16 for row in rows)
+
+
+def test_faint_shapes_are_a_version_of_their_own_with_one_annotated_class_in_each_picture(tmp_path, monkeypatch):
+    """From their own start model, scored on pictures of their own; no split has a picture of the further ones."""
+    monkeypatch.chdir(tmp_path)
+    few = replace(partial_data.FAINT, splits=dict.fromkeys(partial_data.FAINT.splits, 6), num_further=6)
+    few = replace(few, prepare_base=lambda: None)
+    monkeypatch.setattr(partial_data, "FAINT", few)
+    monkeypatch.setattr(crowd_data, "prepare_model", lambda *_: None)
+    asked = []
+    monkeypatch.setattr(partial_data, "answers", lambda *how: asked.append((how[0], how[2])) or [[]] * 6)
+    partial_data.prepare_faint()
+    assert asked == [(few.root / "model", 192)]
+    train, tune = (
+        load_samples([str(FAINT.root / f"data/{name}.jsonl")], "find", "file")[0] for name in ("train", "tune")
+    )
+    assert all(len(sample.annotated) == 1 for sample in train) and not any(sample.annotated for sample in tune)
+    assert all(3 <= len(sample.objects) <= 5 for sample in tune)
+    further = FAINT.further()
+    rows = [[json.loads(line) for line in (further / f"test{name}.jsonl").open()] for name in ("", "_prompted")]
+    assert [row["objects"] for row in rows[0]] == [row["objects"] for row in rows[1]] and len(rows[0]) == 6
+    assert all(row["prompt"].count(", ") == 11 and Path(row["images"][0]).exists() for row in rows[1])
+    drawn = [json.loads(line)["objects"] for line in (few.root / "data/test.jsonl").open()]
+    assert not any(row["objects"] in drawn for row in rows[0])
+    assert Path(FAINT.arms[0].data).parent.name == "pseudo" and (FAINT.root / FAINT.arms[0].data).exists()
 
 
 # ---- which runs -----------------------------------------------------------------------------------------------------
@@ -343,7 +372,7 @@ def test_all_arms_have_the_same_learning_rates_and_tests_wait_for_the_whole_grid
 
 
 def test_a_study_that_is_tuned_on_another_has_its_settings_and_no_grid_of_its_own():
-    other = next(study for study in PARTIAL if study is not HALF)
+    other = next(study for study in SHARES if study is not HALF)
     arm = next(arm for arm in other.arms if arm.name == "stage 2 + KL")
     assert not arms.planned([], other, arm)
     done = tuning(arm, HALF)
@@ -351,8 +380,8 @@ def test_a_study_that_is_tuned_on_another_has_its_settings_and_no_grid_of_its_ow
     (job, *_) = arms.planned(done, other, arm)
     assert (job.study, job.lr, job.kl) == (other, 2e-3, arms.tuned(done, HALF, arm).kl)
     assert arms.num_left([], replace(other, arms=(arm,))) == len(SEEDS)
-    assert all({own.name for own in study.arms} <= {own.name for own in HALF.arms} for study in PARTIAL)
-    assert COMPLETE in HALF.arms and all(COMPLETE not in PARTIAL[index].arms for index in (1, 4))  # 0 % and 100 %
+    assert all({own.name for own in study.arms} <= {own.name for own in HALF.arms} for study in SHARES)
+    assert COMPLETE in HALF.arms and all(COMPLETE not in SHARES[index].arms for index in (1, 4))  # 0 % and 100 %
 
 
 def test_records_of_other_settings_or_older_images_do_not_count():
@@ -410,6 +439,11 @@ def test_equal_seconds_charges_the_start_models_answers_once_and_never_gives_few
     assert arms.num_steps(Job(NEW_CLASS, PSEUDO, 1, 2e-3, equal_seconds=True), done) == expected
     both = replace(NEW_CLASS, clock=replace(STAGE2, labels="start model"))  # the clock has paid for answers, too
     assert arms.num_steps(Job(both, PSEUDO, 1, 2e-3, equal_seconds=True), done) == round(60 * 2.75 / 1.25)
+    by_object = FAINT.clock  # a step of GRPO has 16 prompts of 8 answers
+    assert arms.answers_per_step(FAINT, by_object) == 128 and arms.answers_per_step(NEW_CLASS, STAGE2) == 32
+    done += [run for arm in (by_object, FAINT.arms[0]) for run in finished(arm, 0.5, study=FAINT)]
+    given = 60 * 2.75 - 1.5 * 2000 / 128
+    assert arms.num_steps(Job(FAINT, FAINT.arms[0], 1, 1e-3, equal_seconds=True), done) == round(given / 1.25)
     large = replace(NEW_CLASS, num_train=10**6)
     assert arms.num_steps(Job(large, PSEUDO, 1, 2e-3, equal_seconds=True), done) == 60
 
