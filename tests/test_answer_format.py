@@ -502,7 +502,7 @@ def check_target(ids: list[int], gt: list[Object], options: TargetOptions, kind:
             for a, b, value in [(values[k][0], values[k][0], ""), *values[k:]]:
                 text, at = text + parsed.prefix_bytes[at:a] + value.encode(), b
             truths.append((values[k][0], text + parsed.prefix_bytes[at:]))
-    data = independent_bytes(kind, target.answer_ids)
+    data = independent_bytes(kind, target.answer_ids).replace(b"\xff", b"\xfe")  # as `prefix_bytes` has it
     ends = np.cumsum([len(independent_bytes(kind, [token])) for token in target.answer_ids]).tolist()
     for index, label in zip(target.text_index.tolist(), target.text_label.tolist(), strict=True):
         own = label == target.answer_ids[index]

@@ -13,7 +13,7 @@ possessive throughout, so nothing is tried twice. `parsing` does the reading, `t
 import json
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class AnswerFormat:
 
     def spelled(self, desc: str) -> str:
         """A label as it stands in an answer: a JSON string without its quotes, which spells no special token."""
-        return json.dumps(desc, ensure_ascii=False)[1:-1].replace("<|", "\\u003c|")
+        return _json_text(desc)
 
     def completion(self, prefix: bytes) -> str:
         """What an answer that ends behind an object lacks before another one can follow, or the closing."""
@@ -130,6 +130,11 @@ class AnswerFormat:
             shapes = {"bbox_2d": "4 (bbox_2d)", "poly": "6, 8, ... (poly)"}
             counts = " or ".join(shapes[kind] for kind in self.kinds)
             raise ValueError(f"{obj}: an object needs a {self.desc_key} and {counts} bins in 0..{self.max_bin}")
+
+
+@lru_cache(maxsize=1 << 14)  # the same few labels occur in every answer
+def _json_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1].replace("<|", "\\u003c|")
 
 
 class RefBoxFormat(AnswerFormat):

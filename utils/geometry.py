@@ -97,6 +97,10 @@ def corner_points(obj: Object) -> np.ndarray:
 
 def bounding_box(obj: Object) -> tuple[float, float, float, float]:
     """The tightest `x1, y1, x2, y2` around a shape."""
+    if obj.kind == "bbox_2d":
+        x1, y1, x2, y2 = obj.coords
+        if x1 <= x2 and y1 <= y2:
+            return x1, y1, x2, y2
     xs, ys = obj.coords[0::2], obj.coords[1::2]
     return min(xs), min(ys), max(xs), max(ys)
 
@@ -158,16 +162,16 @@ def _valid_shape(obj: Object) -> shapely.Geometry:
     return shape if shape.is_valid else shapely.make_valid(shape, method="structure", keep_collapsed=False)
 
 
-def regression_targets(pred: Object, gt: Object) -> np.ndarray:
-    """The correct value of each coordinate of a matched prediction, float64 `[len(pred.coords)]` in (fractional) bins.
+def regression_targets(pred: Object, gt: Object) -> tuple[float, ...]:
+    """The correct value of each coordinate of a matched prediction, in (fractional) bins.
 
     A predicted box learns the ground-truth box, or the tightest box around a ground-truth polygon. A predicted polygon
     may start elsewhere, run the other way round or have another number of points, so `project_points` carries its
     points onto the ground-truth outline (a box counts as its four corners).
     """
     if pred.kind == "bbox_2d":
-        return np.array(bounding_box(gt), dtype=np.float64)
-    return project_points(corner_points(pred), corner_points(gt)).reshape(-1)
+        return bounding_box(gt)
+    return tuple(project_points(corner_points(pred), corner_points(gt)).reshape(-1).tolist())
 
 
 def project_points(points: np.ndarray, outline: np.ndarray) -> np.ndarray:

@@ -7,11 +7,12 @@ predicted (from the hidden state one position earlier); every other token is con
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -100,8 +101,10 @@ class Segment(Supervision):
     @property
     def unlabelled_index(self) -> np.ndarray:
         """int64 [nu], the tokens of the answer that carry no label (TGT-16)."""
-        answer = np.arange(self.answer_start, len(self))
-        return np.setdiff1d(answer, np.concatenate([self.coord_index, self.text_index]))
+        is_unlabelled = np.arange(len(self)) >= self.answer_start
+        labelled = np.concatenate([self.coord_index, self.text_index])
+        is_unlabelled[labelled[labelled < len(self)]] = False  # the checks of the row name one beyond the end
+        return np.flatnonzero(is_unlabelled)
 
 
 def format_objects(objects: Sequence[Object]) -> str:
@@ -163,12 +166,13 @@ def build_target(
         if entry.pred is not None and entry.gt is not None
     ]
     if table.format.has_coord_tokens:
-        for pred, gt in pairs:
-            labels.coord_target[pred.coord_index] = regression_targets(pred.object, gt)
+        index = [i for pred, _ in pairs for i in pred.coord_index]
+        labels.coord_target[index] = [value for pred, gt in pairs for value in regression_targets(pred.object, gt)]
     if options.supervise_structure:
         labels.add_structure(draft, [pred for pred, _ in pairs])
+    ends = draft.ends.tolist()
     for pred, gt in pairs:
-        labels.add_values(draft.data, draft.ends, pred, gt)
+        labels.add_values(draft.data, ends, pred, gt)
     if not options.supervise_structure:
         unmatched = [draft.objects[i] for i, entry in enumerate(entries) if entry.pred is not None and entry.gt is None]
         labels.forget_going_on(draft, unmatched)
@@ -226,7 +230,7 @@ class _Labels:
         chosen = np.flatnonzero(touched(ends, own) & ~touched(ends, values) & ~self.is_coord[: len(ends)])
         self.text_label[chosen] = self.ids[chosen]
 
-    def add_values(self, data: bytes, ends: np.ndarray, pred: PredObject, gt: Object) -> None:
+    def add_values(self, data: bytes, ends: Sequence[int], pred: PredObject, gt: Object) -> None:
         """Supervise a matched object value by value: `desc` (TGT-9), and coordinates that are numbers.
 
         The labels of a value are the ground truth's tokens, tokenized in place, up to and including the first that
@@ -268,7 +272,7 @@ class _Labels:
     def redirect(self, draft: Draft, wrong_index: int, better: Object | None) -> None:
         """Supervise the one token of a wrong object at which `better`, or the closing, would differ in its place
         (TGT-11)."""
-        form, data, ends = self.table.format, draft.data, draft.ends
+        form, data, ends = self.table.format, draft.data, draft.ends.tolist()
         wrong = draft.objects[wrong_index]
         between, closing = form.layout(draft.opening)
         start = wrong.lead
@@ -328,7 +332,7 @@ class _Labels:
             text_index=text_index,
             text_label=self.text_label[text_index],
             text_weight=self.text_weight[text_index].astype(np.float32),
-            digit_index=text_index[self.in_number[text_index] & np.isin(self.ids[text_index], self.table.digit_ids)],
+            digit_index=text_index[self.in_number[text_index] & self.table.has_digit[self.ids[text_index]]],
             **counts,
         )
 
@@ -337,8 +341,7 @@ class _Labels:
         return ValueError(f"a desc of the ground truth spells a special token: {text!r}; reword it in the data file")
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Value(NamedTuple):
     """`[start, end)` of a generated value in the answer's bytes, without quotes, and its correct text."""
 
     start: int
@@ -347,10 +350,10 @@ class _Value:
     is_desc: bool
 
 
-def _token_at(ends: np.ndarray, byte: int) -> tuple[int, int]:
+def _token_at(ends: Sequence[int], byte: int) -> tuple[int, int]:
     """The token that holds a byte of the answer: its index, and the byte at which it begins."""
-    index = int(np.searchsorted(ends, byte, side="right"))
-    return index, int(ends[index - 1]) if index else 0
+    index = bisect_right(ends, byte)
+    return index, ends[index - 1] if index else 0
 
 
 @lru_cache(maxsize=1 << 16)  # the same few texts occur in every answer
@@ -438,14 +441,16 @@ def _label_problems(segment: Segment, table: TokenTable) -> list[str]:
     """Problems of the labels of a segment whose indices are in range."""
     problems = []
     for what, index, allowed in (
-        ("coordinate", segment.coord_index, table.coord_ids),
-        ("digit", segment.digit_index, table.digit_ids),
+        ("coordinate", segment.coord_index, table.coord_bin >= 0),
+        ("digit", segment.digit_index, table.has_digit),
     ):
-        wrong = index[~np.isin(segment.input_ids[index], allowed)]
+        wrong = index[~allowed[segment.input_ids[index]]]
         if len(wrong):
             token = segment.input_ids[wrong[0]]
             problems.append(f"supervised {what} {wrong[0]} holds token {token}, which is no {what}")
-    if not np.isin(segment.digit_index, segment.text_index).all():
+    is_text = np.zeros(len(segment), dtype=bool)
+    is_text[segment.text_index] = True
+    if not is_text[segment.digit_index].all():
         problems.append("digit_index holds an index that text_index lacks")
     if not ((segment.coord_target >= 0) & (segment.coord_target <= MAX_BIN)).all():
         problems.append(f"a coordinate target lies outside 0..{MAX_BIN}")

@@ -31,6 +31,7 @@ class TokenTable:
         bytes_of: the text of each id as bytes, `b""` for ids without text. Special and added tokens are literal text.
         coord_ids: int64 `[1000]`, the id of each coordinate token; `[0]` where the form has none.
         digit_ids: int64, ids whose text holds a digit; `[0]` where coordinates are tokens.
+        has_digit: bool `[vocab]`, whether an id is one of them.
         coord_bin: int32 `[vocab]`, the bin of each id, -1 where it is not a coordinate token.
         stop_ids: ids that end an answer: every special token besides the coordinate tokens and the form's own tags.
         is_stop: bool `[vocab]`, `stop_ids` and ids without text.
@@ -51,6 +52,8 @@ class TokenTable:
         self.bytes_of = bytes_of
         with_digit = [] if coord_ids else [i for i, text in enumerate(bytes_of) if _DIGIT.search(text)]
         self.digit_ids = np.array(with_digit, dtype=np.int64)
+        self.has_digit = np.zeros(len(bytes_of), dtype=bool)
+        self.has_digit[self.digit_ids] = True
         self.coord_ids = np.array(coord_ids, dtype=np.int64)
         self.coord_bin = np.full(len(bytes_of), -1, dtype=np.int32)
         self.coord_bin[self.coord_ids] = np.arange(len(coord_ids))
