@@ -41,12 +41,12 @@ class Shift:
     """How the images of a study differ from those of its start model's warm-up.
 
     Attributes:
-        contrast: factor on the distance of each pixel from the image's mean.
+        contrast: factor on the distance of each pixel from the image's mean; a range: each object has its own.
         noise: standard deviation added to each channel, in grey levels of 255.
         sizes: as in `Scenes`.
     """
 
-    contrast: float = 1.0
+    contrast: float | tuple[float, float] = 1.0
     noise: float = 0.0
     sizes: tuple[float, float] = Scenes.sizes
 
@@ -151,9 +151,20 @@ def draw(seed: int, number: int, shift: Shift, scenes: Scenes) -> tuple[Image.Im
     """Return scene `number` of a seed and its objects, as `draw_scene` does, with a shift."""
     image, objects = draw_scene(random.Random(f"{seed}-{number}"), SIDE, replace(scenes, sizes=shift.sizes))
     pixels = np.asarray(image, dtype=np.float64)
-    noise = np.random.default_rng([seed, number]).normal(0, shift.noise, pixels.shape)
-    pixels = pixels.mean() + shift.contrast * (pixels - pixels.mean()) + noise
+    rng = np.random.default_rng([seed, number])
+    noise = rng.normal(0, shift.noise, pixels.shape)
+    contrast = shift.contrast if isinstance(shift.contrast, float) else own_contrasts(rng, shift.contrast, objects)
+    pixels = pixels.mean() + contrast * (pixels - pixels.mean()) + noise
     return Image.fromarray(np.clip(pixels.round(), 0, 255).astype(np.uint8)), objects
+
+
+def own_contrasts(rng: np.random.Generator, limits: tuple[float, float], objects: Sequence[dict]) -> np.ndarray:
+    """The contrast of each pixel, float64 `[SIDE, SIDE, 1]`: evenly drawn for each object, the least between them."""
+    contrast = np.full((SIDE, SIDE, 1), limits[0])
+    for item in objects:
+        left, top, right, bottom = item["bbox_2d"]
+        contrast[top : bottom + 1, left : right + 1] = rng.uniform(*limits)
+    return contrast
 
 
 def to_line(folder: Path, split: str, number: int, image: Image.Image, objects: list[dict]) -> dict:

@@ -31,7 +31,7 @@ from studies.arms import SEEDS, TUNING_SEED, Job
 from studies.dense import DENSE
 from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
-from studies.new_class_data import MATERIALS, NEW_LABELS
+from studies.new_class_data import MATERIALS, NEW_LABELS, Shift
 from studies.offline_stage2 import ReferenceEngine
 from studies.partial import COMPLETE, FAINT, HALF, SHARES
 from studies.study import RM
@@ -320,6 +320,28 @@ def test_faint_shapes_are_a_version_of_their_own_with_one_annotated_class_in_eac
     drawn = [json.loads(line)["objects"] for line in (few.root / "data/test.jsonl").open()]
     assert not any(row["objects"] in drawn for row in rows[0])
     assert Path(FAINT.arms[0].data).parent.name == "pseudo" and (FAINT.root / FAINT.arms[0].data).exists()
+
+
+def test_a_range_of_contrasts_gives_each_object_its_own():
+    """Between them the background has the least; the noise is that of the same scene with one contrast."""
+    one, own = Shift(contrast=1.0, noise=30.0), Shift(contrast=(0.0, 1.0), noise=30.0)
+    scenes = new_class_data.Scenes(max_objects=4)
+    factors = []
+    for number in range(20):
+        image_of = {shift: np.asarray(new_class_data.draw(1, number, shift, scenes)[0], float) for shift in (one, own)}
+        objects = new_class_data.draw(1, number, own, scenes)[1]
+        rng = np.random.default_rng([1, number])
+        noise = rng.normal(0, 30.0, (128, 128, 3))
+        plain = np.asarray(new_class_data.draw(1, number, Shift(), scenes)[0], float)
+        contrast = np.zeros((128, 128, 1))
+        for item in objects:
+            x0, y0, x1, y1 = item["bbox_2d"]
+            contrast[y0 : y1 + 1, x0 : x1 + 1] = rng.uniform(0, 1)
+            factors.append(contrast[y0, x0, 0])
+        expected = plain.mean() + contrast * (plain - plain.mean()) + noise
+        assert np.abs(image_of[own] - np.clip(expected, 0, 255)).max() <= 1
+        assert np.abs(image_of[one] - np.clip(plain + noise, 0, 255)).max() <= 1
+    assert min(factors) < 0.2 and max(factors) > 0.8
 
 
 # ---- which runs -----------------------------------------------------------------------------------------------------
