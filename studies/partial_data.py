@@ -34,7 +34,7 @@ FAINT = Crowds(
     seed=108,
     splits={"warmup": 8000, "train": 2000, "tune": 256, "test": 512},
     num_objects=range(3, 6),
-    shift=Shift(contrast=(0.02, 0.4), noise=40.0, sizes=(0.10, 0.20)),
+    shift=Shift(contrast=(0.0, 0.5), noise=30.0, sizes=(0.12, 0.24)),
     max_new_tokens=192,
     prepare_base=prepare_start,
     scenes=Scenes(max_objects=5, max_labels=2),

@@ -54,7 +54,8 @@ from utils.data.samples import map_ahead
 
 UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
 INCOMPLETE = "an object's category is not in the file's list"
-UNKNOWN_GAP = "not_exhaustive_category_ids has one that is not in the file's list"
+NOT_EXHAUSTIVE = "not_exhaustive_category_ids"
+UNKNOWN_GAP = f"{NOT_EXHAUSTIVE} has one that is not in the file's list"
 STRAY = "their image is not in the file's list"
 # Why the image shows no such object, or none that the user wants; all other reasons leave a gap in the annotation.
 NO_GAP = ("category not chosen", "degenerate", "outside the image", "smaller than")
@@ -88,7 +89,7 @@ def convert_image(
 
     `complete_for`: names for which the annotation is complete, besides those of the image's objects.
     """
-    result = Converted(image_id, None, not_exhaustive=bool(image.get("not_exhaustive_category_ids")))
+    result = Converted(image_id, None, not_exhaustive=bool(image.get(NOT_EXHAUSTIVE)))
     try:
         if image_id is None:
             raise LeftOut("malformed: no id")
@@ -97,7 +98,7 @@ def convert_image(
         path = _find_image(image, folder)
         width, height, orientation = _checked_size(image, path, options.exif)
         stored = (height, width) if orientation >= 5 else (width, height)
-        not_exhaustive = set(image.get("not_exhaustive_category_ids") or [])
+        not_exhaustive, negative = (_category_ids(image, key) for key in (NOT_EXHAUSTIVE, "neg_category_ids"))
         if not_exhaustive - categories.keys() and "neg_category_ids" not in image:
             raise LeftOut(UNKNOWN_GAP)
         objects, incomplete, gaps = [], set(not_exhaustive), set()
@@ -125,7 +126,7 @@ def convert_image(
     if "messages" in image:
         result.row["messages"] = image["messages"]
     if "neg_category_ids" in image:
-        absent = {categories.get(category) for category in image["neg_category_ids"]}
+        absent = {categories.get(category) for category in negative}
         known = {item["desc"] for item in objects} | absent
         result.row["annotated"] = sorted(known - {None} - {categories.get(category) for category in incomplete})
     else:
@@ -134,6 +135,14 @@ def convert_image(
         if gaps:
             result.row["annotated"] = sorted(known - gaps)
     return result
+
+
+def _category_ids(image: dict[str, Any], key: str) -> set[int | str]:
+    """Return the ids of one of LVIS's lists, none where the image lacks it."""
+    ids = image.get(key) or []
+    if not isinstance(ids, list) or not all(isinstance(own, (int, str)) for own in ids):
+        raise LeftOut(f"malformed: {key} is not a list of category ids")
+    return set(ids)
 
 
 def relative_path(path: str | os.PathLike, folder: Path) -> str:

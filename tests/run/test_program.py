@@ -343,6 +343,9 @@ def test_CFG_16_data_files_that_are_not_there_are_told_by_a_dry_run(
     status, out, error = start(program, config, "--dry-run")
     assert status == 0 and "# plan" in out and error.count("would not start: ") == 2, error
     assert all(f"would not start: {line}" in error for line in told), error
+    with monkeypatch.context() as other_rank:
+        other_rank.setenv("RANK", "1")
+        assert start(program, config, "--dry-run") == (0, "", ""), "one rank tells it"
     status, _, error = start(program, config)
     assert status == 2 and all(line in error for line in told), error
 

@@ -351,6 +351,16 @@ def test_TGT_12_lvis_lists_become_annotated(tmp_path):
     assert "annotated" not in row  # COCO's annotation is complete
 
 
+@pytest.mark.parametrize("ids", [2, {"2": 1}, "traffic light", [[2]], [None]])
+@pytest.mark.parametrize("key", ["neg_category_ids", "not_exhaustive_category_ids"])
+def test_TGT_12_lists_of_categories_that_are_none_leave_the_image_out(tmp_path, key, ids):
+    """TGT-12: by the name of the key; the other images are converted."""
+    images = [{"id": i, "file_name": "1.png", "width": WIDTH, "height": HEIGHT} for i in (1, 2)]
+    rows, report = converted(tmp_path, [annotation(1), annotation(2)], [images[0] | {key: ids}, images[1]])
+    assert [row["id"] for row in rows] == ["2"]
+    assert f"malformed: {key} is not a list of category ids" in report.text()
+
+
 @pytest.mark.parametrize("kind", ["coco", "lvis"])
 def test_TGT_12_a_coco_file_says_of_an_image_what_it_does_not_annotate(tmp_path, monkeypatch, capsys, kind):
     """TGT-12: by LVIS's key for it, without LVIS's other one. A category that is not chosen is no gap; an id that the

@@ -39,8 +39,9 @@ def run_program(
     check(cfg)
     if args.dry_run:
         print_dry_run(cfg, args.world_size, args.device_gib)
-        for line in model_problems(cfg, may_be_absent=True) + data_problems(cfg):  # a plan needs neither
-            print(f"would not start: {line}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under a launcher, one printout is enough
+            for line in model_problems(cfg, may_be_absent=True) + data_problems(cfg):  # a plan needs neither
+                print(f"would not start: {line}", file=sys.stderr)
         sys.exit(0)
     stop, run, status = StopRequest(), None, 0
     stop.install()
