@@ -141,6 +141,7 @@ def test_every_reward_is_recorded_by_name_GRP_1_LOG_3(whole):
     assert found["reward/same"] == [1.0] * 3 and found["reward/same_std"] == [0.0] * 3
     np.testing.assert_allclose(found["reward"], np.array(found["reward/odd"]) + 0.5, atol=1e-6)
     assert found["eval/reward"] and found["policy/clip_fraction"] == [0.0] * 3
+    assert found["train/policy_lag_max"] == found["train/policy_lag"] == [0.0] * 3, "each answer is of the last weights"
     lines = [json.loads(line) for line in (whole / "dumps" / "step_000001.jsonl").open()]
     assert len(lines) == 8 and len({line["id"] for line in lines}) == 2
     assert len({line["text"] for line in lines[:4]}) > 1  # each answer of a group has a seed of its own
