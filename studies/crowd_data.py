@@ -49,13 +49,17 @@ class Crowds:
     def root(self) -> Path:
         return Path("runs/study") / self.name
 
+    @property
+    def settings(self) -> list:
+        """What its pictures are made with."""
+        return [self.version, self.seed, self.splits, repr(self.scenes), repr(self.shift)]
+
     def prepare(self) -> None:
         """Make `data` and `model` below `root`, and the model that it starts from, if missing."""
         self.prepare_base()
-        settings = [self.version, self.seed, self.splits, repr(self.scenes), repr(self.shift)]
-        cached(self.root / "data", settings, "crowds of shapes", self.make_data)
+        cached(self.root / "data", self.settings, "crowds of shapes", self.make_data)
         config = Path(f"studies/configs/{self.name}_warmup.yaml")
-        prepare_model(self.root, settings, config, self.max_new_tokens)
+        prepare_model(self.root, self.settings, config, self.max_new_tokens)
 
     def prepare_further(self) -> Path:
         """Make the further test pictures in a folder of their own, if missing."""

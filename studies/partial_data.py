@@ -51,7 +51,7 @@ def prepare(share: float) -> None:
 def prepare_faint() -> None:
     """The same for faint shapes, of which no image is complete."""
     FAINT.prepare()
-    prepare_share(FAINT.root, 0.0, [repr(FAINT)], FAINT.max_new_tokens)
+    prepare_share(FAINT.root, 0.0, FAINT.settings, FAINT.max_new_tokens)
 
 
 def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int) -> None:
@@ -111,7 +111,9 @@ def make_further(folder: Path) -> None:
 def prepare_further_faint() -> Path:
     """The same for faint shapes."""
     source, folder = FAINT.prepare_further(), FAINT.root / "further_prompted"
-    cached(folder, [repr(FAINT)], "prompts of further test images", lambda to: write_test(source, to))
+    cached(
+        folder, [FAINT.settings, FAINT.num_further], "prompts of further test images", lambda to: write_test(source, to)
+    )
     return folder
 
 

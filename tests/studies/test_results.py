@@ -307,7 +307,8 @@ def test_faint_shapes_are_a_version_of_their_own_with_one_annotated_class_in_eac
     asked = []
     monkeypatch.setattr(partial_data, "answers", lambda *how: asked.append((how[0], how[2])) or [[]] * 6)
     partial_data.prepare_faint()
-    assert asked == [(few.root / "model", 192)]
+    partial_data.prepare_faint()
+    assert asked == [(few.root / "model", 192)], "answered once"
     train, tune = (
         load_samples([str(FAINT.root / f"data/{name}.jsonl")], "find", "file")[0] for name in ("train", "tune")
     )
