@@ -153,7 +153,7 @@ def draw(seed: int, number: int, shift: Shift, scenes: Scenes) -> tuple[Image.Im
     pixels = np.asarray(image, dtype=np.float64)
     rng = np.random.default_rng([seed, number])
     noise = rng.normal(0, shift.noise, pixels.shape)
-    contrast = shift.contrast if isinstance(shift.contrast, float) else own_contrasts(rng, shift.contrast, objects)
+    contrast = own_contrasts(rng, shift.contrast, objects) if isinstance(shift.contrast, tuple) else shift.contrast
     pixels = pixels.mean() + contrast * (pixels - pixels.mean()) + noise
     return Image.fromarray(np.clip(pixels.round(), 0, 255).astype(np.uint8)), objects
 

@@ -97,7 +97,7 @@ def corner_points(obj: Object) -> np.ndarray:
 
 def bounding_box(obj: Object) -> tuple[float, float, float, float]:
     """The tightest `x1, y1, x2, y2` around a shape."""
-    if obj.kind == "bbox_2d":
+    if obj.kind == "bbox_2d":  # most shapes, and in the hot path
         x1, y1, x2, y2 = obj.coords
         if x1 <= x2 and y1 <= y2:
             return x1, y1, x2, y2

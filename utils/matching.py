@@ -43,9 +43,8 @@ def _components(allowed: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     size = num_pred + num_gt
     graph = csr_matrix((np.ones(len(rows)), (rows, cols + num_pred)), shape=(size, size))
     _, label = connected_components(graph, directed=False)
-    paired = np.flatnonzero(
-        np.concatenate([allowed.any(axis=1), allowed.any(axis=0)])
-    )  # the others are components of one node
+    has_pair = np.concatenate([allowed.any(axis=1), allowed.any(axis=0)])
+    paired = np.flatnonzero(has_pair)  # the others are components of one node
     order = paired[np.argsort(label[paired], kind="stable")]
     groups = np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
     return [(nodes[nodes < num_pred], nodes[nodes >= num_pred] - num_pred) for nodes in groups]

@@ -323,6 +323,30 @@ def test_faint_shapes_are_a_version_of_their_own_with_one_annotated_class_in_eac
     assert Path(FAINT.arms[0].data).parent.name == "pseudo" and (FAINT.root / FAINT.arms[0].data).exists()
 
 
+def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, monkeypatch):
+    """Trees and crowds start from that of *New class*, faint crowds from that of the crowds, faint shapes from that of
+    *Partial annotation*."""
+    monkeypatch.chdir(tmp_path)
+    made = []
+    monkeypatch.setattr(new_class_data, "prepare", lambda material: made.append(material.root))
+    monkeypatch.setattr(partial_data, "prepare_model", lambda root, *_: made.append(root))
+    for module in (crowd_data, dense_data, partial_data):
+        monkeypatch.setattr(module, "cached", lambda *_: None)
+    for module in (crowd_data, dense_data):
+        monkeypatch.setattr(module, "prepare_model", lambda root, *_: made.append(root))
+    new_class, crowd = Path("runs/study/new_class"), crowd_data.CROWD.root
+    for prepare, expected in (
+        (dense_data.prepare, [new_class, dense_data.ROOT]),
+        (replace(crowd_data.CROWD, prepare_base=lambda: made.append("base")).prepare, ["base", crowd]),
+        (partial_data.FAINT.prepare, [partial_data.ROOT, partial_data.FAINT.root]),
+    ):
+        made.clear()
+        prepare()
+        assert made == expected
+    assert crowd_data.CROWD.prepare_base.args == (MATERIALS["new_class"],)
+    assert crowd_data.FAINT.prepare_base == crowd_data.CROWD.prepare
+
+
 def test_a_range_of_contrasts_gives_each_object_its_own():
     """Between them the background has the least; the noise is that of the same scene with one contrast."""
     one, own = Shift(contrast=1.0, noise=30.0), Shift(contrast=(0.0, 1.0), noise=30.0)
