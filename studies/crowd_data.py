@@ -1,7 +1,7 @@
 """Pictures of many shapes in noise, and start models that supervised training has taken as far as it gets on them.
 
-They are those of the studies `crowd` and `faint`, and, by way of `studies.partial_data`, of `partial_faint`. Each is
-made once and kept.
+They are those of the studies `crowd` and `faint`, and, by way of `studies.partial_data`, of `partial_faint` and
+`partial_fainter`. Each is made once and kept.
 """
 
 import itertools

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,6 +41,9 @@ FAINT = Crowds(
     scenes=Scenes(max_objects=5, max_labels=2),
     num_further=4096,
 )
+FAINTER = replace(
+    FAINT, name="partial_fainter", seed=109, shift=replace(FAINT.shift, contrast=0.09), prepare_base=FAINT.prepare
+)
 
 
 def prepare(share: float) -> None:
@@ -48,10 +52,10 @@ def prepare(share: float) -> None:
     prepare_share(ROOT, share, prepare_start(), max_new_tokens=128)
 
 
-def prepare_faint() -> None:
+def prepare_crowds(crowds: Crowds) -> None:
     """The same for faint shapes, of which no image is complete."""
-    FAINT.prepare()
-    prepare_share(FAINT.root, 0.0, FAINT.settings, FAINT.max_new_tokens)
+    crowds.prepare()
+    prepare_share(crowds.root, 0.0, crowds.settings, crowds.max_new_tokens)
 
 
 def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int) -> None:
@@ -108,12 +112,11 @@ def make_further(folder: Path) -> None:
     write_jsonl(folder / "test_prompted.jsonl", [prompted(row) for row in lines])
 
 
-def prepare_further_faint() -> Path:
+def prepare_further_crowds(crowds: Crowds) -> Path:
     """The same for faint shapes."""
-    source, folder = FAINT.prepare_further(), FAINT.root / "further_prompted"
-    cached(
-        folder, [FAINT.settings, FAINT.num_further], "prompts of further test images", lambda to: write_test(source, to)
-    )
+    source, folder = crowds.prepare_further(), crowds.root / "further_prompted"
+    made_with = [crowds.settings, crowds.num_further]
+    cached(folder, made_with, "prompts of further test images", lambda to: write_test(source, to))
     return folder
 
 

@@ -33,7 +33,7 @@ from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS, Shift
 from studies.offline_stage2 import ReferenceEngine
-from studies.partial import COMPLETE, FAINT, HALF, SHARES
+from studies.partial import COMPLETE, FAINT, FAINTER, HALF, SHARES, faint_study
 from studies.study import RM
 from studies.taught import DISTILLED, TAUGHT
 from tools.evaluate import PlainEngine
@@ -302,30 +302,31 @@ def test_faint_shapes_are_a_version_of_their_own_with_one_annotated_class_in_eac
     monkeypatch.chdir(tmp_path)
     few = replace(partial_data.FAINT, splits=dict.fromkeys(partial_data.FAINT.splits, 6), num_further=6)
     few = replace(few, prepare_base=lambda: None)
-    monkeypatch.setattr(partial_data, "FAINT", few)
+    faint = faint_study(few, "Faint shapes", "As above.")
     monkeypatch.setattr(crowd_data, "prepare_model", lambda *_: None)
     asked = []
     monkeypatch.setattr(partial_data, "answers", lambda *how: asked.append((how[0], how[2])) or [[]] * 6)
-    partial_data.prepare_faint()
-    partial_data.prepare_faint()
+    faint.prepare()
+    faint.prepare()
     assert asked == [(few.root / "model", 192)], "answered once"
     train, tune = (
-        load_samples([str(FAINT.root / f"data/{name}.jsonl")], "find", "file")[0] for name in ("train", "tune")
+        load_samples([str(faint.root / f"data/{name}.jsonl")], "find", "file")[0] for name in ("train", "tune")
     )
     assert all(len(sample.annotated) == 1 for sample in train) and not any(sample.annotated for sample in tune)
     assert all(3 <= len(sample.objects) <= 5 for sample in tune)
-    further = FAINT.further()
+    further = faint.further()
+    assert FAINT.root == partial_data.FAINT.root / "0" and FAINTER.root == partial_data.FAINTER.root / "0"
     rows = [[json.loads(line) for line in (further / f"test{name}.jsonl").open()] for name in ("", "_prompted")]
     assert [row["objects"] for row in rows[0]] == [row["objects"] for row in rows[1]] and len(rows[0]) == 6
     assert all(row["prompt"].count(", ") == 11 and Path(row["images"][0]).exists() for row in rows[1])
     drawn = [json.loads(line)["objects"] for line in (few.root / "data/test.jsonl").open()]
     assert not any(row["objects"] in drawn for row in rows[0])
-    assert Path(FAINT.arms[0].data).parent.name == "pseudo" and (FAINT.root / FAINT.arms[0].data).exists()
+    assert Path(faint.arms[0].data).parent.name == "pseudo" and (faint.root / faint.arms[0].data).exists()
 
 
 def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, monkeypatch):
     """Trees and crowds start from that of *New class*, faint crowds from that of the crowds, faint shapes from that of
-    *Partial annotation*."""
+    *Partial annotation*, fainter ones from that of the faint ones."""
     monkeypatch.chdir(tmp_path)
     made = []
     monkeypatch.setattr(new_class_data, "prepare", lambda material: made.append(material.root))
@@ -339,6 +340,7 @@ def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, mo
         (dense_data.prepare, [new_class, dense_data.ROOT]),
         (replace(crowd_data.CROWD, prepare_base=lambda: made.append("base")).prepare, ["base", crowd]),
         (partial_data.FAINT.prepare, [partial_data.ROOT, partial_data.FAINT.root]),
+        (partial_data.FAINTER.prepare, [partial_data.ROOT, partial_data.FAINT.root, partial_data.FAINTER.root]),
     ):
         made.clear()
         prepare()
