@@ -42,7 +42,7 @@ NUM_SHOWN = 6
 METRICS = ("f1", "f1_old", "f1_new", "precision", "recall", "duplicates_per_image", "parse_rate")
 PARTS = ("rollout", "sync", "train", "prepare", "eval", "total")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-ALL_CORES = {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count())}  # for steps that run alone: data, warm-up
+ALL_CORES = {**ENVIRONMENT, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # for steps run alone: data, warm-up
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def set_environment(device: str, cpu_kv_cache_gib: int, world_size: int) -> None
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # One kernel, some 100 KB, per layer shape and number of tokens: the default of 1024 grows for hours.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
-        threads = max(1, (os.cpu_count() or 1) // (2 * world_size))  # half the cores are the learner's
+        threads = max(1, len(os.sched_getaffinity(0)) // (2 * world_size))  # half the cores are the learner's
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
