@@ -391,7 +391,7 @@ def log_step(
         **{f"rollout/{name}": float(sum(ranks[name])) for name in ("failed", "left_out", "replaced")},
         "rollout/truncated_rate": truncated_rate,
     }
-    shown = {"reward": metrics["reward"], "loss": result.losses["total"]}
+    shown = {name: metrics[name] for name in ("reward",) if name in metrics} | {"loss": result.losses["total"]}
     session.log_step(step, metrics, {"truncated_rate": truncated_rate, "signal_share": signal_share}, **shown)
     options, size = session.cfg.rm.monitor_dump, session.cfg.rlhf.num_generations
     if session.ranks.is_main and options.every_steps and step % options.every_steps == 0:

@@ -77,7 +77,7 @@ class Study:
         material: version of its images and its start model; records of another one are stale.
         prepare: makes images and start model below `root`, if missing.
         arms: by how much they tell.
-        clock: the arm whose seconds are those of "equal seconds"; the slowest of those that may win.
+        clock: the arm whose seconds are those of "equal seconds"; a slower one cannot win.
         num_train: images of the training split.
         columns: scores in its table, by name.
         method: text of the report.
@@ -292,7 +292,8 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     if not job.equal_seconds:
         return common
     name = arm.name + EQUAL_SECONDS  # tuning runs, whose names go on, and test runs
-    if decided := [run["steps"] for run in records if run["task"] == study.name and run["variant"].startswith(name)]:
+    of_task = [run for run in records if run["task"] == study.name and run["material"] == study.material]
+    if decided := [run["steps"] for run in of_task if run["variant"].startswith(name)]:
         return decided[0]
     answers = seconds_of_answers(records, study)
     given = common * step_seconds(records, study, study.clock) + answers * study.clock.has_labels_made_once
@@ -325,4 +326,5 @@ def tests_and_tuned(records: Sequence[Record], study: Study, arm: Arm) -> list[R
     """Return an arm's test runs, at equal steps and at equal seconds, and the tuning run that chose their settings."""
     best = tuned(records, study, arm)
     names = (arm.name, arm.name + EQUAL_SECONDS, *([best.variant] if best else []))
-    return [run for name in names for run in runs_of(records, study.name, name)]
+    runs = [run for name in names for run in runs_of(records, study.name, name)]
+    return [run for run in runs if run["material"] == study.material]

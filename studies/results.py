@@ -161,7 +161,11 @@ def score_kept(studies: Sequence[Study]) -> list[str]:
                 if (
                     not is_ours
                     or not model.exists()
-                    or any("further" in own for own in load_records() if same_run(own, record))
+                    or any(
+                        "further" in own
+                        for own in load_records()
+                        if same_run(own, record) and own["material"] == record["material"]
+                    )
                 ):
                     continue
                 demo.say(name)

@@ -87,12 +87,18 @@ def wins(records: Sequence[Record], study: Study) -> list[str]:
 def beats_all(records: Sequence[Record], study: Study, arm: str) -> bool:
     """Whether `arm` beats each rival at equal steps and at equal seconds, all with `MIN_SEEDS` seeds."""
     scored = all(is_scored(records, study, name) for name in (arm, *study.rivals))
-    return scored and not unbeaten(records, study, arm)
+    return scored and not unbeaten(records, study, arm) and not is_slower_than_clock(records, study, arm)
+
+
+def is_slower_than_clock(records: Sequence[Record], study: Study, arm: str) -> bool:
+    """Whether an on-policy arm took more seconds than the rivals were given, so that none of them had as many."""
+    own, whole = (seconds(records, study, name) for name in (arm, study.clock.name))
+    return bool(own and whole and own * MIN_SHARE > whole)
 
 
 def is_lost(records: Sequence[Record], study: Study) -> bool:
     """Whether no on-policy arm can win any more."""
-    return all(unbeaten(records, study, arm) for arm in study.on_policy)
+    return all(unbeaten(records, study, arm) or is_slower_than_clock(records, study, arm) for arm in study.on_policy)
 
 
 def unbeaten(records: Sequence[Record], study: Study, arm: str) -> list[str]:
@@ -233,8 +239,18 @@ def further_table(records: Sequence[Record], study: Study, names: Sequence[str])
 
 def lost_arms(records: Sequence[Record], study: Study) -> str:
     """Say which on-policy arms cannot show the claim any more, and why; empty if there are none."""
-    lost = {arm: names for arm in study.on_policy if (names := unbeaten(records, study, arm))}
-    listed = [f"*{arm}* (not above {', '.join(f'*{name}*' for name in names)})" for arm, names in lost.items()]
+    listed = []
+    for arm in study.on_policy:
+        reasons = (
+            [f"not above {', '.join(f'*{name}*' for name in names)}"]
+            if (names := unbeaten(records, study, arm))
+            else []
+        )
+        if is_slower_than_clock(records, study, arm):
+            own, whole = (seconds(records, study, name) or 0 for name in (arm, study.clock.name))
+            reasons.append(f"it took {own:.0f} s, and equal seconds are the {whole:.0f} s of *{study.clock.name}*")
+        if reasons:
+            listed.append(f"*{arm}* ({'; '.join(reasons)})")
     return f"Cannot show the claim any more, whatever is still to come: {'; '.join(listed)}.\n" if listed else ""
 
 

@@ -172,6 +172,20 @@ def test_with_one_object_per_image_an_advantage_is_the_answers_GRP_8(scale_rewar
     assert any(map(np.any, found))
 
 
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("good_is_well_formed", [True, False])
+def test_with_one_object_the_scale_is_that_of_all_rewards_together_GRP_8(scale_rewards, good_is_well_formed) -> None:
+    """GRP-8: a reward on the text may go with that on the object, or against it."""
+    names, weights = ("detection_mean_iou", "detection_parse"), np.array([1.0, 0.8])
+    good, bad = format_objects([A]), format_objects([FAR])
+    texts = [good, bad + "x", bad + "x"] if good_is_well_formed else [good + "x", bad, bad]
+    groups = [[answer_of(text, [A], names) for text in texts]]
+    found = decision_advantages(groups, weights, scale_rewards)
+    expected = decision_advantages(without_credit(groups), weights, scale_rewards)
+    for own, (value,) in zip(found, expected, strict=True):
+        assert own[object_decision(0)] == pytest.approx(value) == own[go_on_decision(0)] != 0
+
+
 def test_one_object_about_one_object_is_compared_as_without_credit_GRP_8() -> None:
     """GRP-8: wherever it lies. With a second object in some answer of the group, none is."""
     early = replace(FAR, coords=(0, 0, 20, 20), desc="tree")

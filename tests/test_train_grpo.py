@@ -309,6 +309,23 @@ def test_truncated_and_failed_answers_GRP_6_CON_3(folder, start_model):
     assert failed.is_failed and not failed.is_valid and failed.num_tokens == 0 and not failed.rewards.any()
 
 
+def test_a_step_whose_requests_all_failed_has_no_rewards_GRP_1_CON_3():
+    """GRP-1, CON-3: neither 0 nor nan on the curves or the progress line, since nothing was answered."""
+    failed = Answer(None, "", np.zeros(2), [], is_valid=False, is_failed=True)
+    weighted = WeightedAnswers([failed] * 4, [np.zeros(0)] * 4, np.zeros(0), 0.0, np.zeros(1, dtype=bool))
+    result = StepResult({"total": 0.0, "policy": 0.0}, 0.0, {"llm": 1e-3}, num_tokens=0, room=100)
+    found, of_step = {}, {"seconds": [{}], "num_tokens": [0], "room": [100], "remade": [0], "signal_name": None}
+    session = SimpleNamespace(
+        gather_step=lambda result, **own: {name: [value] for name, value in own.items()} | of_step,
+        log_step=lambda step, metrics, quality, **shown: found.update(metrics=metrics, shown=shown),
+        cfg=SimpleNamespace(rm=SimpleNamespace(monitor_dump=None), rlhf=SimpleNamespace(num_generations=4)),
+        ranks=SimpleNamespace(is_main=False),
+    )
+    train_grpo.log_step(grpo_of(session, {"odd": None, "same": None}), 1, result, weighted, [])
+    assert found["shown"] == {"loss": 0.0} and not any(name.startswith("reward") for name in found["metrics"])
+    assert np.isfinite(list(found["metrics"].values())).all() and found["metrics"]["rollout/failed"] == 4
+
+
 def test_an_answer_longer_than_a_row_is_refused_PCK_3(folder, start_model):
     """PCK-3."""
     with pytest.raises(ValueError, match="global_max_length"):

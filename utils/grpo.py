@@ -181,7 +181,8 @@ def _moments(rewards: np.ndarray, valid: np.ndarray, split: tuple[list[np.ndarra
 
 def split_advantages(credits: Sequence[Credit], reward_weights: np.ndarray) -> tuple[list[np.ndarray], float]:
     """Advantages of the decisions of a group's n answers, not scaled, float64 `[D]` each (GRP-8), 0 for the rest; and
-    the sum of squares that rewards would have about their mean, if decisions were independent.
+    the sum of squares that rewards would have about their mean, if decisions were independent: of one object, they are
+    the answers' rewards.
 
     Each true object is a question that every answer of the group answers: by its attempt, or by passing over it. The
     baseline is what the object would earn in this answer with the success that the group has with it on the mean. It is
@@ -196,7 +197,8 @@ def split_advantages(credits: Sequence[Credit], reward_weights: np.ndarray) -> t
     earned = [credit.earned @ reward_weights for credit in credits]
     possible = [credit.possible @ reward_weights for credit in credits]
     apart = np.array([credit.apart @ reward_weights for credit in credits])
-    if all(len(credit.truths) == len(credit.true_corners) == 1 for credit in credits):
+    has_one_object = all(len(credit.truths) == len(credit.true_corners) == 1 for credit in credits)
+    if has_one_object:
         split = [np.append(own, 0.0) for own in earned - np.mean(earned)]
     else:
         expected = np.mean([_success(*parts) for parts in zip(credits, earned, possible, strict=True)], axis=0)
@@ -205,14 +207,15 @@ def split_advantages(credits: Sequence[Credit], reward_weights: np.ndarray) -> t
             for credit, own, could in zip(credits, earned, possible, strict=True)
         ]
     common = apart - apart.mean()
-    found = []
+    found, squares = [], 0.0
     for own, value in zip(split, common, strict=True):
+        squares += float((own.sum() + value) ** 2 if has_one_object else (own**2).sum() + value**2)
         following = np.cumsum(own[::-1])[::-1]
         advantages = np.zeros(2 * len(own))
         advantages[object_decision(0) :: 2] = own + value  # closing is the last of them
         advantages[go_on_decision(0) :: 2] = following[:-1] + value
         found.append(np.where(np.abs(advantages) > TOLERANCE, advantages, 0.0))
-    return found, float(sum((own**2).sum() for own in split) + (common**2).sum())
+    return found, squares
 
 
 def _success(credit: Credit, earned: np.ndarray, possible: np.ndarray) -> np.ndarray:

@@ -497,6 +497,16 @@ def test_equal_seconds_charges_the_start_models_answers_once_and_never_gives_few
     assert arms.num_steps(Job(large, PSEUDO, 1, 2e-3, equal_seconds=True), done) == 60
 
 
+def test_records_of_other_material_decide_no_steps():
+    """Neither by the steps that they had nor by their seconds."""
+    done = [run for arm in (STAGE2, SFT) for run in finished(arm, 0.5)]
+    job = Job(NEW_CLASS, SFT, 1, 2e-3, equal_seconds=True)
+    decided = record(replace(job, seed=2), 0.5, steps=99)
+    assert arms.num_steps(job, [*done, decided]) == 99
+    stale = [run | {"material": 0} for run in [decided, *slowed(finished(SFT, 0.5), 0.1)]]
+    assert arms.num_steps(job, [*stale, *done]) == round(60 * 2.75 / 1.25)
+
+
 def test_equal_seconds_are_not_those_of_a_time_at_which_all_test_runs_were_slowed():
     """The tuning run with their settings tells; those with others do not."""
     own, clock = tuning(SFT), [*tuning(STAGE2), *finished(STAGE2, 0.7)]
@@ -586,6 +596,25 @@ def test_an_on_policy_arm_wins_only_above_every_rival_with_all_seeds():
     strong = [r | {"scores": {"60": r["scores"]["60"] | {"f1": 0.9}}} for r in done if r["variant"] == PSEUDO.name]
     others = [r for r in done if r["variant"] != PSEUDO.name]
     assert not beats([*others, *strong], NEW_CLASS, STAGE2.name)
+
+
+def test_an_arm_that_took_longer_than_equal_seconds_does_not_win():
+    """The rivals had the seconds of the study's clock, not its own."""
+    by_object = "GRPO by object"
+    rivals = [run for run in with_further(all_finished(HALF, 0.8, 0.6), 0.6) if run["variant"] in HALF.rivals]
+    clock = with_further(finished(HALF.clock, 0.5, study=HALF), 0.5)
+    others = {
+        arm.name: with_further(finished(arm, 0.8, study=HALF), 0.8)
+        for arm in HALF.arms
+        if arm.is_on_policy and arm is not HALF.clock
+    }
+    slow = {name: slowed(runs, 9.0) for name, runs in others.items()}
+    assert results_report.wins([*rivals, *clock, *others[by_object]], HALF) == [by_object]
+    assert results_report.wins([*rivals, *clock, *slow[by_object]], HALF) == []
+    assert results_report.is_lost([*rivals, *clock, *itertools.chain(*slow.values())], HALF)
+    assert not results_report.is_lost([*rivals, *clock, *itertools.chain(*others.values())], HALF)
+    text = results_report.text_of(STUDIES, [*rivals, *clock, *slow[by_object]], {})
+    assert f"*{by_object}* (it took 645 s, and equal seconds are the 165 s of *{HALF.clock.name}*)" in text
 
 
 def test_an_arm_that_one_rival_holds_has_lost_whatever_is_to_come():
@@ -691,6 +720,8 @@ def test_kept_models_are_scored_on_further_images_once_and_those_without_a_model
         *((job.variant, job.seed) for job in kept),
     ]
     assert all(record["further"]["counts"] == [[0, 0, 1]] * further.PARTS for record in records)
+    results.store(records[0] | {"material": study.material - 1})  # the start model has been made anew
+    assert results.score_kept([study]) == [] and scored[3:] == [("start", plain)]
 
 
 def with_steps(runs: list[dict], steps: int) -> list[dict]:

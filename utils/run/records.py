@@ -78,8 +78,15 @@ def step_metrics(result: StepResult, ranks: Mapping[str, Sequence[Any]]) -> dict
 
 
 def reward_metrics(names: Sequence[str], weights: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
-    """Mean and spread of the weighted sum and of each reward; `weights` float64 `[F]`, `rewards` float64 `[N, F]`."""
-    total = rewards @ weights if len(rewards) else np.zeros(1)
+    """Mean and spread of the weighted sum and of each reward; empty without answers.
+
+    Args:
+        weights: float64 `[F]`.
+        rewards: float64 `[N, F]`, of the answers that did not fail.
+    """
+    if not len(rewards):
+        return {}
+    total = rewards @ weights
     columns = dict(zip(names, rewards.T, strict=True))
     return {
         "reward": float(total.mean()),
