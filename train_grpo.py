@@ -391,8 +391,9 @@ def log_step(
         **{f"rollout/{name}": float(sum(ranks[name])) for name in ("failed", "left_out", "replaced")},
         "rollout/truncated_rate": truncated_rate,
     }
-    shown = {name: metrics[name] for name in ("reward",) if name in metrics} | {"loss": result.losses["total"]}
-    session.log_step(step, metrics, {"truncated_rate": truncated_rate, "signal_share": signal_share}, **shown)
+    reward = {"reward": metrics["reward"]} if "reward" in metrics else {}  # no answer, no reward
+    quality = {"truncated_rate": truncated_rate, "signal_share": signal_share}
+    session.log_step(step, metrics, quality, **reward, loss=result.losses["total"])
     options, size = session.cfg.rm.monitor_dump, session.cfg.rlhf.num_generations
     if session.ranks.is_main and options.every_steps and step % options.every_steps == 0:
         dump_answers(session.run_dir, step, weighted, list(run.rewards), options.num_samples * size)
