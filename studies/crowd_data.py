@@ -1,10 +1,11 @@
-"""Pictures of many shapes in noise, and start models that supervised training has taken as far as it gets on them.
+"""Pictures of many shapes, and start models that supervised training has taken as far as it gets on them.
 
-They are those of the studies `crowd` and `faint`, and, by way of `studies.partial_data`, of `partial_faint` and
-`partial_fainter`. Each is made once and kept.
+They are those of the studies `crowd` and `faint`, and, by way of `studies.partial_data`, of `partial_faint`,
+`partial_fainter` and `partial_sparse`. Each is made once and kept.
 """
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ class Crowds:
         max_new_tokens: of an answer, with room for more objects than that.
         prepare_base: makes the model that the start model is trained from, if missing.
         num_further: further test pictures.
+        kept: share of the objects that pictures of the splits "warmup" and "train" annotate, at random, one at least.
         version: raise it when pictures or start model are made differently; records of older material are stale.
     """
 
@@ -43,6 +45,7 @@ class Crowds:
     prepare_base: Callable[[], object]
     scenes: Scenes = Scenes(max_objects=16, max_labels=3)
     num_further: int = 1024
+    kept: float = 1.0
     version: int = 1
 
     @property
@@ -52,7 +55,8 @@ class Crowds:
     @property
     def settings(self) -> list:
         """What its pictures are made with."""
-        return [self.version, self.seed, self.splits, repr(self.scenes), repr(self.shift)]
+        own = [self.version, self.seed, self.splits, repr(self.scenes), repr(self.shift)]
+        return own if self.kept == 1 else [*own, self.kept]
 
     def prepare(self) -> None:
         """Make `data` and `model` below `root`, and the model that it starts from, if missing."""
@@ -85,7 +89,16 @@ class Crowds:
                 image, objects = draw(self.seed, number, self.shift, self.scenes)
                 if len(objects) in self.num_objects:
                     rows.append(to_line(folder, split, number, image, objects))
+            if split in ("warmup", "train"):
+                rows = [row | {"objects": self.annotated(row["objects"], row["id"])} for row in rows]
             write_jsonl(folder / f"{split}.jsonl", rows)
+
+    def annotated(self, objects: list[dict], image_id: str) -> list[dict]:
+        """The objects of a picture that its line lists, in their order."""
+        rng = random.Random(f"{self.seed}-{image_id}")
+        while not (chosen := [item for item in objects if rng.random() < self.kept]):
+            pass
+        return chosen
 
 
 CROWD = Crowds(

@@ -44,6 +44,18 @@ FAINT = Crowds(
 FAINTER = replace(
     FAINT, name="partial_fainter", seed=109, shift=replace(FAINT.shift, contrast=0.09), prepare_base=FAINT.prepare
 )
+SPARSE = Crowds(
+    "partial_sparse",
+    seed=110,
+    splits={"warmup": 8000, "train": 2000, "tune": 256, "test": 512},
+    num_objects=range(4, 9),
+    shift=Shift(sizes=(0.14, 0.26)),
+    max_new_tokens=320,
+    prepare_base=prepare_start,
+    scenes=Scenes(max_objects=8),
+    num_further=4096,
+    kept=0.3,
+)
 
 
 def prepare(share: float) -> None:
@@ -56,6 +68,29 @@ def prepare_crowds(crowds: Crowds) -> None:
     """The same for faint shapes, of which no image is complete."""
     crowds.prepare()
     prepare_share(crowds.root, 0.0, crowds.settings, crowds.max_new_tokens)
+
+
+def prepare_sparse(crowds: Crowds) -> None:
+    """Make the start model of pictures that annotate some of their objects, and what the arms train on, if missing.
+
+    `open/train.jsonl` has the lines of `data/train.jsonl`, each with `annotated: []`: complete for no class.
+    `pseudo/train.jsonl` is completed with what the start model sees besides.
+    """
+    crowds.prepare()
+    root, made_with = crowds.root, crowds.settings
+    cached(root / "open", made_with, "lines that say it", lambda to: write_open(root / "data", to))
+    cached(
+        root / "pseudo",
+        made_with,
+        "pseudo-labels",
+        lambda to: write_pseudo_labels(root / "model", root / "open", to, crowds.max_new_tokens),
+    )
+
+
+def write_open(source: Path, folder: Path) -> None:
+    """Write the training lines of `source` to `folder/train.jsonl`; they say that they are complete for no class."""
+    lines = [absolute(json.loads(line), source) for line in (source / "train.jsonl").open()]
+    write_jsonl(folder / "train.jsonl", [line | {"annotated": []} for line in lines])
 
 
 def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int) -> None:

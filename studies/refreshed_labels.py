@@ -2,9 +2,9 @@
 
     deepspeed --num_gpus 1 -m studies.refreshed_labels --config FILE
 
-An arm of `studies/new_class.py`: `train_stage2.py`, whose answers only complete the annotation. They come from the
-weights of the last refresh, and only for the images that are drawn, which costs less than labelling all of them at
-each refresh. The sequence that is trained is the completed ground truth, as in SFT.
+An arm of `studies/new_class.py` and of `studies/partial.py`: `train_stage2.py`, whose answers only complete the
+annotation. They come from the weights of the last refresh, and only for the images that are drawn, which costs less
+than labelling all of them at each refresh. The sequence that is trained is the completed ground truth, as in SFT.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,8 +50,12 @@ class RefreshedLabels(train_stage2.Stage2):
 
 
 def completed(sample: Sample, predictions: Sequence[Object]) -> Sample:
-    """Add to the sample's objects the predictions of labels that are not annotated, as the pseudo-labels have them."""
-    objects = [*sample.objects, *additions(sample.objects, predictions)]
+    """Add to the sample's objects the predictions that complete them, as the pseudo-labels have them.
+
+    The sample says for which labels its annotation is complete.
+    """
+    assert sample.annotated is not None, "a complete sample has no answer"
+    objects = [*sample.objects, *additions(sample.objects, predictions, sample.annotated)]
     return replace(sample, objects=sorted(objects, key=lambda obj: (obj.coords[1], obj.coords[0])))
 
 

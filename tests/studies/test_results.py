@@ -33,7 +33,7 @@ from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS, Shift
 from studies.offline_stage2 import ReferenceEngine
-from studies.partial import COMPLETE, FAINT, FAINTER, HALF, SHARES, faint_study
+from studies.partial import COMPLETE, FAINT, FAINTER, HALF, SHARES, faint_study, sparse_study
 from studies.study import RM
 from studies.taught import DISTILLED, TAUGHT
 from tools.evaluate import PlainEngine
@@ -196,10 +196,13 @@ def test_refreshed_labels_come_from_the_last_multiple_of_ten_steps_and_are_learn
             assert model.weight.item() == step
     assert answered_with == [0] * 20 + [10] * 4
     sample = Sample("a", [], [], 999, 999, [Object("yellow ring", "bbox_2d", (100, 500, 200, 600))], [], "")
+    sample = replace(sample, annotated=frozenset({"yellow ring"}))
     run.judge(train_stage2.Responses([sample, sample], [], {0: SimpleNamespace(response_token_ids=[])}), 0)
     assert [obj.desc for obj in judged[0].samples[0].objects] == ["blue square", "yellow ring"]
     assert judged[0].samples[1] is sample  # replayed, without an answer
     assert judged[0].results == {}  # so that the ground truth is the target
+    all_blue = replace(sample, annotated=frozenset({"blue square"}))
+    assert refreshed_labels.completed(all_blue, answers).objects == sample.objects
 
 
 SCENE = {
@@ -324,9 +327,47 @@ def test_faint_shapes_are_a_version_of_their_own_with_one_annotated_class_in_eac
     assert Path(faint.arms[0].data).parent.name == "pseudo" and (faint.root / faint.arms[0].data).exists()
 
 
+def test_sparse_pictures_annotate_some_objects_to_learn_and_all_to_be_scored(tmp_path, monkeypatch):
+    """Lines to train on list three in ten objects, one at least; those of `open` say so; pseudo-labels add the rest."""
+    monkeypatch.chdir(tmp_path)
+    few = replace(partial_data.SPARSE, splits={"warmup": 6, "train": 60, "test": 6}, num_further=6)
+    few = replace(few, prepare_base=lambda: None)
+    sparse = sparse_study(few)
+    monkeypatch.setattr(crowd_data, "prepare_model", lambda *_: None)
+    seen = Object("white disc", "bbox_2d", (0, 0, 999, 999))
+    monkeypatch.setattr(partial_data, "answers", lambda model, samples, room: [[seen]] * len(samples))
+    sparse.prepare()
+    lines = {arm.data: [json.loads(line) for line in (sparse.root / arm.data).open()] for arm in sparse.arms}
+    plain, said, completed = (lines[f"{name}/train.jsonl"] for name in ("data", "open", "pseudo"))
+    assert not any("annotated" in row for row in [*plain, *completed]) and all(row["annotated"] == [] for row in said)
+    assert [row["objects"] for row in plain] == [row["objects"] for row in said]
+    for row, full in zip(plain, completed, strict=True):
+        assert [item for item in full["objects"] if item["desc"] != "white disc"] == row["objects"]
+        assert len(full["objects"]) == len(row["objects"]) + 1
+    numbers = [len(row["objects"]) for row in plain]
+    assert min(numbers) == 1 and max(numbers) <= 6 and 1.5 < statistics.fmean(numbers) < 2.5
+    for row in plain[:10]:  # what is listed is in the picture, in the order of all its objects
+        number = int(row["id"].split("-")[1])
+        objects = new_class_data.draw(few.seed, number, few.shift, few.scenes)[1]
+        assert [item for item in objects if item in row["objects"]] == row["objects"] and len(objects) >= 4
+    for path in (sparse.root / "data/test.jsonl", sparse.further() / "test.jsonl"):
+        rows = [json.loads(line) for line in path.open()]
+        assert len(rows) == 6 and all(4 <= len(row["objects"]) <= 8 for row in rows)
+    of_file = {arm.name: arm.data.split("/")[0] for arm in sparse.arms}
+    assert of_file == {
+        "GRPO by object": "data",
+        "SFT + pseudo-labels": "pseudo",
+        "SFT + refreshed pseudo-labels": "open",
+        "SFT": "data",
+        "stage 2 + KL": "open",
+        "GRPO by answer": "data",
+    }
+    assert [arm.name for arm in sparse.arms if arm.is_rival] == [name for name in of_file if name.startswith("SFT")]
+
+
 def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, monkeypatch):
     """Trees and crowds start from that of *New class*, faint crowds from that of the crowds, faint shapes from that of
-    *Partial annotation*, fainter ones from that of the faint ones."""
+    *Partial annotation*, as do sparse ones, fainter ones from that of the faint ones."""
     monkeypatch.chdir(tmp_path)
     made = []
     monkeypatch.setattr(new_class_data, "prepare", lambda material: made.append(material.root))
@@ -340,6 +381,7 @@ def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, mo
         (dense_data.prepare, [new_class, dense_data.ROOT]),
         (replace(crowd_data.CROWD, prepare_base=lambda: made.append("base")).prepare, ["base", crowd]),
         (partial_data.FAINT.prepare, [partial_data.ROOT, partial_data.FAINT.root]),
+        (partial_data.SPARSE.prepare, [partial_data.ROOT, partial_data.SPARSE.root]),
         (partial_data.FAINTER.prepare, [partial_data.ROOT, partial_data.FAINT.root, partial_data.FAINTER.root]),
     ):
         made.clear()
