@@ -57,6 +57,18 @@ SPARSE = Crowds(
     kept=0.3,
 )
 
+CROWD = Crowds(
+    "partial_crowd",
+    seed=111,
+    splits={"warmup": 8000, "train": 2000, "tune": 256, "test": 512},
+    num_objects=range(7, 10),
+    shift=Shift(contrast=(0.0, 0.5), noise=30.0, sizes=(0.10, 0.18)),
+    max_new_tokens=320,
+    prepare_base=FAINT.prepare,
+    scenes=Scenes(max_objects=9, max_labels=3),
+    num_further=2048,
+)
+
 
 def prepare(share: float) -> None:
     """Make the start model and all files of a share, if missing."""
@@ -64,10 +76,10 @@ def prepare(share: float) -> None:
     prepare_share(ROOT, share, prepare_start(), max_new_tokens=128)
 
 
-def prepare_crowds(crowds: Crowds) -> None:
-    """The same for faint shapes, of which no image is complete."""
+def prepare_crowds(crowds: Crowds, num_labels: int = 1) -> None:
+    """The same for faint shapes, of which no image is complete; each annotates so many classes."""
     crowds.prepare()
-    prepare_share(crowds.root, 0.0, crowds.settings, crowds.max_new_tokens)
+    prepare_share(crowds.root, 0.0, crowds.settings, crowds.max_new_tokens, num_labels)
 
 
 def prepare_sparse(crowds: Crowds) -> None:
@@ -93,10 +105,10 @@ def write_open(source: Path, folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", [line | {"annotated": []} for line in lines])
 
 
-def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int) -> None:
+def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int, num_labels: int = 1) -> None:
     """Make the files of a share from `data` and `model` below `root`, if missing."""
-    folder, made_with = root / f"{share:g}", [*made_with, share]
-    cached(folder / "data", made_with, "annotation", lambda to: write_annotation(share, root / "data", to))
+    folder, made_with = root / f"{share:g}", [*made_with, share, *([] if num_labels == 1 else [num_labels])]
+    cached(folder / "data", made_with, "annotation", lambda to: write_annotation(share, root / "data", to, num_labels))
     cached(
         folder / "pseudo",
         made_with,
@@ -115,8 +127,8 @@ def make_data(folder: Path) -> None:
         number += count
 
 
-def write_annotation(share: float, source: Path, folder: Path) -> None:
-    """Write what the arms train on where this share of the images is complete and the others annotate one class each.
+def write_annotation(share: float, source: Path, folder: Path, num_labels: int = 1) -> None:
+    """Write what the arms train on where this share of the images is complete and the others annotate some classes.
 
     `train`, `complete` (its complete images only), `train_prompted` (the prompt says what is annotated), and `tune` and
     `test`, also with such prompts. An image that is complete is so at all larger shares.
@@ -125,7 +137,7 @@ def write_annotation(share: float, source: Path, folder: Path) -> None:
         split: [absolute(json.loads(line), source) for line in (source / f"{split}.jsonl").open()]
         for split in ("train", "tune", "test")
     }
-    rows["train"] = [annotated(row, share) for row in rows["train"]]
+    rows["train"] = [annotated(row, share, num_labels) for row in rows["train"]]
     if complete := [row for row in rows["train"] if "annotated" not in row]:
         write_jsonl(folder / "complete.jsonl", complete)
     for split, lines in rows.items():
@@ -162,13 +174,15 @@ def write_test(source: Path, folder: Path) -> None:
     write_jsonl(folder / "test_prompted.jsonl", [prompted(row) for row in lines])
 
 
-def annotated(row: dict, share: float) -> dict:
-    """Return a line as it is, with probability `share`, or with the objects of one of its classes only."""
+def annotated(row: dict, share: float, num_labels: int = 1) -> dict:
+    """Return a line as it is, with probability `share`, or with the objects of some classes, one of which it shows."""
     rng = random.Random(f"{SEED}-{row['id']}")
     if rng.random() < share:
         return row
-    label = rng.choice(sorted({item["desc"] for item in row["objects"]}))
-    return row | {"annotated": [label], "objects": [item for item in row["objects"] if item["desc"] == label]}
+    shown = rng.choice(sorted({item["desc"] for item in row["objects"]}))
+    labels = [shown, *rng.sample([label for label in LABELS if label != shown], num_labels - 1)]
+    objects = [item for item in row["objects"] if item["desc"] in labels]
+    return row | {"annotated": sorted(labels), "objects": objects}
 
 
 def prompted(row: dict) -> dict:

@@ -33,7 +33,7 @@ from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS, Shift
 from studies.offline_stage2 import ReferenceEngine
-from studies.partial import COMPLETE, FAINT, FAINTER, HALF, SHARES, faint_study, sparse_study
+from studies.partial import COMPLETE, FAINT, FAINTER, HALF, SHARES, crowd_study, faint_study, sparse_study
 from studies.study import RM
 from studies.taught import DISTILLED, TAUGHT
 from tools.evaluate import PlainEngine
@@ -47,6 +47,7 @@ from utils.geometry import Object
 from utils.learner.model import load_model
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling
 from utils.rollout.hf import HfEngine
+from utils.scores import label_of
 
 ROOT = Path(__file__).parents[2]
 STUDIES = list(results.STUDIES.values())
@@ -365,9 +366,34 @@ def test_sparse_pictures_annotate_some_objects_to_learn_and_all_to_be_scored(tmp
     assert [arm.name for arm in sparse.arms if arm.is_rival] == [name for name in of_file if name.startswith("SFT")]
 
 
+def test_a_partly_lost_crowd_is_annotated_for_eight_classes_and_completed_for_the_other_four(tmp_path, monkeypatch):
+    """It shows one of the eight at least; what is scored is annotated for all, and shows as many objects."""
+    monkeypatch.chdir(tmp_path)
+    few = replace(partial_data.CROWD, splits={"warmup": 2, "train": 30, "tune": 2, "test": 6}, num_further=6)
+    crowd = crowd_study(replace(few, prepare_base=lambda: None))
+    monkeypatch.setattr(crowd_data, "prepare_model", lambda *_: None)
+    seen = [Object(label, "bbox_2d", (80 * i, 0, 80 * i + 60, 60)) for i, label in enumerate(partial_data.LABELS)]
+    monkeypatch.setattr(partial_data, "answers", lambda model, samples, room: [seen] * len(samples))
+    crowd.prepare()
+    train, completed, test, further = (
+        load_samples([str(path)], "find", "file")[0]
+        for path in (
+            *(crowd.root / f"{name}.jsonl" for name in ("data/train", "pseudo/train", "data/test")),
+            crowd.further() / "test.jsonl",
+        )
+    )
+    assert {len(sample.annotated) for sample in train} == {8} and len({sample.annotated for sample in train}) > 10
+    assert all(sample.objects and {label_of(obj) for obj in sample.objects} <= sample.annotated for sample in train)
+    assert 3 < statistics.fmean(len(sample.objects) for sample in train) < 8, "some of them are left out"
+    for sample, full in zip(train, completed, strict=True):
+        added = {label_of(obj) for obj in full.objects if obj not in sample.objects}
+        assert added == set(partial_data.LABELS) - sample.annotated and full.annotated is None
+    assert all(7 <= len(sample.objects) <= 9 and sample.annotated is None for sample in [*test, *further])
+
+
 def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, monkeypatch):
     """Trees and crowds start from that of *New class*, faint crowds from that of the crowds, faint shapes from that of
-    *Partial annotation*, as do sparse ones, fainter ones from that of the faint ones."""
+    *Partial annotation*, as do sparse ones, fainter ones and partly lost crowds from that of the faint ones."""
     monkeypatch.chdir(tmp_path)
     made = []
     monkeypatch.setattr(new_class_data, "prepare", lambda material: made.append(material.root))
@@ -383,6 +409,7 @@ def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, mo
         (partial_data.FAINT.prepare, [partial_data.ROOT, partial_data.FAINT.root]),
         (partial_data.SPARSE.prepare, [partial_data.ROOT, partial_data.SPARSE.root]),
         (partial_data.FAINTER.prepare, [partial_data.ROOT, partial_data.FAINT.root, partial_data.FAINTER.root]),
+        (partial_data.CROWD.prepare, [partial_data.ROOT, partial_data.FAINT.root, partial_data.CROWD.root]),
     ):
         made.clear()
         prepare()
