@@ -1,7 +1,7 @@
 """Pictures of many shapes, and start models that supervised training has taken as far as it gets on them.
 
 They are those of the studies `crowd` and `faint`, and, by way of `studies.partial_data`, of `partial_faint`,
-`partial_fainter`, `partial_sparse` and `partial_crowd`. Each is made once and kept.
+`partial_fainter`, `partial_sparse`, `partial_crowd` and `partial_small`. Each is made once and kept.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from studies import new_class_data
 from studies.dense_data import prepare_model
-from studies.new_class_data import MATERIALS, Shift, draw, to_line, write_jsonl
+from studies.new_class_data import MATERIALS, SIDE, Shift, draw, to_line, write_jsonl
 from tools.cached import cached
 from tools.make_demo import Scenes
 
@@ -33,6 +33,7 @@ class Crowds:
         prepare_base: makes the model that the start model is trained from, if missing.
         num_further: further test pictures.
         kept: share of the objects that pictures of the splits "warmup" and "train" annotate, at random, one at least.
+        overlooked: of objects with a longer side up to this share of the picture's only; larger ones are annotated.
         version: raise it when pictures or start model are made differently; records of older material are stale.
     """
 
@@ -46,6 +47,7 @@ class Crowds:
     scenes: Scenes = Scenes(max_objects=16, max_labels=3)
     num_further: int = 1024
     kept: float = 1.0
+    overlooked: float = 1.0
     version: int = 1
 
     @property
@@ -56,7 +58,7 @@ class Crowds:
     def settings(self) -> list:
         """What its pictures are made with."""
         own = [self.version, self.seed, self.splits, repr(self.scenes), repr(self.shift)]
-        return own if self.kept == 1 else [*own, self.kept]
+        return own if self.kept == 1 else [*own, self.kept, *([] if self.overlooked == 1 else [self.overlooked])]
 
     def prepare(self) -> None:
         """Make `data` and `model` below `root`, and the model that it starts from, if missing."""
@@ -96,9 +98,13 @@ class Crowds:
     def annotated(self, objects: list[dict], image_id: str) -> list[dict]:
         """The objects of a picture that its line lists, in their order."""
         rng = random.Random(f"{self.seed}-{image_id}")
-        while not (chosen := [item for item in objects if rng.random() < self.kept]):
+        while not (chosen := [item for item in objects if self.is_large(item) or rng.random() < self.kept]):
             pass
         return chosen
+
+    def is_large(self, item: dict) -> bool:
+        left, top, right, bottom = item["bbox_2d"]
+        return max(right - left, bottom - top) > self.overlooked * SIDE
 
 
 CROWD = Crowds(

@@ -69,6 +69,10 @@ CROWD = Crowds(
     num_further=2048,
 )
 
+SMALL = replace(
+    SPARSE, name="partial_small", seed=112, shift=Shift(sizes=(0.12, 0.26)), overlooked=0.18, num_further=2048
+)
+
 
 def prepare(share: float) -> None:
     """Make the start model and all files of a share, if missing."""

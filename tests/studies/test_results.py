@@ -33,7 +33,18 @@ from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS, Shift
 from studies.offline_stage2 import ReferenceEngine
-from studies.partial import COMPLETE, FAINT, FAINTER, HALF, SHARES, crowd_study, faint_study, sparse_study
+from studies.partial import (
+    COMPLETE,
+    FAINT,
+    FAINTER,
+    HALF,
+    SHARES,
+    SMALL,
+    SPARSE,
+    crowd_study,
+    faint_study,
+    sparse_study,
+)
 from studies.study import RM
 from studies.taught import DISTILLED, TAUGHT
 from tools.evaluate import PlainEngine
@@ -333,7 +344,7 @@ def test_sparse_pictures_annotate_some_objects_to_learn_and_all_to_be_scored(tmp
     monkeypatch.chdir(tmp_path)
     few = replace(partial_data.SPARSE, splits={"warmup": 6, "train": 60, "test": 6}, num_further=6)
     few = replace(few, prepare_base=lambda: None)
-    sparse = sparse_study(few)
+    sparse = sparse_study(few, "Sparse", "As above.")
     monkeypatch.setattr(crowd_data, "prepare_model", lambda *_: None)
     seen = Object("red ring", "bbox_2d", (0, 0, 999, 999))  # one of the twelve labels, and no object of any picture
     monkeypatch.setattr(partial_data, "answers", lambda model, samples, room: [[seen]] * len(samples))
@@ -366,6 +377,24 @@ def test_sparse_pictures_annotate_some_objects_to_learn_and_all_to_be_scored(tmp
     assert [arm.name for arm in sparse.arms if arm.is_rival] == [name for name in of_file if name.startswith("SFT")]
 
 
+def test_small_objects_are_overlooked_and_large_ones_are_not(tmp_path):
+    """In lines to learn; those to be scored list all. The arms are those of the sparse pictures."""
+    few = replace(partial_data.SMALL, splits={"warmup": 4, "train": 100, "test": 60})
+    few.make_data(tmp_path)
+    train, test = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "test"))
+    sides = [
+        [max(item["bbox_2d"][2] - item["bbox_2d"][0], item["bbox_2d"][3] - item["bbox_2d"][1]) for item in objects]
+        for objects in (row["objects"] for row in [*train, *test])
+    ]
+    small = [sum(side <= 0.18 * 128 for side in each) / len(each) for each in sides]
+    assert 0.1 < statistics.fmean(small[:100]) < 0.3 and 0.3 < statistics.fmean(small[100:]) < 0.55
+    for row in train:
+        objects = new_class_data.draw(few.seed, int(row["id"].split("-")[1]), few.shift, few.scenes)[1]
+        missing = [item for item in objects if item not in row["objects"]]
+        assert not any(map(few.is_large, missing)) and len(objects) - len(missing) == len(row["objects"])
+    assert [arm.name for arm in SMALL.arms] == [arm.name for arm in SPARSE.arms]
+
+
 def test_a_partly_lost_crowd_is_annotated_for_eight_classes_and_completed_for_the_other_four(tmp_path, monkeypatch):
     """It shows one of the eight at least; what is scored is annotated for all, and shows as many objects."""
     monkeypatch.chdir(tmp_path)
@@ -393,7 +422,7 @@ def test_a_partly_lost_crowd_is_annotated_for_eight_classes_and_completed_for_th
 
 def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, monkeypatch):
     """Trees and crowds start from that of *New class*, faint crowds from that of the crowds, faint shapes from that of
-    *Partial annotation*, as do sparse ones, fainter ones and partly lost crowds from that of the faint ones."""
+    *Partial annotation*, as do those with objects left out, fainter ones and lost crowds from that of the faint ones."""
     monkeypatch.chdir(tmp_path)
     made = []
     monkeypatch.setattr(new_class_data, "prepare", lambda material: made.append(material.root))
@@ -408,6 +437,7 @@ def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, mo
         (replace(crowd_data.CROWD, prepare_base=lambda: made.append("base")).prepare, ["base", crowd]),
         (partial_data.FAINT.prepare, [partial_data.ROOT, partial_data.FAINT.root]),
         (partial_data.SPARSE.prepare, [partial_data.ROOT, partial_data.SPARSE.root]),
+        (partial_data.SMALL.prepare, [partial_data.ROOT, partial_data.SMALL.root]),
         (partial_data.FAINTER.prepare, [partial_data.ROOT, partial_data.FAINT.root, partial_data.FAINTER.root]),
         (partial_data.CROWD.prepare, [partial_data.ROOT, partial_data.FAINT.root, partial_data.CROWD.root]),
     ):
