@@ -422,7 +422,7 @@ def test_a_partly_lost_crowd_is_annotated_for_eight_classes_and_completed_for_th
 
 def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, monkeypatch):
     """Trees and crowds start from that of *New class*, faint crowds from that of the crowds, faint shapes from that of
-    *Partial annotation*, as do those with objects left out, fainter ones and lost crowds from that of the faint ones."""
+    *Partial annotation*, as do those with some left out, fainter ones and lost crowds from that of the faint ones."""
     monkeypatch.chdir(tmp_path)
     made = []
     monkeypatch.setattr(new_class_data, "prepare", lambda material: made.append(material.root))
