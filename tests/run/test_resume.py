@@ -221,10 +221,21 @@ def test_save_total_limit_keeps_the_newest_complete_ones_LRN_5(tmp_path, ranks):
         save(tmp_path, step, ranks, limit=2)
     assert names(tmp_path) == ["checkpoint-6", "checkpoint-4"]
     (tmp_path / "checkpoint-6" / "model.bin").unlink()
-    resume.delete_old(tmp_path, 1)
+    resume.delete_old(tmp_path, 6, 1)
     assert names(tmp_path) == ["checkpoint-6", "checkpoint-4"]
     save(tmp_path, 8, ranks, limit=1)
     assert names(tmp_path) == ["checkpoint-8", "checkpoint-6"]
+
+
+def test_a_damaged_later_checkpoint_does_not_cost_the_one_just_written_LRN_5(tmp_path, ranks):
+    """LRN-5: only its digest tells that it is damaged, and that is not read at each save."""
+    for step in (40, 60):
+        save(tmp_path, step, ranks)
+    flip(tmp_path / "checkpoint-60" / "model.bin")
+    assert choose_checkpoint(tmp_path, "auto", CONFIG, ranks).step == 40
+    save(tmp_path, 50, ranks, limit=1)
+    assert names(tmp_path) == ["checkpoint-60", "checkpoint-50"]
+    assert choose_checkpoint(tmp_path, "auto", CONFIG, ranks).step == 50
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest_LRN_5(tmp_path, ranks):
@@ -536,7 +547,7 @@ def test_LRN_5_an_old_checkpoint_that_cannot_be_renamed_is_warned_about(tmp_path
         (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / "checkpoint-1.deleting").write_text("in the way")
     monkeypatch.setattr(resume, "problem_of_sizes", lambda path: None)
-    resume.delete_old(tmp_path, 1)
+    resume.delete_old(tmp_path, 3, 1)
     assert (tmp_path / "checkpoint-1").is_dir()  # stays
     assert not (tmp_path / "checkpoint-2").exists()
     assert "checkpoint-1" in caplog.text

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.run.test_resume import ranks, save  # noqa: F401
+from tests.run.test_resume import flip, ranks, save  # noqa: F401
 from utils.dist import DistributedError
 from utils.rollout.link import RolloutError
 from utils.run.shutdown import (
@@ -37,6 +37,15 @@ def test_last_words_name_step_version_checkpoint_and_command_LRN_5(tmp_path, ran
         f"  newest complete checkpoint: {tmp_path / 'checkpoint-4'}\n"
         "  resume from it with: deepspeed --num_gpus 2 train_stage2.py --config a.yaml --resume auto\n"
     )
+
+
+def test_last_words_name_no_checkpoint_that_the_run_passed_over_LRN_5(tmp_path, ranks):  # noqa: F811
+    """LRN-5: a later one, damaged at the same size; the run resumed before it."""
+    for step in (4, 6):
+        save(tmp_path, step, ranks)
+    flip(tmp_path / "checkpoint-6" / "model.bin")
+    words = closing_report(Stopped("stopped by SIGTERM"), tmp_path, "a.yaml", 5, "abc:5")
+    assert words[2] == f"  newest complete checkpoint: {tmp_path / 'checkpoint-4'}"
 
 
 def test_a_server_that_is_not_there_needs_no_traceback_CON_1(tmp_path, capsys):

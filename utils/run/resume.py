@@ -124,7 +124,7 @@ def write_checkpoint(
         for other in run_dir.glob("checkpoint-*.partial"):
             shutil.rmtree(other, ignore_errors=True)
         if save_total_limit is not None:
-            delete_old(run_dir, save_total_limit, eval_settings)
+            delete_old(run_dir, step, save_total_limit, eval_settings)
     ranks.fence()
     return final
 
@@ -169,13 +169,13 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def delete_old(run_dir: Path, save_total_limit: int, eval_settings: Mapping[str, Any] | None = None) -> None:
+def delete_old(run_dir: Path, step: int, save_total_limit: int, eval_settings: Mapping[str, Any] | None = None) -> None:
     """Delete complete checkpoints but the newest `save_total_limit` and the best of those that were evaluated, with
     `eval_settings`.
 
-    Damaged ones are neither counted nor deleted.
+    Damaged ones are neither counted nor deleted, nor are those of steps after `step`, which was written just now.
     """
-    whole = [path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None]
+    whole = [path for path in folders_up_to(run_dir, step) if problem_of_sizes(path) is None]
     scores, were_best = comparable_scores(run_dir, eval_settings) if eval_settings else {}, best_steps(run_dir)
     evaluated = [path for path in reversed(whole) if _step_of(path) in scores]
     # Of equal ones the first. As long as none can be compared, the one that was the best stays.
@@ -199,6 +199,12 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
     """All folders with a checkpoint's final name, newest (largest step) first."""
     found = [path for path in run_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_step_of, reverse=True)
+
+
+def folders_up_to(run_dir: Path, step: int) -> list[Path]:
+    """`checkpoint_folders` without those after `step`, which a run that has come so far passed over when it resumed:
+    they are damaged, though names and sizes may look right."""
+    return [path for path in checkpoint_folders(run_dir) if _step_of(path) <= step]
 
 
 def _step_of(path: Path) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from utils.dist import COMMAND_NAME, DistributedError
 from utils.rollout.link import RolloutError
-from utils.run.resume import checkpoint_folders, problem_of_sizes
+from utils.run.resume import checkpoint_folders, folders_up_to, problem_of_sizes
 
 STOPPED_STATUS = 75  # EX_TEMPFAIL: a supervisor may start the run again with --resume auto
 
@@ -84,7 +84,7 @@ def closing_report(error: Exception, run_dir: Path, config: str, step: int | Non
     """What happened, at which step and version, the newest checkpoint, and the command that resumes from it."""
     what = str(error) if isinstance(error, Stopped) else f"failed: {type(error).__name__}: {error}"
     where = "before the first step" if step is None else f"after optimizer step {step}, generating weights {version}"
-    newest = newest_checkpoint(run_dir)
+    newest = newest_checkpoint(run_dir, step)
     command = resume_command(launch_command(config), run_dir)
     lines = [f"run {run_dir}: {what}", f"  it ended {where}"]
     if newest is None:
@@ -92,9 +92,10 @@ def closing_report(error: Exception, run_dir: Path, config: str, step: int | Non
     return [*lines, f"  newest complete checkpoint: {newest}", f"  resume from it with: {command}"]
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete one, as far as names and sizes tell."""
-    return next((path for path in checkpoint_folders(run_dir) if problem_of_sizes(path) is None), None)
+def newest_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
+    """The newest complete one, as far as names and sizes tell, of a run that has done `step` steps where known."""
+    folders = checkpoint_folders(run_dir) if step is None else folders_up_to(run_dir, step)
+    return next((path for path in folders if problem_of_sizes(path) is None), None)
 
 
 def resume_command(command: str, run_dir: Path) -> str:
