@@ -1,6 +1,7 @@
 """Rollout types, the prompt and version checks, and how the server backend words its requests."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -95,6 +96,14 @@ def test_srv_4_the_server_takes_what_is_sent():
     sent = call.request_config
     assert (sent.temperature, sent.top_p, sent.top_k, sent.repetition_penalty) == (0.7, 0.9, 20, 1.1)
     assert (sent.max_tokens, sent.seed, call.infer_requests[0].images) == (64, 3, ["/data/0.png"])
+
+
+def test_srv_4_a_sample_with_a_long_id_is_answered():
+    """SRV-4: data files may have ids of any length; the server bounds those of requests (SRV-10)."""
+    request = replace(REQUESTS[0], sample_id="folder/" * 50 + "7")
+    _, client = generate([output([1])], [request])
+    call = InferCall.model_validate({"infer_requests": client.calls[0][0]})
+    assert call.infer_requests[0].uuid.endswith("/folder/7")
 
 
 def test_rol_1_no_setting_is_left_to_the_checkpoint():

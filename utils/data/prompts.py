@@ -18,6 +18,7 @@ THINKS = (
     "its prompts open a thinking block, but answers must begin with an object; use the model's Instruct release, or "
     "take <think> out of the end of its chat template"
 )
+MAX_UUID = 256  # characters of a request's name, which only messages show; both sides of the wire
 MAX_REASON = 200  # characters of a template's own error, which may repeat the messages
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from utils.capacity import EVAL_MICRO_STEP, request_seed
 from utils.config.schema import Decoding
 from utils.data.images import as_sent
+from utils.data.prompts import MAX_UUID
 from utils.rollout.client import RolloutClient
 from utils.sync.adapter_sync import FallbackSync
 from utils.sync.weight_sync import SyncResult, WeightSync
@@ -204,8 +205,9 @@ class ServerEngine(Engine):
 
 
 def infer_request(request: RolloutRequest) -> dict[str, Any]:
-    """The request in ms-swift's `RolloutInferRequest` form (SRV-4)."""
-    return {"messages": request.messages, "images": list(map(as_sent, request.images)), "uuid": request.sample_id}
+    """The request in ms-swift's `RolloutInferRequest` form (SRV-4). Of a long id the end is sent: it tells more."""
+    images, uuid = list(map(as_sent, request.images)), request.sample_id[-MAX_UUID:]
+    return {"messages": request.messages, "images": images, "uuid": uuid}
 
 
 def request_config(sampling: RolloutSampling) -> dict[str, Any]:

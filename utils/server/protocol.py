@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 
-from utils.data.prompts import TooLarge
+from utils.data.prompts import MAX_UUID, TooLarge
 
 MAX_SEED = 2**31
 MAX_INT = 2**31 - 1  # of counts and ids: the engine's own messages know no larger ones
@@ -55,7 +55,7 @@ class RolloutInferRequest(WireModel):
     images: Annotated[
         list[Annotated[str, Field(max_length=MAX_SOURCE)]], Field(max_length=MAX_IMAGES), FailFast(), OneIsAList
     ] = []
-    uuid: Annotated[str, Field(max_length=256)] | None = None
+    uuid: Annotated[str, Field(max_length=MAX_UUID)] | None = None
     data_dict: Annotated[dict[str, Any], Field(max_length=256), NullIsEmpty] = {}  # the caller's notes; not read here
     audios: Annotated[list[Any], Empty, OneIsAList] = []
     videos: Annotated[list[Any], Empty, OneIsAList] = []
