@@ -41,7 +41,7 @@ def roll_out(client, num, micro_step_idx=0, step=7, run_seed=5):
     requests = [RolloutRequest(f"s{i}", [{"role": "user", "content": "x"}], [], [1]) for i in range(num)]
     place = {"global_step": step, "micro_step_idx": micro_step_idx, "run_seed": run_seed, "policy_version": "v"}
     sampling = RolloutSampling(temperature=0.5, max_new_tokens=9)
-    ServerEngine(client, None).generate(requests, sampling, RolloutContext(**place))
+    return ServerEngine(client, None).generate(requests, sampling, RolloutContext(**place))
 
 
 def test_log_1_every_call_is_recorded_with_seed_server_and_outcome(tmp_path):
@@ -95,6 +95,33 @@ def test_log_6_timeouts_are_counted_by_server_and_grow(tmp_path):
         assert values["rollout/timeouts"] == 0
         assert [values[f"server/0/{name}"] for name in ("calls", "retries", "timeouts")] == [4, 2, 2]
         assert [line["phase"] for line in read_rollout_log(tmp_path / "rollouts.jsonl")] == ["eval", "train"]
+
+
+def test_log_1_an_evaluation_in_parts_has_no_retries_but_the_real_ones(tmp_path, monkeypatch):
+    """LOG-1, LRN-7: each part counts its requests from 0; one call fails, and is made again."""
+    monkeypatch.setattr(session, "EVAL_SAMPLES", 4)
+    with setting(1, decode_batch_size=2) as (client, (server,)):
+        answers = [(500, "boom")]
+        server.on_infer = lambda body: answers.pop() if answers else server.answer(body)
+        log = RolloutLog(tmp_path, client, Rank())
+        run = MagicMock(timed=lambda part: nullcontext(), finished_steps_saved=nullcontext)
+        run.cfg.rm.max_new_tokens, run.cfg.uses_vllm = 9, True
+        run.ranks, run.data.val_samples = SimpleNamespace(rank=0, world_size=1), range(12)
+        run.policy.generate = lambda samples, prompts, *place: roll_out(client, len(samples), place[2], place[1])
+        run.policy.with_current_weights = lambda step, work, where: work()
+        Session.score_validation(run, 7, lambda sample, result: None)
+        values = log.write(7, "v", phase="eval")
+    assert (values["eval_rollout/num_calls"], values["eval_rollout/retries"]) == (13, 1)
+    (line,) = read_rollout_log(tmp_path / "rollouts.jsonl")
+    assert sorted(made["attempt"] for made in line["calls"]) == [1] * 12 + [2]
+
+
+def test_log_1_no_call_of_a_large_evaluation_is_forgotten(tmp_path):
+    """LOG-1: calls are written once it is over."""
+    with setting(1) as (client, _):
+        roll_out(client, 1, EVAL_MICRO_STEP)
+        client.calls.extend(list(client.calls) * 20_000)
+        assert RolloutLog(tmp_path, client, Rank()).write(7, "v", phase="eval")["eval_rollout/num_calls"] == 20_001
 
 
 def call(**changes):

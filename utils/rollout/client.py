@@ -64,7 +64,7 @@ class RolloutClient:
         self.run_tokens: dict[int, str] = {}  # by server, from `/init_communicator/`; sent with every `post` (SRV-3)
         self.stop = threading.Event()  # set: the run is to stop, so a server that does not answer is not waited for
         self.stats: Counter[str] = Counter(calls=0, retries=0, timeouts=0, splits=0, given_up=0)  # given_up: requests
-        self.calls: deque[dict[str, Any]] = deque(maxlen=10_000)  # records of `/infer/`, for `pop_calls`
+        self.calls: deque[dict[str, Any]] = deque()  # records of `/infer/`, for `pop_calls`
         self._healths: list[dict[str, Any]] = []  # of `wait_ready`
         self._failed: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._lock = threading.Lock()  # guards the counters and the links

@@ -136,7 +136,7 @@ class ServerBatch:
                 while pending:
                     numbers, attempt = pending.pop()
                     try:
-                        pending += self._store(numbers, self._call(link, numbers))
+                        pending += self._store(numbers, self._call(link, numbers, attempt))
                     except CallFailed as failure:
                         pending += self._after_failure(failure, numbers, attempt, watch)
         except BaseException as error:  # noqa: BLE001  (raised by `Round.run`, in the caller's thread)
@@ -144,14 +144,15 @@ class ServerBatch:
         finally:
             self.ended.set()
 
-    def _call(self, link: Link, numbers: range) -> list[dict[str, Any]]:
+    def _call(self, link: Link, numbers: range, attempt: int) -> list[dict[str, Any]]:
         """Make one `/infer/` call and return its outputs, checked for form. Raises: CallFailed."""
         seed = call_seed(self.job.seed, numbers.start)
         requests = list(self.job.infer_requests[numbers.start : numbers.stop])
         body = {"infer_requests": requests, "request_config": {**self.job.request_config, "seed": seed}}
         record = {**self.job.labels, "server": self.index, "url": self.client.url(self.index), "seed": seed}
         record |= {"group_port": self.client.servers[self.index].group_port}
-        record |= {"first_request": numbers.start, "num_requests": len(numbers), "outcome": "ok"}
+        record |= {"first_request": numbers.start, "num_requests": len(numbers)}
+        record |= {"attempt": attempt + 1, "outcome": "ok"}
         start = time.monotonic()
         self.client.count(calls=1)
         try:

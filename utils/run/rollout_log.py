@@ -24,8 +24,9 @@ class RolloutLog:
 
     A line holds `step`, `phase` (`train` or `eval`), `time`, `servers`, `sync` (the current mode, and why it is not the
     configured one), `weight_version`, `decoding` and `calls`. A call holds rank, server, url, seed, first request,
-    number of requests, `global_step` and `micro_step_idx`, `attempt` (above 1 for a retry), `outcome` (`ok` or the
-    error), seconds, and its weight version or decoding if they are not the line's. Rank 0 writes, if servers generate.
+    number of requests, `global_step` and `micro_step_idx`, `attempt` (above 1 for a retry; halves of a call, and what
+    is made again after a server was lost, begin anew), `outcome` (`ok` or the error), seconds, and its weight version
+    or decoding if they are not the line's. Rank 0 writes, if servers generate.
     """
 
     def __init__(self, run_dir: Path, client: RolloutClient | None, ranks: Ranks, fallback: str | None = None) -> None:
@@ -64,7 +65,7 @@ class RolloutLog:
         if fallback != self._fallback:
             self._fallback, run_json = fallback, self._path.with_name("run.json")
             run_json.write_text(json.dumps(json.loads(run_json.read_text()) | {"sync": sync}, indent=2) + "\n")
-        calls = _with_attempts(calls_by_rank)
+        calls = _in_order(calls_by_rank)
         common = {"weight_version": version, "decoding": calls[0]["decoding"]}
         line = {
             "step": step,
@@ -129,15 +130,9 @@ def _belongs_to(call: Call, step: int, phase: str) -> bool:
     return phase == "train" and call["global_step"] < step
 
 
-def _with_attempts(calls_by_rank: Sequence[Sequence[Call]]) -> list[dict[str, Any]]:
-    """All calls by rank, step and request, with `rank` and `attempt` (1 for the first call for the same requests)."""
-    requests_of = itemgetter("global_step", "micro_step_idx", "server", "first_request", "num_requests")
-    calls = []
-    for rank, part in enumerate(calls_by_rank):
-        seen: Counter[tuple] = Counter()
-        for call in part:
-            seen[requests_of(call)] += 1
-            calls.append({**call, "rank": rank, "attempt": seen[requests_of(call)]})
+def _in_order(calls_by_rank: Sequence[Sequence[Call]]) -> list[dict[str, Any]]:
+    """All calls by rank, step and request. A checkpoint of an earlier version has calls without `attempt`."""
+    calls = [{"attempt": 1, **call, "rank": rank} for rank, part in enumerate(calls_by_rank) for call in part]
     return sorted(calls, key=itemgetter("rank", "global_step", "micro_step_idx", "first_request"))
 
 
