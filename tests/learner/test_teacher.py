@@ -140,7 +140,7 @@ def test_a_stop_request_ends_waits_for_the_teacher_TGT_16_LRN_12():
     stop = SimpleNamespace(is_training=False, requested=threading.Event(), install=lambda: None)
     ended: list[threading.Event] = []
     session = SimpleNamespace(steps_done=0, stop=stop, policy=SimpleNamespace(client=None), owes_evaluation=False)
-    session.cfg, session.resumed = SimpleNamespace(training=SimpleNamespace(eval_at_start=False)), None
+    session.cfg = SimpleNamespace(training=SimpleNamespace(eval_at_start=False))
     session.teacher = SimpleNamespace(client=SimpleNamespace(end_waits_at=ended.append))
     Session.begin(session, None)
     assert ended == [stop.requested]

@@ -263,12 +263,12 @@ def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(caplog, monkey
 
 def test_an_evaluation_is_due_before_the_first_step_and_after_the_last_LRN_7():
     """LRN-7: a resumed run starts with one only if it owes it: any other would overwrite that of its checkpoint."""
-    for resumed, owes, num_made in ((None, False, 1), ({}, False, 0), ({}, True, 1)):
+    for steps_done, owes, num_made in ((0, False, 1), (4, False, 0), (4, True, 1)):
         made: list[int] = []
-        session = MagicMock(resumed=resumed, owes_evaluation=owes, steps_done=4)
+        session = MagicMock(owes_evaluation=owes, steps_done=steps_done)
         session.policy.client = session.teacher = None
         Session.begin(session, SimpleNamespace(evaluate=made.append))
-        assert made == [4] * num_made
+        assert made == [steps_done] * num_made
     session = MagicMock(num_steps=5)
     for every, due in ((2, [2, 4, 5]), (0, [])):
         session.cfg.training.eval_steps = every

@@ -1,6 +1,7 @@
 """What a session hands to those who do its work: each checkpoint's limits, each rank's share of an evaluation."""
 
 import random
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,22 @@ def test_a_resumed_run_draws_on_from_the_random_states_of_its_checkpoint_LRN_5(t
     run.ranks.device, run.ranks.gather = torch.device("cpu"), lambda own: [own]
     Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
     assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
+
+
+def test_a_resumed_run_lets_go_of_what_it_has_loaded_LRN_5(tmp_path):
+    """LRN-5: a buffer and micro-steps with their pixels, which would take memory to the end. It is no fresh start for
+    that, which would begin with an evaluation."""
+    pixels, made = torch.zeros(3), []
+    state = {"random": random_states(torch.device("cpu")), "ahead": [{"pixel_values": pixels}]}
+    run = MagicMock(resumed=state, run_dir=tmp_path, owes_evaluation=False, steps_done=4, teacher=None)
+    run.ranks.device, run.ranks.gather, run.policy.client = torch.device("cpu"), lambda own: [own], None
+    held = weakref.ref(pixels)
+    del state, pixels
+    program = SimpleNamespace(load_state_dict=lambda state: None, evaluate=made.append)
+    Session.resume(run, program)
+    assert held() is None
+    Session.begin(run, program)
+    assert made == []
 
 
 def test_signals_are_taken_again_before_the_first_step_LRN_12():

@@ -78,7 +78,7 @@ class Session:
     Attributes:
         place: gives a finished segment its positions, in the thread that finishes it (LRN-8).
         metric: of an evaluation, that decides which step was the best.
-        resumed: this rank's state in the checkpoint that the run continues from.
+        resumed: this rank's state in the checkpoint that the run continues from, until `resume` has loaded it.
         owes_evaluation: an earlier process ended before the evaluation due at `steps_done`.
     """
 
@@ -150,6 +150,7 @@ class Session:
                 program.load_state_dict(self.resumed)
             except ValueError as error:
                 problem = str(error)
+            self.resumed = None  # it holds the prepared micro-steps, pixels included
         if problem := next(filter(None, self.ranks.gather(problem)), None):  # of the first rank that has one
             exit_with(f"training.resume_from_checkpoint: {problem}", self.ranks.is_main)
 
@@ -160,7 +161,7 @@ class Session:
         for client in (self.policy.client, self.teacher and self.teacher.client):
             if client is not None:
                 client.end_waits_at(self.stop.requested)
-        if self.owes_evaluation or (self.cfg.training.eval_at_start and self.resumed is None):
+        if self.owes_evaluation or (self.cfg.training.eval_at_start and not self.steps_done):
             program.evaluate(self.steps_done)
 
     # A step
