@@ -1,11 +1,14 @@
 """Curves, progress lines and run.json (LOG-2 to LOG-5)."""
 
+import errno
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,9 +19,11 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.config.test_load import edited
+from tests.run.test_rollout_log import Calls, Rank, call
 from utils.config.load import build_config
 from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation, write_run_json
 from utils.run.records import LOGGED_PARTS
+from utils.run.rollout_log import RolloutLog
 from utils.run.session import Session
 from utils.run.trackers import RunFacts
 
@@ -32,6 +37,26 @@ def test_run_json_holds_config_versions_and_command_LOG_2(tmp_path):
     assert record["config"] == {"a": 1} and record["run_id"] == "abc" and record["world_size"] == 2
     assert {"torch", "deepspeed", "transformers", "peft"} <= set(record["versions"])
     assert record["command"] and "git_revision" in record
+
+
+def test_run_json_stays_whole_on_a_full_disk_LOG_2_LRN_5(tmp_path, monkeypatch):
+    """LOG-2, LRN-5: when a resumed run replaces it, and when its sync falls back; a resume reads it."""
+    write_run_json(tmp_path, {"a": 1}, run_id="abc", resumed_from={"checkpoint": "elsewhere/checkpoint-2"})
+    before, write_text = (tmp_path / "run.json").read_text(), Path.write_text
+
+    def write_half(path, text):
+        write_text(path, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    log = RolloutLog(tmp_path, Calls(call()), Rank())
+    for write in (
+        lambda: write_run_json(tmp_path, {"a": 2}, run_id="def"),
+        lambda: log.write(1, "run:0", fallback="no slots"),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            write()
+        assert (tmp_path / "run.json").read_text() == before
 
 
 def test_scalars_are_written_by_rank_0_only_LOG_3(tmp_path):

@@ -326,6 +326,13 @@ def test_a_path_is_taken_if_it_is_complete_and_the_newest_LRN_5(tmp_path, ranks)
         choose_checkpoint(tmp_path / "run", str(tmp_path / "nowhere"), CONFIG, ranks)
 
 
+def test_auto_names_a_run_json_that_is_torn_LRN_5(tmp_path, ranks):
+    """LRN-5: without it nobody knows whether the run began with another run's checkpoint."""
+    (tmp_path / "run.json").write_text('{"resumed_from": {"check')
+    with pytest.raises(ValueError, match=r"run.json: is no whole JSON \(.*remove it, then start the run again as at"):
+        choose_checkpoint(tmp_path, "auto", CONFIG, ranks)
+
+
 def test_another_number_of_ranks_is_refused_with_both_numbers_LRN_5_LRN_1(tmp_path, ranks):
     """LRN-5, LRN-1."""
     save(tmp_path, 2, ranks)

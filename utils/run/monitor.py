@@ -132,7 +132,14 @@ def write_run_json(run_dir: Path, resolved_config: Mapping[str, Any], **facts: A
         "config": resolved_config,
     }
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "run.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+    write_whole(run_dir / "run.json", json.dumps(record, indent=2, default=str) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file or leave it as it was: a kill or a full disk may come at any moment."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _git_revision() -> str | None:
@@ -176,6 +183,5 @@ def write_evaluation(
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(answer) + "\n" for answer in sorted(answers, key=lambda answer: answer["id"]))
     path.with_suffix(".jsonl").write_text("".join(lines))
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"step": step, "is_best": is_best, **result}, indent=2) + "\n")
-    partial.replace(path)  # last and as a whole: this file says that the evaluation is finished
+    # Last and as a whole: this file says that the evaluation is finished.
+    write_whole(path, json.dumps({"step": step, "is_best": is_best, **result}, indent=2) + "\n")

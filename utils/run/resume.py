@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from utils.dist import DistributedError, Ranks, capture_error
-from utils.run.monitor import best_steps, comparable_scores
+from utils.run.monitor import best_steps, comparable_scores, write_whole
 from utils.run.rollout_log import read_rollout_log
 
 logger = logging.getLogger(__name__)
@@ -312,9 +312,18 @@ def _newest(run_dir: Path, ranks: Ranks) -> Checkpoint | None:
 
 
 def _branched_from(run_dir: Path) -> str | None:
-    """The checkpoint of another run that this one, which has none of its own yet, has begun with."""
+    """The checkpoint of another run that this one, which has none of its own yet, has begun with.
+
+    Raises: ValueError where run.json does not say: earlier versions may have left it torn.
+    """
     path = run_dir / "run.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        record = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: is no whole JSON ({error}), so it does not say what this run, which has no checkpoint of its own "
+            "yet, began with; remove it, then start the run again as at first"
+        ) from None
     name = record.get("resumed_from", {}).get("checkpoint")
     return name if name and Path(name).resolve().parent != run_dir.resolve() else None
 
@@ -408,9 +417,7 @@ def drop_records_after(run_dir: Path, step: int, keep_evaluation: bool = True) -
         unfinished = None if keep_evaluation else ("eval", step)
         kept = [line for line in read_rollout_log(log) if line["step"] <= step]
         kept = [line for line in kept if (line["phase"], line["step"]) != unfinished]
-        partial = log.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        partial.replace(log)
+        write_whole(log, "".join(json.dumps(line) + "\n" for line in kept))
     for path in [*run_dir.glob("eval/step_*"), *run_dir.glob("dumps/step_*")]:
         if (found := re.match(r"step_(\d+)", path.name)) and int(found[1]) > step:  # others are not ours
             shutil.rmtree(path) if path.is_dir() else path.unlink()

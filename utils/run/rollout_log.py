@@ -13,6 +13,7 @@ from typing import Any
 from utils.capacity import EVAL_MICRO_STEP
 from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
+from utils.run.monitor import write_whole
 
 _TIMED_OUT = re.compile(r"no answer within|timed out|took too long")
 
@@ -64,7 +65,7 @@ class RolloutLog:
         sync = {"mode": sync_mode, "fallback": fallback}
         if fallback != self._fallback:
             self._fallback, run_json = fallback, self._path.with_name("run.json")
-            run_json.write_text(json.dumps(json.loads(run_json.read_text()) | {"sync": sync}, indent=2) + "\n")
+            write_whole(run_json, json.dumps(json.loads(run_json.read_text()) | {"sync": sync}, indent=2) + "\n")
         calls = _in_order(calls_by_rank)
         common = {"weight_version": version, "decoding": calls[0]["decoding"]}
         line = {
