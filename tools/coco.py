@@ -8,6 +8,7 @@ import math
 import os
 import sqlite3
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from utils.data.samples import SPECIAL_TOKEN, SURROGATE
 MASK_SIMPLIFY_PX, MASK_SIMPLIFY_SHARE = 1.0, 0.05
 _IMAGE_KEYS = ("file_name", "coco_url", "width", "height", "neg_category_ids", "not_exhaustive_category_ids")
 _OBJECT_KEYS = ("category_id", "bbox", "iscrowd", "segmentation")
+AMBIGUOUS = "its id stands for several images"
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,10 @@ class CocoFile:
     Attributes:
         categories: name of each category id.
         num_images: number of distinct image ids.
-        num_repeated: images that repeat an earlier id.
+        repeated: number of images that repeat an earlier id, by the reason to leave them out.
 
     Raises:
-        ValueError: not JSON, or not a COCO file.
+        ValueError: not JSON, not a COCO file, or one whose category ids stand for several names.
     """
 
     def __init__(self, path: str | os.PathLike, outlines: bool) -> None:
@@ -94,17 +96,27 @@ class CocoFile:
                 yield item
 
     def _fill(self) -> None:
-        self.categories = {_valid_id(item.get("id")): self._name(item) for item in self._items("categories")}
+        self.categories: dict[int | str | None, str] = {}
+        for item in self._items("categories"):
+            number, name = _valid_id(item.get("id")), self._name(item)
+            if (other := self.categories.setdefault(number, name)) != name:
+                rule = f"id {number!r} is both {other!r} and {name!r}; give each category an id of its own"
+                raise ValueError(f"{self.path}: categories: {rule}")
         db = self._db
         db.execute("PRAGMA journal_mode = OFF")
         db.execute("CREATE TABLE images (id UNIQUE, item)")
         db.execute("CREATE TABLE annotations (image, item)")
         images = _rows(self._items("images"), "id", _IMAGE_KEYS)
-        self.num_images = self.num_repeated = 0
-        for row in images:
-            is_new = db.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", row).rowcount
-            self.num_images += is_new
-            self.num_repeated += not is_new
+        self.num_images, self.repeated = 0, Counter[str]()
+        for image_id, image in images:
+            if db.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", (image_id, image)).rowcount:
+                self.num_images += 1
+                continue
+            (first,) = db.execute("SELECT item FROM images WHERE id = ?", (image_id,)).fetchone()
+            is_same = _file_of(first) == _file_of(image)
+            self.repeated["id listed before" if is_same else AMBIGUOUS] += 1
+            if not is_same:  # nothing says which annotations are whose
+                db.execute("UPDATE images SET item = ? WHERE id = ?", (json.dumps({"unusable": AMBIGUOUS}), image_id))
         if not self.num_images:
             raise ValueError(
                 f'{self.path}: not a COCO file: {{"images": [...], "annotations": [...], "categories": [...]}}'
@@ -142,6 +154,11 @@ def _valid_id(value: Any) -> int | str | None:
     """Return an id that fits the database and a dictionary; None for a value that is no id."""
     fits = isinstance(value, str) or isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
     return value if fits else None
+
+
+def _file_of(image: str) -> Any:
+    fields = json.loads(image)
+    return fields.get("file_name") or fields.get("coco_url")
 
 
 def _rows(items: Iterable[dict[str, Any]], id_name: str, keys: Sequence[str]) -> Iterator[tuple[int | str | None, str]]:

@@ -329,7 +329,8 @@ def convert(
                 break
         else:
             report.note("objects left out", STRAY, None, coco.num_strays())
-            report.note("images left out", "id listed before", None, coco.num_repeated)
+            for reason, number in coco.repeated.items():
+                report.note("images left out", reason, None, number)
         if not any(report.objects.values()):
             raise ValueError(f"{annotations}: {report.why_empty(kind)}\n{report.text()}")
         for file in files.values():

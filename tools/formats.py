@@ -7,6 +7,7 @@ annotation are pixels, or with `unit` N in parts of N of the image's sides.
 import json
 import re
 import xml.etree.ElementTree as xml  # noqa: S405  # data files are the operator's own
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from pathlib import Path
@@ -46,7 +47,7 @@ class Annotations:
         ValueError, OSError: a file cannot be used.
     """
 
-    num_repeated = 0
+    repeated: Counter[str] = Counter()
 
     def __init__(self, kind: str, path: Path, images: Path, names: Path | None = None, unit: int | None = None) -> None:
         self.path = path

@@ -413,6 +413,18 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
     assert report.num_empty == 1
 
 
+def test_DAT_1_an_id_that_stands_for_several_images_or_names_is_never_guessed(tmp_path):
+    """DAT-1: the images of such an id are left out; a category of two names stops the conversion."""
+    Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / "2.png")
+    one, other = ({"id": 1, "file_name": name, "width": WIDTH, "height": HEIGHT} for name in ("1.png", "2.png"))
+    rows, report = converted(tmp_path, [annotation(), annotation(2)], [one, other, one, one | {"id": 2}])
+    assert [row["id"] for row in rows] == ["2"]
+    assert report.reasons == {(IMAGES, "its id stands for several images"): (3, 1)}
+    path = coco_file(tmp_path, [annotation()], categories=[{"id": 1, "name": "dog"}, {"id": 1, "name": "car"}])
+    with pytest.raises(ValueError, match="annotations.json: categories: id 1 is both 'dog' and 'car'; give each"):
+        convert(path, tmp_path, tmp_path / "d.jsonl")
+
+
 def many_images(num: int) -> list[dict]:
     return [{"id": i, "file_name": "1.png", "width": WIDTH, "height": HEIGHT} for i in range(num)]
 
