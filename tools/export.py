@@ -12,7 +12,8 @@ first. Where annotation is not complete, images have LVIS's `neg_category_ids` a
 The files number images and categories anew: `results.json` belongs to this `instances.json`. With `--like FILE`, your
 own COCO or LVIS file, all ids are those of FILE, so that `results.json` can be evaluated against it.
 
-JSONL makes the answers annotation: pseudo-labels, or something to look at with `tools.show_jsonl`.
+JSONL makes the answers annotation: pseudo-labels, or something to look at with `tools.show_jsonl`. Answers that failed
+or were cut off are left out of it: their lines would count as complete.
 """
 
 import argparse
@@ -51,8 +52,11 @@ def main() -> None:
     for record in records:
         record["pred"] = [found for found in record["pred"] if found.get("score", 1.0) >= args.min_score]
     if args.to == "jsonl":
+        whole = [record for record in records if "response" not in record or record.get("finish_reason") == "stop"]
+        if num_cut := len(records) - len(whole):
+            print(f"{args.answers}: {num_cut} answers that failed or were cut off are left out: they list too little")
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(sample_line(record, args.output.parent)) + "\n" for record in records]
+        lines = [json.dumps(sample_line(record, args.output.parent)) + "\n" for record in whole]
         args.output.write_text("".join(lines))
         print(f"{len(lines)} images: {args.output}")
         return

@@ -211,6 +211,20 @@ def test_jsonl_is_read_back_as_annotation_DAT_1(tmp_path, answers, monkeypatch):
             assert read.coords == pytest.approx(written.coords, abs=0.5)
 
 
+def test_answers_that_failed_or_were_cut_off_are_no_annotation_DAT_1(tmp_path, answers, monkeypatch, capsys):
+    """DAT-1: training would take their lines for complete. COCO's scores need all."""
+    lines = [json.loads(line) for line in answers[0].open()]
+    lines[0] |= {"pred": [], "response": "", "finish_reason": None}
+    lines[1] |= {"response": "[", "finish_reason": "length"}
+    lines[2] |= {"response": "[]", "finish_reason": "stop"}
+    answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "pseudo.jsonl")
+    assert "2 answers that failed or were cut off are left out" in capsys.readouterr().out
+    assert [json.loads(line)["id"] for line in (tmp_path / "pseudo.jsonl").open()] == ["c"]
+    run(monkeypatch, answers[0], "--output", tmp_path / "out")
+    assert len(json.loads((tmp_path / "out/instances.json").read_text())["images"]) == 3
+
+
 def test_answers_to_no_image_are_left_out_of_coco_DAT_1(tmp_path, answers, monkeypatch, capsys):
     """DAT-1: a line may have none."""
     lines = [json.loads(line) for line in answers[0].open()]
