@@ -4,12 +4,12 @@ An item is (id, image as JSON, its annotations as JSON), as `tools.coco.CocoFile
 annotation are pixels, or with `unit` N in parts of N of the image's sides.
 """
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as xml  # noqa: S405  # data files are the operator's own
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ def _rex_omni(path: Path, images: Path, unit: int) -> Iterator[Item]:
 
 
 def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
-    """ms-swift's lines with `objects`: {"ref": [...], "bbox": [...], "bbox_type"?}, and `messages`. One image each."""
+    """ms-swift's lines of one image: `objects` {"ref": [...], "bbox": [...], "bbox_type"?}, `messages` or `query`."""
     for number, row in _json_lines(path):
         objects, name = row.get("objects") or {}, _only_image(row, f"{path}:{number}")
         if not isinstance(objects, dict):
@@ -177,7 +177,7 @@ def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
         if len(refs) != len(boxes) and len(refs) != 1:
             raise ValueError(f"{path}:{number}: {len(refs)} ref entries for {len(boxes)} bbox entries; pair them")
         unit = 1 if objects.get("bbox_type") == "norm1" else 0
-        pairs = zip(repeat(refs[0]) if len(refs) == 1 else refs, boxes, strict=False)
+        pairs = zip(itertools.repeat(refs[0]) if len(refs) == 1 else refs, boxes, strict=False)
         image = {"file_name": name} | _question(_turns(row, "messages", f"{path}:{number}"), refs)
         yield str(row.get("id", number)), image, [_object(ref, box, unit) for ref, box in pairs]
 
@@ -225,10 +225,21 @@ def _sharegpt(path: Path, images: Path, unit: int) -> Iterator[Item]:
 
 
 def _turns(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    """The turns of a conversation, however it is written: a list, or ms-swift's `query`, `response` and `history`. The
+    column `system` goes first unless a turn says it."""
     turns = row.get(key) or []
     if not _is_list_of_dicts(turns):
         rule = "conversations must be a list of {from, value}, or messages one of {role, content}"
         raise ValueError(f"{where}: {rule}; correct the line")
+    if not turns and row.get("query"):
+        pairs = row.get("history") or []
+        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"{where}: history must be a list of [query, response]; correct the line")
+        texts = [*itertools.chain.from_iterable(pairs), row["query"], row.get("response")]
+        roles = itertools.cycle(("user", "assistant"))
+        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False) if text is not None]
+    if row.get("system") and [_role(turn) for turn in turns if _role(turn) != "assistant"][:1] == ["user"]:
+        turns = [{"role": "system", "content": row["system"]}, *turns]
     return turns
 
 

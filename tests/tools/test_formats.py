@@ -222,6 +222,20 @@ def test_DAT_1_ms_swift_keeps_its_question(folder):
     }
 
 
+def test_DAT_1_questions_in_columns_of_their_own_are_kept(folder):
+    """DAT-1: ms-swift's `query`, `response`, `history` and `system`; LLaMA-Factory also has `system`."""
+    line = {"query": "<image>Find every <ref-object> that sleeps", "response": "<ref-object><bbox>"}
+    line |= {"images": ["a.png"], "objects": {"ref": ["cat", "cat"], "bbox": [BOX, BOX]}}
+    asked = {"role": "user", "content": "<image>Find every cat that sleeps"}
+    told = {"role": "system", "content": "Be brief."}
+    rows = [{"id": "query"}, {"id": "system", "system": "Be brief."}, {"id": "two", "history": [["Find owls", "none"]]}]
+    found = lines_of(folder, "swift", write_lines(folder, *(line | row for row in rows)))
+    assert found == {"query": ([asked], ["cat", "cat"]), "system": ([told, asked], ["cat", "cat"])}
+    turns = [{"from": "human", "value": asked["content"]}, {"from": "gpt", "value": ANSWERS["json"]}]
+    path = write_lines(folder, {"id": "x", "image": "a.png", "system": "Be brief.", "conversations": turns})
+    assert lines_of(folder, "sharegpt", path, unit=1000) == {"x": ([told, asked], ["cat", "dog"])}
+
+
 def test_TGT_12_a_question_is_complete_for_the_names_of_its_answer_alone(folder):
     """DAT-1, TGT-12: a file of open phrases has no list of them."""
     lost, whole = (
@@ -293,6 +307,7 @@ BOX = [10, 20, 40, 60]
         ("sharegpt", {"image": "a.png", "messages": "a cat"}, "or messages one of {role, content}"),
         ("rex-omni", {"image_name": "a.png", "annotation": [{"bbox": BOX}]}, "no annotation.boxes of {bbox, phrase}"),
         ("rex-omni", {"image_name": "a.png", "annotation": {"boxes": [BOX]}}, "no annotation.boxes of {bbox, phrase}"),
+        ("swift", {"image": "a.png", "query": "?", "history": "none"}, "history must be a list of [query, response]"),
         ("swift", "cat", "must be a JSON object"),
     ],
 )
