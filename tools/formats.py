@@ -6,6 +6,7 @@ annotation are pixels, or with `unit` N in parts of N of the image's sides.
 
 import itertools
 import json
+import math
 import re
 import xml.etree.ElementTree as xml  # noqa: S405  # data files are the operator's own
 from collections import Counter
@@ -53,13 +54,14 @@ class Annotations:
         self.path = path
         if kind == "sharegpt" and unit is None:
             raise ValueError("--from sharegpt needs --unit: 1000, 1, or 0 for pixels; the text does not say which")
-        self._items = list(READERS[kind](path, images, unit or 0))
+        classes, number = _yolo_settings(path, names) if kind == "yolo" else ({}, unit or 0)
+        self._items = list(READERS[kind](path, images, number))
         if not self._items:
             raise ValueError(f"{path}: nothing to read")
         labels = {item["category_id"] for _, _, items in self._items for item in items}
         self.categories: dict[Any, str] = {label: label for label in labels if _is_description(label)}
         if kind == "yolo":
-            self.categories = _yolo_names(path, names)
+            self.categories = classes
 
     def __enter__(self) -> "Annotations":
         return self
@@ -110,8 +112,9 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def _yolo(folder: Path, images: Path, unit: int) -> Iterator[Item]:
-    """YOLO: `class cx cy w h` or `class x1 y1 x2 y2 ...` per line, a file per image; without a file, no objects."""
+def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
+    """YOLO: `class cx cy w h` or `class x1 y1 x2 y2 ...` per line, a file per image; without a file, no objects. Of
+    pose labels, `class cx cy w h` and as many numbers as `keypoints` says, the box is read."""
     for path in sorted(path for path in images.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES):
         name = path.relative_to(images)
         labels = (folder / name).with_suffix(".txt")
@@ -119,35 +122,44 @@ def _yolo(folder: Path, images: Path, unit: int) -> Iterator[Item]:
         yield (
             str(name.with_suffix("")),
             {"file_name": str(name)},
-            [_yolo_object(line) for line in lines if line.strip()],
+            [_yolo_object(line, keypoints) for line in lines if line.strip()],
         )
 
 
-def _yolo_object(line: str) -> dict[str, Any]:
+def _yolo_object(line: str, keypoints: int) -> dict[str, Any]:
     try:
         label, *numbers = line.split()
         coords = [float(number) for number in numbers]
         item: dict[str, Any] = {"category_id": int(label), "unit": 1}
     except ValueError:
         return {"category_id": None, "bbox": line}
-    if len(coords) == 4:
-        x, y, width, height = coords
+    if len(coords) in (4, 4 + keypoints):
+        x, y, width, height = coords[:4]
         return item | {"bbox": [x - width / 2, y - height / 2, width, height]}
-    return item | ({"segmentation": [coords]} if len(coords) >= 6 and len(coords) % 2 == 0 else {"bbox": line})
+    is_outline = not keypoints and len(coords) >= 6 and len(coords) % 2 == 0
+    return item | ({"segmentation": [coords]} if is_outline else {"bbox": line})
 
 
-def _yolo_names(labels: Path, names: Path | None) -> dict[Any, str]:
+def _yolo_settings(labels: Path, given: Path | None) -> tuple[dict[Any, str], int]:
+    """Class names, and how many numbers of a line are keypoints (`kpt_shape` of data.yaml; 0: no pose labels)."""
     near = [labels / "classes.txt", *(folder / "data.yaml" for folder in (labels, *labels.resolve().parents[:2]))]
-    path = names or next((path for path in near if path.is_file()), None)
-    if path is None:
+    files = [*([given] if given else []), *(path for path in near if path.is_file())]
+    if not files:
         raise ValueError(f"{labels}: no class names: neither classes.txt nor data.yaml is near it; pass --names FILE")
-    text = path.read_text(encoding="utf-8-sig")
+    path = files[0]
+    described = next((file for file in files if file.suffix != ".txt"), None)
+    settings = (yaml.safe_load(described.read_text(encoding="utf-8-sig")) or {}) if described else {}
+    shape = settings.get("kpt_shape") or [0]
+    if not isinstance(shape, list) or not all(type(number) is int for number in shape):
+        raise ValueError(f"{described}: kpt_shape: must be [number of keypoints, numbers of each]; correct it")
     if path.suffix == ".txt":
-        return dict(enumerate(line.strip() for line in text.splitlines()))
-    found = (yaml.safe_load(text) or {}).get("names")
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        return dict(enumerate(line.strip() for line in lines)), math.prod(shape)
+    found = settings.get("names")
     if not isinstance(found, list | dict):
         raise ValueError(f"{path}: names: must be a list, or a mapping from class number to name")
-    return {int(key): str(name) for key, name in (found.items() if isinstance(found, dict) else enumerate(found))}
+    pairs = found.items() if isinstance(found, dict) else enumerate(found)
+    return {int(key): str(name) for key, name in pairs}, math.prod(shape)
 
 
 def _rex_omni(path: Path, images: Path, unit: int) -> Iterator[Item]:
@@ -316,6 +328,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ValueError(f"{path}: not valid JSON: {error}") from None
 
 
+# Each takes the annotations, the folder of the images, and `unit` (sharegpt) or the number of keypoint values (yolo).
 READERS: dict[str, Callable[[Path, Path, int], Iterator[Item]]] = {
     "voc": _voc,
     "yolo": _yolo,

@@ -87,6 +87,21 @@ def test_yolo_files_with_a_byte_order_mark_DAT_1(folder):
         (folder / "labels" / name).unlink()
 
 
+@pytest.mark.parametrize(("shape", "keypoints"), [([2, 3], "0.1 0.2 2 0 0 0"), ([1, 3], "0.1 0.2 2")])
+def test_DAT_1_the_box_of_yolos_pose_labels_is_read(folder, shape, keypoints):
+    """DAT-1: not an outline through its numbers, whether their count is even or odd, and whoever names the classes."""
+    (folder / "labels").mkdir()
+    line = f"0 0.25 0.5 0.3 0.5 {keypoints}"
+    (folder / "labels" / "a.txt").write_text(f"{line}\n{line} 0.1 0.2\n")
+    (folder / "data.yaml").write_text(f"names: [cat, dog]\nkpt_shape: {shape}\n")
+    for _ in range(2):
+        assert rows_of(folder, "yolo", folder / "labels")["a.png"] == [CAT]
+        (folder / "labels" / "classes.txt").write_text("cat\ndog\n")
+    (folder / "data.yaml").write_text("names: [cat]\nkpt_shape: 17\n")
+    with pytest.raises(ValueError, match="data.yaml: kpt_shape: must be .number of keypoints"):
+        rows_of(folder, "yolo", folder / "labels")
+
+
 def test_yolo_needs_class_names(folder):
     (folder / "labels").mkdir()
     with pytest.raises(ValueError, match="pass --names FILE"):
