@@ -19,7 +19,7 @@ import yaml
 from utils.data.samples import SPECIAL_TOKEN, SURROGATE
 
 Item = tuple[str, dict[str, Any], list[dict[str, Any]]]
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 _REFERENCE = re.compile(
     r"(?:<\|object_ref_start\|>|<ref>)(.*?)(?:<\|object_ref_end\|>|</ref>)"
@@ -102,7 +102,15 @@ def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
             box = [ends[0] - 1, ends[1] - 1, ends[2] - ends[0] + 1, ends[3] - ends[1] + 1] if is_whole else ends
             difficult = (item.findtext("difficult") or "0").strip() == "1"
             items.append({"category_id": (item.findtext("name") or "").strip(), "bbox": box, "iscrowd": int(difficult)})
-        yield path.stem, {"file_name": root.findtext("filename") or path.stem} | size, items
+        name = root.findtext("filename", "").strip() or path.stem
+        yield path.stem, {"file_name": _voc_image(name, path.stem, images)} | size, items
+
+
+def _voc_image(name: str, stem: str, images: Path) -> str:
+    """The file that `<filename>` means: some tools write it without its ending, or leave another image's there."""
+    endings = [ending for suffix in IMAGE_SUFFIXES for ending in (suffix, suffix.upper())]
+    candidates = [name, *(start + ending for start in (name, stem) for ending in endings)]
+    return next((own for own in candidates if (images / own).is_file()), name)
 
 
 def _number(text: str | None) -> float | None:

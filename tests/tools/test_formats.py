@@ -63,6 +63,17 @@ def test_DAT_1_pascal_voc(folder):
         rows_of(folder, "voc", folder / "voc")
 
 
+@pytest.mark.parametrize(
+    "name", ["", "<filename>a</filename>", "<filename>c.d</filename>", "<filename>no.jpg</filename>"]
+)
+def test_DAT_1_pascal_voc_finds_images_by_the_name_of_the_xml_file_too(folder, name):
+    """DAT-1: also without an ending, and with one in capitals."""
+    (folder / "images" / "a.png").rename(folder / "images" / ("c.d.PNG" if "c.d" in name else "a.PNG"))
+    (folder / "voc").mkdir()
+    (folder / "voc" / "a.xml").write_text(VOC.replace("<filename>a.png</filename>", name))
+    assert list(rows_of(folder, "voc", folder / "voc").values()) == [[CAT]]
+
+
 @pytest.mark.parametrize("names", ["names: [cat, dog]", "names: {0: cat, 1: dog}", "cat\ndog\n"])
 def test_DAT_1_yolo(folder, names):
     labels = folder / "labels"
