@@ -57,6 +57,19 @@ class LeftOut(Exception):
 # ---- reading the file ----------------------------------------------------------------------------------------------
 
 
+def coco_items(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Stream one of the lists of an annotation file. Raises ValueError where it is none of objects, or not JSON."""
+    with path.open("rb") as file:
+        file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+        try:
+            for item in ijson.items(file, f"{name}.item", use_float=True):
+                if not isinstance(item, dict):
+                    raise ValueError(f"{path}: {name}: must be a list of objects, contains {item!r:.40}")
+                yield item
+        except (ijson.JSONError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not valid JSON: {error}") from None
+
+
 class CocoFile:
     """An annotation file, its annotations grouped by image on disk. A context manager.
 
@@ -76,10 +89,7 @@ class CocoFile:
         self.path = Path(path)
         self.outlines = outlines
         self._db = sqlite3.connect("")  # an unnamed file, deleted when the connection closes
-        try:
-            self._fill()
-        except (ijson.JSONError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not valid JSON: {error}") from None
+        self._fill()
 
     def __enter__(self) -> "CocoFile":
         return self
@@ -87,17 +97,9 @@ class CocoFile:
     def __exit__(self, *exception: object) -> None:
         self._db.close()
 
-    def _items(self, name: str) -> Iterator[Any]:
-        with self.path.open("rb") as file:
-            file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
-            for item in ijson.items(file, f"{name}.item", use_float=True):
-                if not isinstance(item, dict):
-                    raise ValueError(f"{self.path}: {name}: must be a list of objects, contains {item!r:.40}")
-                yield item
-
     def _fill(self) -> None:
         self.categories: dict[int | str | None, str] = {}
-        for item in self._items("categories"):
+        for item in coco_items(self.path, "categories"):
             number, name = _valid_id(item.get("id")), self._name(item)
             if (other := self.categories.setdefault(number, name)) != name:
                 rule = f"id {number!r} is both {other!r} and {name!r}; give each category an id of its own"
@@ -106,7 +108,7 @@ class CocoFile:
         db.execute("PRAGMA journal_mode = OFF")
         db.execute("CREATE TABLE images (id UNIQUE, item)")
         db.execute("CREATE TABLE annotations (image, item)")
-        images = _rows(self._items("images"), "id", _IMAGE_KEYS)
+        images = _rows(coco_items(self.path, "images"), "id", _IMAGE_KEYS)
         self.num_images, self.repeated = 0, Counter[str]()
         for image_id, image in images:
             if db.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", (image_id, image)).rowcount:
@@ -126,7 +128,7 @@ class CocoFile:
         db.execute("CREATE INDEX by_image ON annotations (image)")
 
     def _objects(self) -> Iterator[dict[str, Any]]:
-        for item in self._items("annotations"):
+        for item in coco_items(self.path, "annotations"):
             if not self.outlines and item.get("bbox") is not None:
                 item.pop("segmentation", None)
             yield item

@@ -95,7 +95,7 @@ def convert_image(
             raise LeftOut("malformed: no id")
         if "unusable" in image:
             raise LeftOut(image["unusable"])
-        path = _find_image(image, folder)
+        path = find_image(image, folder)
         width, height, orientation = _checked_size(image, path, options.exif)
         stored = (height, width) if orientation >= 5 else (width, height)
         not_exhaustive, negative = (_category_ids(image, key) for key in (NOT_EXHAUSTIVE, "neg_category_ids"))
@@ -153,7 +153,7 @@ def relative_path(path: str | os.PathLike, folder: Path) -> str:
     return os.path.relpath(path, folder.resolve())  # ".." leads out of what a link points to, not out of the link
 
 
-def _find_image(image: dict[str, Any], folder: Path) -> Path:
+def find_image(image: dict[str, Any], folder: Path) -> Path:
     """Find `file_name` below the folder; for LVIS, which has none, the last one or two names of `coco_url`."""
     name, url = image.get("file_name"), image.get("coco_url")
     if isinstance(name, str) and name:

@@ -9,10 +9,10 @@ converted first (tools.convert) to `data/NAME_train.jsonl` and `data/NAME_val.js
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ from typing import Any
 
 import jinja2
 
-from tools.convert import Report, convert
+from tools.coco import LeftOut, coco_items
+from tools.convert import Report, convert, find_image
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import ConfigError, exit_with, load_config
@@ -238,19 +239,28 @@ def _images_of(annotations: Path, images: Path | None) -> Path:
     one whose name is in that of the file, as train2017 in instances_train2017.json."""
     if images is not None:
         return images
-    with annotations.open(encoding="utf-8") as file:
-        head = file.read(1 << 20)
-    names = re.findall(r'"file_name"\s*:\s*"([^"]+)"', head)[:20]
+    first = list(itertools.islice(coco_items(annotations, "images"), 20))
     near = [annotations.parent, annotations.parent.parent]
-    folders = [*near, *(child for folder in near for child in sorted(folder.iterdir()) if child.is_dir())]
-    num_found = {folder: sum((folder / name).is_file() for name in names) for folder in folders}
-    found = [folder for folder, number in num_found.items() if number == max(num_found.values()) > 0]
+    folders = [*near, *(child for folder in near for child in sorted(folder.glob("*/")))]
+    by_files: dict[tuple[Path, ...], Path] = {}  # LVIS's are found from two folders; the upper one will do
+    for folder in folders:
+        by_files.setdefault(tuple(path for image in first if (path := _file_of(image, folder))), folder)
+    most = max(map(len, by_files))
+    found = [folder for files, folder in by_files.items() if len(files) == most > 0]
     if len(found) > 1:
         found = [folder for folder in found if folder.name in annotations.stem] or found
     if len(found) == 1:
         return found[0]
     where = f"are in several folders ({', '.join(map(str, found))})" if found else "are not near it"
     raise ValueError(f"{annotations}: its images {where}; name their folder with --images")
+
+
+def _file_of(image: dict[str, Any], folder: Path) -> Path | None:
+    """The image of a COCO file's entry, as the conversion finds it; None also where the folder may not be read."""
+    try:
+        return find_image(image, folder)
+    except (LeftOut, OSError):
+        return None
 
 
 def measure(samples: Sequence[Sample], num_lines: int, processor: Any, form: AnswerFormat) -> DataFacts:

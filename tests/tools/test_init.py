@@ -274,6 +274,25 @@ def test_images_of_the_same_names_are_those_of_the_split(tmp_path):
     assert _images_of(files["all"], tmp_path / "test") == tmp_path / "test"
 
 
+def test_images_are_found_as_the_conversion_finds_them(tmp_path):
+    """By LVIS's `coco_url`, by names that JSON escapes, and behind annotations of any length; a name that the system
+    refuses, as it does a look into another's folder, is not found."""
+    for folder in ("annotations", "train2017", "straße"):
+        (tmp_path / folder).mkdir()
+    for name in ("train2017/7.png", "straße/ß.png"):
+        (tmp_path / name).touch()
+    file = tmp_path / "annotations" / "all.json"
+    cases = [
+        ({"coco_url": "http://images.cocodataset.org/train2017/7.png"}, tmp_path),
+        ({"file_name": "ß.png"}, tmp_path / "straße"),
+        ({"file_name": "straße/ß.png"}, tmp_path),
+    ]
+    for image, folder in cases:
+        content = {"annotations": ["x" * (1 << 20)], "images": [{"file_name": "x" * 999}, image]}
+        file.write_text(json.dumps(content).replace("/", "\\/"))
+        assert _images_of(file, None) == folder
+
+
 def test_data_that_list_some_objects_get_long_answers_and_hold_the_others_TGT_12_TGT_16(
     tmp_path, start_model, monkeypatch
 ):
