@@ -50,7 +50,7 @@ from PIL import Image
 from tools.coco import CocoFile, LeftOut, Options, convert_object
 from tools.formats import READERS, SEVERAL_LINES_PER_IMAGE, Annotations
 from utils.data.images import EXIF_ORIENTATION, image_size
-from utils.data.samples import map_ahead
+from utils.data.samples import SURROGATE, map_ahead
 
 UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
 INCOMPLETE = "an object's category is not in the file's list"
@@ -119,9 +119,11 @@ def convert_image(
             raise LeftOut(f"more than {options.max_objects} objects")
         if options.skip_empty and not objects:
             raise LeftOut("no objects")
+        shown = relative_path(path, root)
+        if SURROGATE.search(shown):
+            raise LeftOut("the name of its file or folder is not UTF-8; rename it")
     except LeftOut as reason:
         return Converted(image_id, None, str(reason))
-    shown = relative_path(path, root)
     result.row = {"id": str(image_id), "images": [shown], "width": width, "height": height, "objects": objects}
     if "messages" in image:
         result.row["messages"] = image["messages"]
@@ -374,7 +376,7 @@ def split_of(image_id: int | str, splits: dict[str, float] | None, seed: int) ->
     """
     if splits is None:
         return ""
-    at = int.from_bytes(hashlib.sha256(f"{seed}:{image_id}".encode()).digest()[:8]) / 2**64
+    at = int.from_bytes(hashlib.sha256(f"{seed}:{image_id}".encode(errors="backslashreplace")).digest()[:8]) / 2**64
     for name, share in splits.items():
         if at < share:
             return name

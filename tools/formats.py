@@ -70,9 +70,10 @@ class Annotations:
         pass
 
     def images(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield (id, image, its annotations), the latter two as JSON."""
+        """Yield (id, image, its annotations), the latter two as JSON. What is not UTF-8 in an id is escaped."""
         for image_id, image, items in self._items:
-            yield image_id, json.dumps(image), [json.dumps(item) for item in items]
+            printable = image_id.encode(errors="backslashreplace").decode()
+            yield printable, json.dumps(image), [json.dumps(item) for item in items]
 
     def num_strays(self) -> int:
         """Number of annotations without an image: here none."""
@@ -87,12 +88,13 @@ def _is_description(label: Any) -> bool:
 
 def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
     """Pascal VOC: one XML file per image. Its pixels count from 1, both ends included; difficult objects are crowds."""
-    for path in sorted(folder.glob("*.xml")):
+    for path in sorted(path for path in folder.glob("*.xml") if _is_own(path)):
         try:
             root = xml.parse(path).getroot()  # noqa: S314
+        except (xml.ParseError, ValueError, LookupError) as error:  # the latter two: of its encoding
+            raise ValueError(f"{path}: not XML that can be read: {error}; save it as UTF-8, or remove it") from None
+        try:
             size = {side: int(float(root.findtext(f"size/{side}") or 0)) or None for side in ("width", "height")}
-        except xml.ParseError as error:
-            raise ValueError(f"{path}: not XML: {error}") from None
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: size: {error}; correct it, or delete it to use the image's own") from None
         items = []
@@ -104,6 +106,18 @@ def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
             items.append({"category_id": (item.findtext("name") or "").strip(), "bbox": box, "iscrowd": int(difficult)})
         name = root.findtext("filename", "").strip() or path.stem
         yield path.stem, {"file_name": _voc_image(name, path.stem, images)} | size, items
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file is the user's: macOS writes `._a.jpg` beside `a.jpg` for what other disks cannot store."""
+    return not path.name.startswith("._")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error}; save it as UTF-8, or remove it") from None
 
 
 def _voc_image(name: str, stem: str, images: Path) -> str:
@@ -123,10 +137,10 @@ def _number(text: str | None) -> float | None:
 def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
     """YOLO: `class cx cy w h` or `class x1 y1 x2 y2 ...` per line, a file per image; without a file, no objects. Of
     pose labels, `class cx cy w h` and as many numbers as `keypoints` says, the box is read."""
-    for path in sorted(path for path in images.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES):
+    for path in sorted(p for p in images.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and _is_own(p)):
         name = path.relative_to(images)
         labels = (folder / name).with_suffix(".txt")
-        lines = labels.read_text(encoding="utf-8-sig").splitlines() if labels.is_file() else []
+        lines = _read(labels).splitlines() if labels.is_file() else []
         yield (
             str(name.with_suffix("")),
             {"file_name": str(name)},
@@ -156,18 +170,27 @@ def _yolo_settings(labels: Path, given: Path | None) -> tuple[dict[Any, str], in
         raise ValueError(f"{labels}: no class names: neither classes.txt nor data.yaml is near it; pass --names FILE")
     path = files[0]
     described = next((file for file in files if file.suffix != ".txt"), None)
-    settings = (yaml.safe_load(described.read_text(encoding="utf-8-sig")) or {}) if described else {}
+    settings = _yaml(described) if described else {}
     shape = settings.get("kpt_shape") or [0]
     if not isinstance(shape, list) or not all(type(number) is int for number in shape):
         raise ValueError(f"{described}: kpt_shape: must be [number of keypoints, numbers of each]; correct it")
     if path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-        return dict(enumerate(line.strip() for line in lines)), math.prod(shape)
+        return dict(enumerate(map(str.strip, _read(path).splitlines()))), math.prod(shape)
     found = settings.get("names")
-    if not isinstance(found, list | dict):
+    found = dict(enumerate(found)) if isinstance(found, list) else found
+    if not isinstance(found, dict) or not all(str(key).isdecimal() for key in found):
         raise ValueError(f"{path}: names: must be a list, or a mapping from class number to name")
-    pairs = found.items() if isinstance(found, dict) else enumerate(found)
-    return {int(key): str(name) for key, name in pairs}, math.prod(shape)
+    return {int(key): str(name) for key, name in found.items()}, math.prod(shape)
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(_read(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {error}; correct it") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must be a mapping with names: [...]; correct it")
+    return found
 
 
 def _rex_omni(path: Path, images: Path, unit: int) -> Iterator[Item]:
@@ -324,15 +347,15 @@ def _only_image(row: dict[str, Any], where: str) -> str:
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) of a JSON-lines file, or of a file that holds one JSON list."""
     with path.open(encoding="utf-8-sig") as file:
-        is_list = file.read(1) == "["
-        file.seek(0)
         try:
+            is_list = file.read(1) == "["
+            file.seek(0)
             rows = json.load(file) if is_list else map(json.loads, filter(str.strip, file))
             for number, row in enumerate(rows, 1):
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}:{number}: must be a JSON object")
                 yield number, row
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: not valid JSON: {error}") from None
 
 

@@ -1,6 +1,7 @@
 """tools.convert with the formats of the field other than COCO (DAT-1), and images that EXIF turns."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def test_DAT_1_pascal_voc(folder):
     assert rows_of(folder, "voc", folder / "voc", options=Options(keep_crowd=True)) == {"a.png": [CAT, DOG]}
     (folder / "voc" / "b.xml").write_text("<annotation>")
     assert json.loads((folder / "data.jsonl").read_text())["annotated"] == ["cat", "dog"]  # an owl has no box
-    with pytest.raises(ValueError, match="b.xml: not XML"):
+    with pytest.raises(ValueError, match="b.xml: not XML that can be read: "):
         rows_of(folder, "voc", folder / "voc")
     (folder / "voc" / "b.xml").write_text(VOC.replace("<width>100", "<width>x"))
     with pytest.raises(ValueError, match="b.xml: size: .*delete it to use the image's own"):
@@ -146,6 +147,40 @@ def test_voc_and_yolo_are_read_as_supervision_reads_them_DAT_1(folder):
     ours = rows_of(folder, "yolo", folder / "labels")["a.png"]
     for read, own in zip(yolo["a.png"], ours, strict=True):
         assert read["desc"] == own["desc"] and read["bbox_2d"] == pytest.approx(own["bbox_2d"], abs=0.01)
+
+
+def test_DAT_1_files_that_cannot_be_read_are_named_or_left_out(folder):
+    """DAT-1: those that macOS adds, images with a name from another system, and files of classes in other encodings."""
+    (folder / "labels").mkdir()
+    (folder / "voc").mkdir()
+    for name in ("images/._a.png", "labels/._a.txt", "voc/._a.xml"):
+        (folder / name).write_bytes(b"\x00\x05\x16\x07\xb0")
+    (folder / "images" / os.fsdecode(b"\xc3\xa8.png")).write_bytes((folder / "images" / "a.png").read_bytes())
+    (folder / "images" / os.fsdecode(b"\xb0\xa1.png")).write_bytes((folder / "images" / "a.png").read_bytes())
+    (folder / "labels" / "a.txt").write_text("0 0.25 0.5 0.3 0.5\n")
+    (folder / "voc" / "a.xml").write_text(VOC)
+    (folder / "labels" / "classes.txt").write_text("cat")
+    assert rows_of(folder, "voc", folder / "voc") == {"a.png": [CAT]}
+    report = convert(folder / "labels", folder / "images", folder / "d.jsonl", splits={"train": 1}, kind="yolo")
+    assert "left out: the name of its file or folder is not UTF-8; rename it: 1 (first: image \\udcb0" in report.text()
+    assert sum(report.images.values()) == 3 and report.text().encode()
+    (folder / "labels" / "classes.txt").unlink()
+    for kind, name, content, message in (
+        ("yolo", "labels/classes.txt", b"caf\xe9", "not UTF-8: .* save it as UTF-8"),
+        ("yolo", "labels/data.yaml", b"names: [", "not YAML: .* correct it"),
+        ("yolo", "labels/data.yaml", b"- cat", "must be a mapping"),
+        ("yolo", "labels/data.yaml", b"names: {cat: 0}", "names: must be a list, or a mapping from class number"),
+        ("yolo", "labels/a.txt", b"\xff", "not UTF-8"),
+        ("voc", "voc/a.xml", b'<?xml version="1.0" encoding="gb2312"?><annotation/>', "not XML that can be read"),
+        ("voc", "voc/a.xml", b'<?xml version="1.0" encoding="ansi"?><annotation/>', "not XML that can be read"),
+        ("swift", "lines.json", b'{"a": "\xe9"}', "not valid JSON"),
+    ):
+        (folder / "labels" / "data.yaml").write_text("names: [cat]")
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=re.compile(f"{name}: {message}", re.DOTALL)):
+            rows_of(folder, kind, (folder / name).parent if kind != "swift" else folder / name)
+        if "classes" in name:
+            (folder / name).unlink()
 
 
 def write_lines(folder: Path, *rows: dict, as_list: bool = False) -> Path:
