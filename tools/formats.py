@@ -7,10 +7,11 @@ annotation are pixels, or with `unit` N in parts of N of the image's sides.
 import itertools
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as xml  # noqa: S405  # data files are the operator's own
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +138,34 @@ def _number(text: str | None) -> float | None:
 def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
     """YOLO: `class cx cy w h` or `class x1 y1 x2 y2 ...` per line, a file per image; without a file, no objects. Of
     pose labels, `class cx cy w h` and as many numbers as `keypoints` says, the box is read."""
-    for path in sorted(p for p in images.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and _is_own(p)):
-        name = path.relative_to(images)
+    names = sorted(_names_below(images, IMAGE_SUFFIXES))
+    for name in names:
         labels = (folder / name).with_suffix(".txt")
-        lines = _read(labels).splitlines() if labels.is_file() else []
-        yield (
-            str(name.with_suffix("")),
-            {"file_name": str(name)},
-            [_yolo_object(line, keypoints) for line in lines if line.strip()],
-        )
+        text = _read(labels) if labels.is_file() else ""
+        yield str(name.with_suffix("")), {"file_name": str(name)}, _yolo_objects(text, keypoints)
+    without_image = set(_names_below(folder, (".txt",))) - {name.with_suffix(".txt") for name in names}
+    for name in sorted(without_image):  # to be counted, unless it is something else, such as classes.txt
+        items = _yolo_objects((folder / name).read_text(encoding="utf-8", errors="replace"), keypoints)
+        if any(not isinstance(item.get("bbox"), str) for item in items):
+            yield str(name.with_suffix("")), {"file_name": str(name.with_suffix(""))}, items
+
+
+def _names_below(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
+    """Files with these endings, relative to a folder. Links to folders are followed last; no folder is read twice."""
+    starts, seen = [folder], set()
+    for start in starts:  # which grows
+        for parent, folders, files in os.walk(start):
+            if (real := os.path.realpath(parent)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            starts += [path for path in map(Path(parent).joinpath, folders) if path.is_symlink()]
+            found = [path for path in map(Path(parent).joinpath, files) if path.suffix.lower() in suffixes]
+            yield from (path.relative_to(folder) for path in found if _is_own(path))
+
+
+def _yolo_objects(text: str, keypoints: int) -> list[dict[str, Any]]:
+    return [_yolo_object(line, keypoints) for line in text.splitlines() if line.strip()]
 
 
 def _yolo_object(line: str, keypoints: int) -> dict[str, Any]:

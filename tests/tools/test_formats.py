@@ -114,6 +114,23 @@ def test_DAT_1_the_box_of_yolos_pose_labels_is_read(folder, shape, keypoints):
         rows_of(folder, "yolo", folder / "labels")
 
 
+def test_DAT_1_yolos_images_in_linked_folders_are_read_and_labels_without_image_are_counted(folder):
+    """DAT-1: an image once, also where links lead in a circle; lists beside the labels are none."""
+    labels, disk = folder / "labels", folder / "disk"
+    for path in (labels / "more", disk):
+        path.mkdir(parents=True)
+    (folder / "images" / "b.png").rename(disk / "b.png")
+    for link, target in (("images/more", disk), ("images/again", folder / "images"), ("disk/back", folder / "images")):
+        (folder / link).symlink_to(target)
+    for name in ("a", "more/b", "more/lost"):
+        (labels / f"{name}.txt").write_text("0 0.25 0.5 0.3 0.5\n")
+    for name, text in (("classes", b"cat\ndog"), ("train", b"0001\n0002"), ("notes", b"\xe9 0 0 0 0"), ("empty", b"")):
+        (labels / f"{name}.txt").write_bytes(text)
+    assert rows_of(folder, "yolo", labels) == {"a.png": [CAT], "b.png": [CAT]}
+    report = convert(labels, folder / "images", folder / "d.jsonl", kind="yolo")
+    assert report.reasons == {("images left out", "no such image file"): (1, "more/lost")}
+
+
 def test_yolo_needs_class_names(folder):
     (folder / "labels").mkdir()
     with pytest.raises(ValueError, match="pass --names FILE"):
