@@ -109,6 +109,13 @@ that the object behind it comes next with a probability of 0.7, so that its like
 and pseudo-labels, refreshed ones too, leave it as unlikely as it was. One more object that is annotated with 0.3 is
 worth more to *GRPO by object* than it costs, since its reward has `detection_no_missed`, too, with twice the weight of
 `detection_f1`: right with p, an object brings 2p - F1 parts by the one and 4p by the other.
+After that, trials on the tuning images, which are no runs of the study. The start model had an F1 of 0.732 and 0.796
+after two rounds; in the second the precision was 0.98 and the recall 0.67. From there, all with a rate of 0.001,
+*refreshed pseudo-labels* had 0.850, 0.872 and 0.884 after 10, 20 and 60 steps (precision 0.93, recall 0.84 at last),
+stage 2 without KL, on lines complete for no class, 0.846 and 0.855 after 10 and 20, and *GRPO by object* a mean F1 of
+an answer of 0.857 and 0.855 after 10 and 20 (at first 0.794; recall 0.68, 0.82 and 0.79); the last two were stopped
+there. So the expectation is half right: the reward makes small objects worth naming within 10 steps. But refreshed
+pseudo-labels find them as well: what is said now and then enters the labels, and stays.
 """
 
 
