@@ -11,6 +11,7 @@ import argparse
 import base64
 import hashlib
 import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from utils.config.schema import Config
 from utils.config.section import Section, brief, section_keys, section_of
 from utils.geometry import bins_to_pixels
 from utils.run.rollout_log import read_rollout_log
-from utils.run.shutdown import newest_checkpoint
+from utils.run.shutdown import newest_checkpoint, resume_command
 
 NUM_IMAGES, SIDE = 24, 320  # images in the gallery, pixels of the longer side
 MAX_CLASSES = 200  # rows of the table of classes
@@ -277,16 +278,19 @@ def changed_keys(
 
 def _resume(run_dir: Path, record: Mapping[str, Any], finished: Mapping[str, Any] | None) -> dict[str, Any]:
     """The newest checkpoint, and the commands that go on from it."""
-    checkpoint, command = newest_checkpoint(run_dir), record["command"]
-    config = command[command.index("--config") + 1] if "--config" in command else "FILE"
-    script = Path(command[0]).name
-    last = record["config"]["custom"].get("val_jsonl") or record["config"]["custom"]["train_jsonl"]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="FILE")
+    checkpoint, (script, *arguments) = newest_checkpoint(run_dir), record["command"]
+    config = shlex.quote(parser.parse_known_args(arguments)[0].config)
+    # Earlier versions kept no launch command; which GPUs and nodes they had is not known.
+    launch = f"deepspeed --num_gpus {record.get('world_size', 1)} {Path(script).name} --config {config}"
+    data = record["config"]["custom"].get("val_jsonl") or record["config"]["custom"]["train_jsonl"]
+    scored = f"--checkpoint {shlex.quote(f'{checkpoint}/merged')} --data {shlex.quote(data[0]['path'])}"
     return {
         "checkpoint": checkpoint and str(checkpoint),
         "is_finished": finished is not None,
-        "launch": f"deepspeed --num_gpus {record.get('world_size', 1)} {script} --config {config} --resume auto",
-        "evaluate": f"python -m tools.evaluate --checkpoint {checkpoint}/merged --data {last[0]['path']} "
-        f"--config {config}",
+        "launch": resume_command(record.get("launch", launch), run_dir),
+        "evaluate": f"python -m tools.evaluate {scored} --config {config}",
     }
 
 

@@ -16,20 +16,24 @@ import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import markupsafe
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.config.test_load import edited
 from tools.report import _read_lines, changed_keys, main, read_run, render, write_report
 from tools.report_answers import MAX_JPEG_BYTES, choose, judge, photo, precision_recall
 from tools.report_charts import MAX_POINTS, Line, draw, thin, ticks
-from utils.config.load import load_config
+from utils.config.load import build_config, load_config
 from utils.data.samples import Sample
+from utils.dist import Ranks
 from utils.geometry import Object
 from utils.parsing import ParsedAnswer, PredObject
 from utils.run.monitor import Monitor, write_evaluation, write_run_json
+from utils.run.setup import open_records
 from utils.run.trackers import RunFacts
 from utils.scores import (
     count_evaluation,
@@ -369,6 +373,23 @@ def test_what_is_missing_is_left_out_with_its_reason(tmp_path):
     page = render(view)
     assert all(str(markupsafe.escape(note)) in page for note in view["notes"].values())
     assert "--resume auto" in page and "Not finished" in page
+
+
+def test_the_run_is_resumed_as_it_was_launched_LOG_2_LRN_5(tmp_path, monkeypatch):
+    """LOG-2, LRN-5: on the same GPUs. Earlier versions kept only what a rank was called with."""
+    launched = "python -m tools.launch --include localhost:3 train_stage2.py --config 'my a.yaml'"
+    monkeypatch.setenv("LEARNER_COMMAND", f"{launched} --resume runs/other/checkpoint-2")
+    monkeypatch.setattr(sys, "argv", ["/here/train_stage2.py", "--local_rank=0", "--config=my a.yaml"])
+    cfg = build_config(edited(training__output_dir=str(tmp_path), training__report_to="none"))
+    engine = SimpleNamespace(mode="full", fallback=None)
+    open_records(cfg, Ranks(), "a", None, None, {"accepted_changes": []}, False, 9, engine).close()
+    assert read_run(tmp_path)["resume"]["launch"] == f"{launched} --resume auto"
+    record = json.loads((tmp_path / "run.json").read_text())
+    del record["launch"]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    resume = read_run(tmp_path)["resume"]
+    assert resume["launch"] == "deepspeed --num_gpus 1 train_stage2.py --config 'my a.yaml' --resume auto"
+    assert resume["evaluate"].endswith(" --data data/train.jsonl --config 'my a.yaml'")
 
 
 def test_a_grpo_run_has_rewards_and_no_gallery(tmp_path):

@@ -62,6 +62,7 @@ from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_record
 from utils.run.rollout_log import RolloutLog
 from utils.run.server_watch import ServerWatch
 from utils.run.session import Data, Session
+from utils.run.shutdown import launch_command
 from utils.run.start_checks import check_model, make_prompts
 from utils.run.trackers import TRACKERS, RunFacts
 from utils.sync.adapter_sync import FallbackSync, make_sync
@@ -226,7 +227,8 @@ def open_records(
         if checkpoint is not None or (run_dir / "run.json").exists():
             purge_step = checkpoint.step + 1 if checkpoint else 0
             drop_records_after(run_dir, purge_step - 1, keep_evaluation=not owes_evaluation)
-        facts: dict[str, Any] = {"run_id": run_id, "sync": {"mode": engine.mode, "fallback": engine.fallback}}
+        facts: dict[str, Any] = {"launch": launch_command(cfg._origin.file), "run_id": run_id}
+        facts["sync"] = {"mode": engine.mode, "fallback": engine.fallback}
         facts |= {"world_size": ranks.world_size, "server_world_sizes": client.world_sizes if client else []}
         facts["accepted_changes"] = inputs["accepted_changes"]
         if checkpoint is not None:
