@@ -790,6 +790,23 @@ def test_CFG_16_several_servers_and_other_machines() -> None:
     assert plan_layout(config(RS=settings(device="cuda")), 1, "f.yaml") is None
 
 
+def test_CFG_16_servers_of_another_machine_share_no_gpu() -> None:
+    """CFG-16: each machine counts its own GPUs through."""
+    base = yaml_of("3v1")
+    urls = ["http://10.0.0.2:8000", "http://10.0.0.3:8000", "http://10.0.0.2:8001"]
+    base["custom"]["extra"]["rollout_matching"]["vllm"]["server"] |= {"base_url": urls}
+    base["custom"]["extra"]["rollout_server"]["vllm_data_parallel_size"] = 2
+    layout = plan_layout(build_config(base), 1, "f.yaml")
+    assert [device for device, _ in layout.places] == [
+        "10.0.0.2: GPU 0", "10.0.0.2: GPU 1", "10.0.0.3: GPU 0", "10.0.0.3: GPU 1",
+        "10.0.0.2: GPU 2", "10.0.0.2: GPU 3", "GPU 0",
+    ]  # fmt: skip
+    assert [command.split(" CONFIG")[0] for command in layout.commands] == [
+        "10.0.0.2: make server GPUS=0,1", "10.0.0.3: make server GPUS=0,1", "10.0.0.2: make server GPUS=2,3",
+        "make train GPUS=0",
+    ]  # fmt: skip
+
+
 def test_CFG_16_GRP_3_a_grpo_plan_names_its_own_program() -> None:
     """CFG-16, GRP-3: six GPUs for the server, two for the learners, as the preset's header says."""
     layout = plan_layout(load_config("configs/grpo/summary_1024.yaml"), 2, "f.yaml")

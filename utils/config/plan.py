@@ -5,6 +5,7 @@ Numbers that depend on files (samples, weights) are known once the files exist.
 
 import argparse
 import os
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -355,26 +356,26 @@ def _format_memory(memory: dict[str, int]) -> str:
 
 
 def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:
-    """Number the GPUs as for `GPUS=`: servers of this machine, then learners; other machines count from 0.
+    """Number the GPUs as for `GPUS=`: servers of this machine, then learners; each other machine counts from 0.
 
     Learners have GPUs unless all servers are on CPU. None if a server takes whatever devices it finds.
     """
     places: list[tuple[str, str]] = []
     commands: list[str] = []
-    used = 0  # GPUs of this machine
+    used: Counter[str] = Counter()  # GPUs of each machine; "" is this one
     servers = _servers(cfg)
     if any(server.world_size is None for server in servers):
         return None
     for index, server in enumerate(servers):
         host = "" if is_loopback(server.address.host) else f"{server.address.host}: "
-        gpus = _gpus(0 if host else used, server.world_size, server.settings.device)
-        used += 0 if host else len(gpus)
+        gpus = _gpus(used[host], server.world_size, server.settings.device)
+        used[host] += len(gpus)
         processes = [_server_process(index, rank, server) for rank in range(server.world_size)]
         places += zip([f"{host}GPU {gpu}" for gpu in gpus] or [f"{host}CPU"] * len(processes), processes, strict=True)
         arguments = f' ARGS="--server-index {index}"' if len(servers) > 1 else ""
         commands.append(f"{host}make server{_option(gpus)} CONFIG={file}{arguments}")
     on_cpu = bool(servers) and all(server.settings.device == "cpu" for server in servers)
-    gpus = _gpus(used, world_size, "cpu" if on_cpu else "cuda")
+    gpus = _gpus(used[""], world_size, "cpu" if on_cpu else "cuda")
     processes = [_learner_process(cfg, rank, bool(servers)) for rank in range(world_size)]
     places += zip([f"GPU {gpu}" for gpu in gpus] or ["CPU"] * world_size, processes, strict=True)
     commands.append(f"make {'grpo' if cfg.is_grpo else 'train'}{_option(gpus) or f' RANKS={world_size}'} CONFIG={file}")
