@@ -363,6 +363,15 @@ def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: st
     assert message in only_problem(edited(**changes))
 
 
+def test_CFG_17_modules_to_save_stand_beside_adapters() -> None:
+    """CFG-17: in full fine-tuning they neither work nor count as something that is trained."""
+    saved = {"modules_to_save": ["embed_tokens"]}
+    assert 'tuner.modules_to_save=["embed_tokens"]: needs tuner.type: lora' in only_problem(edited(tuner=saved))
+    build_config(edited(tuner=saved | {"type": "lora", "freeze_llm": True}))
+    found = problems(edited(tuner=saved | {"freeze_llm": True}))
+    assert len(found) == 2 and any("leaves nothing to train" in line for line in found)
+
+
 @pytest.mark.parametrize(
     ("missing", "message"),
     [

@@ -257,12 +257,15 @@ def _tuner_is_consistent(cfg: Config) -> Found:
         yield "tuner.use_dora", "needs tuner.type: lora; set it, or use_dora: false"
     if tuner.adapter_path is not None and tuner.type != "lora":
         yield "tuner.adapter_path", "needs tuner.type: lora; set it, or adapter_path: null"
+    saved = tuner.modules_to_save if tuner.type == "lora" else []
+    if tuner.modules_to_save and tuner.type != "lora":
+        yield "tuner.modules_to_save", "needs tuner.type: lora; set it, or modules_to_save: []"
     try:
         re.compile(tuner.target_modules if isinstance(tuner.target_modules, str) else "")
     except (re.error, OverflowError, RecursionError) as error:
         way_out = 'correct it, or give a list of name endings, or "all-linear"'
         yield "tuner.target_modules", f"is not a valid regular expression: {error}; {way_out}"
-    if tuner.freeze_llm and tuner.freeze_vit and tuner.freeze_aligner and not tuner.modules_to_save:
+    if tuner.freeze_llm and tuner.freeze_vit and tuner.freeze_aligner and not saved:
         yield "tuner.freeze_llm", "leaves nothing to train; unfreeze the llm, the vit or the aligner"
     if tuner.freeze_vit and cfg.training.vit_lr is not None:
         yield "training.vit_lr", "the vision tower is frozen; set tuner.freeze_vit: false, or vit_lr: null"

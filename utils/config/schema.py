@@ -56,7 +56,7 @@ class Tuner(Section):
     alpha: PositiveFloat = key(32, "adapter scale is alpha / rank")
     dropout: float = key(0.0, "dropout on the input of the adapters", ge=0, lt=1)
     target_modules: str | list[str] = key("all-linear", 'modules with adapters: "all-linear", name endings, or a regex')
-    modules_to_save: list[str] = key([], "modules trained in full besides the adapters, by name ending")
+    modules_to_save: list[str] = key([], "modules trained in full beside adapters, by name ending; needs type lora")
     freeze_llm: bool = key(False, "do not train the language model")
     freeze_vit: bool = key(True, "do not train the vision tower")
     freeze_aligner: bool = key(True, "do not train the mergers between the two")
