@@ -190,11 +190,10 @@ def test_GRP_2_an_engine_that_cannot_work_is_named_by_the_keys_of_the_file() -> 
     [
         ({"global_max_length": None}, "global_max_length=null: is required with training.packing"),
         ({"rlhf__max_new_tokens": 4096}, "rlhf.max_new_tokens=4096: prompt and response must fit in global_max_length"),
-        ({"training__packing_buffer": 7}, "must hold the 8 responses"),
     ],
 )
-def test_GRP_2_lengths_and_buffer_fit(changes: dict[str, Any], message: str) -> None:
-    """GRP-2, CFG-14, CFG-15: a micro-step makes `num_generations` answers to each sample."""
+def test_GRP_2_lengths_fit(changes: dict[str, Any], message: str) -> None:
+    """GRP-2, CFG-15."""
     data = grpo()
     for path, value in changes.items():
         *parents, last = path.split("__")
@@ -202,6 +201,13 @@ def test_GRP_2_lengths_and_buffer_fit(changes: dict[str, Any], message: str) -> 
     if "rlhf__max_new_tokens" in changes:
         data["custom"]["extra"]["rollout_server"]["vllm_max_model_len"] = 8192
     assert message in only_problem(data)
+
+
+def test_CFG_14_GRP_2_no_buffer_has_to_hold_the_answers_of_a_micro_step() -> None:
+    """CFG-14, GRP-2: all answers of a step are packed, and none is held back."""
+    data = grpo(num_generations=64)
+    data["training"] |= {"packing": True, "packing_buffer": 7, "per_device_train_batch_size": 8}
+    assert build_config(data).answers_per_sample == 64
 
 
 def test_GRP_2_without_packing_the_row_length_may_be_left_out() -> None:

@@ -58,13 +58,13 @@ def _packing_drops_last(cfg: Config) -> Found:
         yield "training.packing_drop_last", "training.packing has no flush steps, so it must be true; set it to true"
 
 
-@_rule("training.packing", "training.packing_buffer", "training.per_device_train_batch_size", "rlhf")
+@_rule("custom.trainer_variant", "training.packing", "training.packing_buffer", "training.per_device_train_batch_size")
 def _buffer_holds_a_batch(cfg: Config) -> Found:
-    batch = cfg.training.per_device_train_batch_size * cfg.answers_per_sample
-    if cfg.training.packing and cfg.training.packing_buffer < batch:
-        what = f"{batch} samples" if cfg.answers_per_sample == 1 else f"{batch} responses (rlhf.num_generations each)"
+    """GRPO has no buffer: it packs all answers of a step."""
+    batch = cfg.training.per_device_train_batch_size
+    if not cfg.is_grpo and cfg.training.packing and cfg.training.packing_buffer < batch:
         way_out = "raise it or lower training.per_device_train_batch_size"
-        yield "training.packing_buffer", f"must hold the {what} of a micro-step; {way_out}"
+        yield "training.packing_buffer", f"must hold the {batch} samples of a micro-step; {way_out}"
 
 
 @_rule("custom.trainer_variant", "global_max_length", f"{RM}.max_new_tokens", RS, "rlhf", "training.packing")

@@ -252,7 +252,7 @@ class Training(Section):
     gradient_accumulation_steps: PositiveInt = key(1, "micro-steps per optimizer step")
     packing: bool = key(True, "pack segments into rows of global_max_length; false: a padded batch")
     packing_drop_last: bool = key(True, "segments left in the buffer after the last step are dropped")
-    packing_buffer: PositiveInt = key(512, "segments kept for later rows per rank, at most")
+    packing_buffer: PositiveInt = key(512, "stage 2: segments kept for later rows per rank, at most")
     packing_min_fill_ratio: Ratio = key(0.5, "a row filled less is a warning")
     learning_rate: PositiveFloat = key(1e-5, "peak learning rate of the language model")
     vit_lr: PositiveFloat | None = key(None, "learning rate of the vision tower; null: learning_rate")
