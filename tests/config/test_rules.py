@@ -373,6 +373,26 @@ def test_CFG_17_modules_to_save_stand_beside_adapters() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "module", "is_refused"),
+    [
+        ("aligner_lr", "merger", False),
+        ("aligner_lr", "visual", False),  # holds the aligner
+        ("aligner_lr", "embed_tokens", True),
+        ("vit_lr", "visual.patch_embed", False),
+        ("vit_lr", "patch_embed", False),
+        ("vit_lr", "merger", True),
+    ],
+)
+def test_CFG_17_a_rate_of_modules_that_train_in_a_frozen_part(key: str, module: str, is_refused: bool) -> None:
+    """CFG-17: `modules_to_save` are trained there, at the part's rate."""
+    data = edited(tuner={"type": "lora", "modules_to_save": [module]}, **{f"training__{key}": 1e-5})
+    if is_refused:
+        assert f"training.{key}=1e-05: the " in (found := only_problem(data)) and " is frozen; set " in found
+    else:
+        build_config(data)
+
+
+@pytest.mark.parametrize(
     ("missing", "message"),
     [
         ({"liger_kernel"}, "needs the package liger-kernel (requirements-gpu.txt)"),

@@ -18,6 +18,7 @@ from utils.config.rlhf import Sampling, setting_at
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, RS, SHARED_WITH_STAGE2, Config, Losses, RolloutMatching
 from utils.config.section import brief, parse_path, value_at
+from utils.families import part_of
 
 Found = Iterator[tuple[str, str]]
 Rule = Callable[[Config], Found]
@@ -267,9 +268,12 @@ def _tuner_is_consistent(cfg: Config) -> Found:
         yield "tuner.target_modules", f"is not a valid regular expression: {error}; {way_out}"
     if tuner.freeze_llm and tuner.freeze_vit and tuner.freeze_aligner and not saved:
         yield "tuner.freeze_llm", "leaves nothing to train; unfreeze the llm, the vit or the aligner"
-    if tuner.freeze_vit and cfg.training.vit_lr is not None:
+    # Saved modules train in frozen parts, too. Not every name tells its part (`patch_embed`), and a tower may
+    # hold the aligner, so a rate is refused only where surely nothing has it.
+    parts = {part_of(name) for name in saved}
+    if tuner.freeze_vit and cfg.training.vit_lr is not None and parts <= {"embeddings", "aligner"}:
         yield "training.vit_lr", "the vision tower is frozen; set tuner.freeze_vit: false, or vit_lr: null"
-    if tuner.freeze_aligner and cfg.training.aligner_lr is not None:
+    if tuner.freeze_aligner and cfg.training.aligner_lr is not None and parts <= {"embeddings"}:
         yield "training.aligner_lr", "the aligner is frozen; set tuner.freeze_aligner: false, or aligner_lr: null"
 
 
