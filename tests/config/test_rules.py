@@ -302,6 +302,27 @@ def test_CFG_15_lengths_fit(changes: dict[str, Any], message: str) -> None:
     assert message in only_problem(edited(**changes))
 
 
+@pytest.mark.parametrize(
+    ("matching", "is_refused"),
+    [
+        ({"rollout_backend": "hf"}, False),
+        ({"vllm": {"mode": "colocate"}}, False),
+        ({"teacher_forced_ratio": 1}, False),
+        ({"vllm": {"mode": "server"}}, True),  # its servers are missing, which is another problem
+    ],
+)
+def test_CFG_15_the_length_of_a_server_that_does_not_generate_has_no_say(
+    matching: dict[str, Any], is_refused: bool
+) -> None:
+    """CFG-15."""
+    data = edited(RS={"vllm_max_model_len": 1024})
+    data["custom"]["extra"]["rollout_matching"] |= matching
+    if is_refused:
+        assert any("max_new_tokens=1024 alone fills it" in line for line in problems(data))
+    else:
+        assert length_limit(build_config(data)) == ("global_max_length", 4096)
+
+
 def test_CFG_15_overrides_replace_single_settings_of_one_server() -> None:
     """CFG-15."""
     settings = {"vllm_max_model_len": 2048, "device": "cuda", "servers": [{"vllm_data_parallel_size": 3}]}

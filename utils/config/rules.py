@@ -88,15 +88,15 @@ def _lengths_fit(cfg: Config) -> Found:
 
 def length_limit(cfg: Config) -> tuple[str, float]:
     """Return the fewest tokens that a row or an engine has for a prompt with its response, and the key that says so."""
-    limits = {"global_max_length": cfg.global_max_length or math.inf} | (_engine_lengths(cfg) if cfg.connection else {})
+    limits = {"global_max_length": cfg.global_max_length or math.inf} | _engine_lengths(cfg)
     return min(limits.items(), key=itemgetter(1))
 
 
 def _engine_lengths(cfg: Config) -> dict[str, int]:
     """`vllm_max_model_len` of each server by the path that sets it, the common one where no servers are known; nothing
-    where GRPO uses no server (GRP-2)."""
+    where no server generates (GRP-2)."""
     name = "vllm_max_model_len"
-    if cfg.rs is None or cfg.is_grpo and not cfg.connection:
+    if cfg.rs is None or cfg.is_colocate or not cfg.uses_vllm:
         return {}
     num_servers = 0 if any(True for _ in _server_form(cfg)) else len(cfg.servers())
     if not num_servers:
