@@ -434,6 +434,15 @@ def test_CFG_17_fused_kernels_that_cannot_work_name_the_way_out(missing, message
     assert message in caught.value.problems[0]
 
 
+def test_CFG_17_flash_attention_has_no_float32() -> None:
+    """CFG-17: nothing casts what the learner gives it."""
+    flash = {"path": "m", "attn_implementation": "flash_attention_2"}
+    found = only_problem(edited(model=flash | {"dtype": "float32"}))
+    assert 'attn_implementation="flash_attention_2": needs model.dtype: bfloat16 or float16' in found
+    for dtype in ("bfloat16", "float16"):
+        build_config(edited(model=flash | {"dtype": dtype}))
+
+
 @pytest.mark.parametrize("missing", [{"flash_attn"}, {"cuda"}, {"flash_attn", "liger_kernel", "cuda"}])
 def test_CFG_17_flash_attention_that_cannot_work_says_what_to_install(missing) -> None:
     """CFG-17."""

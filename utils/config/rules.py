@@ -251,6 +251,12 @@ def _image_sizes(cfg: Config) -> Found:
         yield "model.image_min_pixels", f"must not exceed model.image_max_pixels={largest}; lower it or raise that"
 
 
+@_rule("model.dtype", "model.attn_implementation")
+def _flash_attention_has_its_dtype(cfg: Config) -> Found:
+    if cfg.model.attn_implementation == "flash_attention_2" and cfg.model.dtype == "float32":
+        yield "model.attn_implementation", "needs model.dtype: bfloat16 or float16; set one of them, or use sdpa"
+
+
 @_rule("tuner", "training.vit_lr", "training.aligner_lr")
 def _tuner_is_consistent(cfg: Config) -> Found:
     tuner = cfg.tuner
