@@ -307,8 +307,9 @@ def make_segment(
 def target_options(rm: RolloutMatching) -> TargetOptions:
     return TargetOptions(
         label=rm.matching.label,
-        arrangement=Arrangement(**rm.targets.model_dump(exclude={"supervise_structure"})),
+        arrangement=Arrangement(**rm.targets.model_dump(exclude={"supervise_structure", "supervise_closing"})),
         supervise_structure=rm.targets.supervise_structure,
+        supervise_closing=rm.targets.supervise_closing,
         desc_weight=rm.losses.desc,
         coord_weight=rm.losses.coord,
     )

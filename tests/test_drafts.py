@@ -92,6 +92,52 @@ def test_TGT_12_trim_keeps_predictions_of_labels_that_are_not_annotated() -> Non
         assert target.num_trimmed == 4 - kept
 
 
+# ---- closing with partial annotation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["end", "order"])
+def test_TGT_12_an_answer_does_not_learn_to_close_where_annotation_is_partial(place: str) -> None:
+    """TGT-12: blue is missed, so the answer learns to go on to it; what follows it nobody knows."""
+    table = make_table("qwen")
+    parsed = parse_answer(table.encode(format_objects([RED, GREEN])), table)
+    rule = Arrangement(unmatched="drop_duplicates", place=place)
+    always, complete = TargetOptions("ignore", rule), TargetOptions("ignore", rule, supervise_closing="complete")
+    learns_all = build_target(parsed, [RED, BLUE], [(0, 0)], table, always, {"red circle", "blue circle"})
+    for annotated, without in ((None, 0), ({"red circle", "blue circle"}, 2), (set(), 2)):
+        target = build_target(parsed, [RED, BLUE], [(0, 0)], table, complete, annotated)
+        assert target.answer_ids.tolist() == learns_all.answer_ids.tolist()
+        assert learnt(target, table) == learnt(learns_all, table)[: len(learns_all.text_index) - without]
+        assert target.coord_index.tolist() == learns_all.coord_index.tolist()
+    assert [token for token, _ in learnt(learns_all, table)][-2:] == ["]}]}", END]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_TGT_12_only_the_tokens_that_end_an_answer_lose_their_labels(kind: str, form: str) -> None:
+    """TGT-12: in every format; what spells the missed object is learnt up to its last token."""
+    table = make_table(kind, form)
+    parsed = parse_answer(table.encode(table.format.write([RED])), table)
+    rule = TargetOptions(supervise_closing="complete")
+    labelled = [
+        build_target(parsed, [RED, BLUE], [(0, 0)], table, rule, annotated) for annotated in (None, {"blue circle"})
+    ]
+    everything, without = (sorted([*target.text_index, *target.coord_index]) for target in labelled)
+    gone = everything[len(without) :]
+    assert without == everything[: len(without)] and gone[-1] == len(labelled[0].answer_ids) - 1
+    data, ends = table.scan_text(labelled[0].answer_ids[:-1])
+    closing = table.format.layout(table.format.opening)[1].encode()
+    assert data.endswith(closing) and all(ends[i] > len(data) - len(closing) for i in gone[:-1])
+    assert gone[0] == 0 or ends[gone[0] - 1] <= len(data) - len(closing)
+
+
+def test_TGT_12_an_empty_answer_to_a_partly_annotated_image_learns_nothing() -> None:
+    """TGT-12: no object of the annotated labels is there; another may be."""
+    table, options = make_table("qwen"), TargetOptions(supervise_closing="complete")
+    for text in ('{"objects": []}', '{"objects": ['):
+        target = build_target(parse_answer(table.encode(text), table), [], [], table, options, {"red circle"})
+        assert not len(target.text_index) and not len(target.coord_index)
+
+
 # ---- redirect --------------------------------------------------------------------------------------------------------
 
 
@@ -119,6 +165,18 @@ def test_TGT_11_redirect_learns_to_close_where_nothing_is_left() -> None:
     table = make_table("qwen")
     empty = [table.bytes_of[token].decode() for token in table.encode(format_objects([]))]
     assert redirected([GREEN], [], []) == [(' [{"', empty[3])] and empty[:3] == ['{"', "objects", '":']
+
+
+def test_TGT_12_redirect_does_not_learn_to_close_where_annotation_is_partial() -> None:
+    """TGT-11, TGT-12: the green circle is wrong, but something else may be in its place; a missed one is learnt."""
+    table = make_table("qwen")
+    options = TargetOptions("ignore", Arrangement(unmatched="redirect"), supervise_closing="complete")
+    parsed = parse_answer(table.encode(format_objects([RED, GREEN])), table)
+    circles = {"red circle", label_of(GREEN)}
+    target = build_target(parsed, [RED], [(0, 0)], table, options, circles)
+    assert not len(target.text_index)
+    target = build_target(parsed, [RED, BLUE], [(0, 0)], table, options, circles | {"blue circle"})
+    assert ("green", "blue") in learnt(target, table)
 
 
 def test_TGT_11_redirect_to_an_object_that_comes_later() -> None:

@@ -393,6 +393,7 @@ def test_objects_match_from_the_threshold_of_the_config_on_TGT_4(folder, start_m
         ("targets", "place", "order", {"arrangement": Arrangement(place="order")}),
         ("targets", "label_context", "truth", {"arrangement": Arrangement(label_context="truth")}),
         ("targets", "supervise_structure", True, {"supervise_structure": True}),
+        ("targets", "supervise_closing", "complete", {"supervise_closing": "complete"}),
         ("losses", "desc", 0.25, {"desc_weight": 0.25}),
         ("losses", "coord", 0.25, {"coord_weight": 0.25}),
     ],
@@ -414,6 +415,18 @@ def test_place_and_label_context_are_those_of_the_config_TGT_13_TGT_15(folder, s
     segment = segment_of(run, sample, answer_of(run, format_objects([wrong])), train_stage2.Rollouts())
     expected = [wrong if label_context == "own" else found, missed]
     assert text_of(run, segment).startswith(format_objects(expected[:: -1 if place == "order" else 1]))
+
+
+def test_closing_is_learnt_where_annotation_is_complete_TGT_12(folder, start_model):
+    """TGT-12 at the call site: what a sample says of its annotation decides whether the answer learns to end."""
+    learns_to_end = {}
+    for closing in ("always", "complete"):
+        run = run_of(folder, start_model, targets={"supervise_closing": closing})
+        for annotated in (None, frozenset({"yellow ring"})):
+            sample = replace(run.samples[0], annotated=annotated)
+            segment = segment_of(run, sample, answer_of(run, format_objects(sample.objects)), train_stage2.Rollouts())
+            learns_to_end[closing, annotated is None] = len(segment) - 1 in segment.text_index
+    assert [key for key, learns in learns_to_end.items() if not learns] == [("complete", False)]
 
 
 def test_structure_is_supervised_where_the_config_says_so_TGT_10(folder, start_model):

@@ -47,6 +47,7 @@ class TargetOptions:
     label: Literal["correct", "ignore"] = "correct"
     arrangement: Arrangement = Arrangement()
     supervise_structure: bool = False
+    supervise_closing: Literal["always", "complete"] = "always"
     desc_weight: float = 1.0
     coord_weight: float = 1.0
 
@@ -135,6 +136,7 @@ def build_target(
         - With `unmatched: redirect`, one token of each wrong object: the first at which an expert would differ.
         - All tokens of missed objects, the closing and the end token. So is the respelled token at the cut if it
           holds brackets only: it is ours, not the model's. Otherwise only closing would be learnt, not going on.
+          With `supervise_closing: complete`, where `annotated` is given, nothing learns to close or to end.
         A bare `{"objects": [` (nothing usable, or everything trimmed) is tokenized together with what follows, so that
         the model sees its natural tokens. The tokens within it are supervised if the model wrote no header itself (a
         plain ground truth, an answer that begins differently); otherwise they carry no loss, but for a `[` that the
@@ -176,9 +178,13 @@ def build_target(
     if not options.supervise_structure:
         unmatched = [draft.objects[i] for i, entry in enumerate(entries) if entry.pred is not None and entry.gt is None]
         labels.forget_going_on(draft, unmatched)
+    may_go_on = options.supervise_closing == "complete" and annotated is not None
     if rule.unmatched == "redirect":
         for i, better in wrong_entries(entries, gt_objects, annotated):
-            labels.redirect(draft, i, better)
+            if better is not None or not may_go_on:
+                labels.redirect(draft, i, better)
+    if may_go_on:
+        labels.forget_closing(draft.opening)
     return labels.finish(
         num_prefix=draft.num_prefix,
         num_matched=len(matches),
@@ -297,6 +303,13 @@ class _Labels:
                 self.text_label[index] = -1 if is_coord else token
                 self.text_weight[index], self.in_number[index] = 1.0, False
                 return
+
+    def forget_closing(self, opening: str) -> None:
+        """Take the labels from the closing and the end token: what is not annotated may still be to come."""
+        data, ends = self.table.scan_text(self.ids[:-1])
+        _, closing = self.table.format.layout(opening)
+        first = np.searchsorted(ends, len(data) - len(closing.encode()), side="right")
+        self.text_label[first:] = -1
 
     def _values(self, pred: PredObject, gt: Object) -> list["_Value"]:
         """The supervised values of a matched object, in the order in which they were written."""

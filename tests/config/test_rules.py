@@ -273,6 +273,15 @@ def test_TGT_16_the_divergence_needs_the_policy_at_the_start(tuner: dict[str, An
     assert "nothing is compared with it; set " in only_problem(edited(tuner=tuner, model__reference_path="start"))
 
 
+def test_TGT_12_stopping_that_is_not_learnt_is_held_by_a_reference_or_a_teacher() -> None:
+    """TGT-12, TGT-16: else answers to partly annotated images would lose their end."""
+    closing = {"supervise_closing": "complete"}
+    message = only_problem(edited(RM__targets=closing))
+    assert "complete leaves nothing that says when to stop" in message, message
+    build_config(edited(RM__targets=closing, RM__losses={"reference_kl": 1.0}, tuner={"type": "lora"}))
+    build_config(edited(RM__targets=closing, RM__teacher={"base_url": "http://127.0.0.1:1"}))
+
+
 def test_CFG_14_packing_needs_drop_last() -> None:
     """CFG-14."""
     assert "no flush steps" in only_problem(edited(training__packing=True, training__packing_drop_last=False))

@@ -385,6 +385,14 @@ def _penalty_has_a_reference(cfg: Config) -> Found:
         yield path, f"{why}; merge that adapter and {way_out}"
 
 
+@_rule("custom.trainer_variant", f"{RM}.targets.supervise_closing", f"{RM}.losses.reference_kl", f"{RM}.teacher")
+def _something_says_when_to_stop(cfg: Config) -> Found:
+    held = cfg.rm.losses.reference_kl or cfg.rm.teacher is not None
+    if not cfg.is_grpo and cfg.rm.targets.supervise_closing == "complete" and not held:
+        rule = "complete leaves nothing that says when to stop where annotation is partial"
+        yield f"{RM}.targets.supervise_closing", f"{rule}; set {RM}.losses.reference_kl or a teacher, or use always"
+
+
 @_rule("rlhf", f"{RM}.async")
 def _old_responses_are_corrected(cfg: Config) -> Found:
     if cfg.is_grpo and cfg.rlhf is not None and cfg.rm.async_.version_window:

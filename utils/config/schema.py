@@ -131,6 +131,11 @@ class Targets(Section):
         "own", "the label written for a matched object: the model's own, or the true one, which then is learnt whole"
     )
     supervise_structure: bool = key(False, "also train the format tokens around matched objects")
+    supervise_closing: Literal["always", "complete"] = key(
+        "always",
+        "train when to stop: always, or only where annotation is complete (elsewhere losses.reference_kl or a teacher "
+        "holds it)",
+    )
 
 
 class Losses(Section):
