@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from scipy.spatial.transform import Rotation
 
 from tools.cached import cached
 from tools.evaluate import generate_with_hf
@@ -49,6 +50,21 @@ class Shift:
     contrast: float | tuple[float, float] = 1.0
     noise: float = 0.0
     sizes: tuple[float, float] = Scenes.sizes
+
+    def coloured(self, pixels: np.ndarray) -> np.ndarray:
+        """Return the pixels of an image, float64 `[height, width, 3]`, before contrast and noise."""
+        return pixels
+
+
+@dataclass(frozen=True)
+class Cast(Shift):
+    """A colour cast: all colours turn about the grey axis by `hue` degrees."""
+
+    hue: float = 0.0
+
+    def coloured(self, pixels: np.ndarray) -> np.ndarray:
+        turned = Rotation.from_rotvec(np.full(3, np.deg2rad(self.hue) / 3**0.5))
+        return turned.apply(pixels.reshape(-1, 3)).reshape(pixels.shape)
 
 
 @dataclass(frozen=True)
@@ -150,7 +166,7 @@ def absolute(row: dict, folder: Path) -> dict:
 def draw(seed: int, number: int, shift: Shift, scenes: Scenes) -> tuple[Image.Image, list[dict]]:
     """Return scene `number` of a seed and its objects, as `draw_scene` does, with a shift."""
     image, objects = draw_scene(random.Random(f"{seed}-{number}"), SIDE, replace(scenes, sizes=shift.sizes))
-    pixels = np.asarray(image, dtype=np.float64)
+    pixels = shift.coloured(np.asarray(image, dtype=np.float64))
     rng = np.random.default_rng([seed, number])
     noise = rng.normal(0, shift.noise, pixels.shape)
     contrast = own_contrasts(rng, shift.contrast, objects) if isinstance(shift.contrast, tuple) else shift.contrast

@@ -2,13 +2,25 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from studies.crowd_data import Crowds
-from studies.new_class_data import Shift, absolute, answers, draw, merged_objects, prepare_model, to_line, write_jsonl
+from studies.new_class_data import (
+    Cast,
+    Shift,
+    absolute,
+    answers,
+    draw,
+    merged_objects,
+    prepare_model,
+    to_line,
+    write_jsonl,
+)
 from tools.cached import cached
 from tools.make_demo import COLOURS, SHAPES, Scenes
 from utils.config.schema import Data
@@ -73,6 +85,18 @@ SMALL = replace(
     SPARSE, name="partial_small", seed=112, shift=Shift(sizes=(0.12, 0.26)), overlooked=0.18, num_further=2048
 )
 
+CAST = Crowds(
+    "partial_cast",
+    seed=114,
+    splits={"train": 2000, "tune": 256, "test": 512},
+    num_objects=range(1, 5),
+    shift=Cast(hue=33.0),
+    max_new_tokens=128,
+    prepare_base=prepare_start,
+    scenes=Scenes(),
+    num_further=2048,
+)
+
 
 def prepare(share: float) -> None:
     """Make the start model and all files of a share, if missing."""
@@ -84,6 +108,17 @@ def prepare_crowds(crowds: Crowds, num_labels: int = 1) -> None:
     """The same for faint shapes, of which no image is complete; each annotates so many classes."""
     crowds.prepare()
     prepare_share(crowds.root, 0.0, crowds.settings, crowds.max_new_tokens, num_labels)
+
+
+def prepare_cast() -> None:
+    """Make the pictures with a colour cast, each annotated for one class, whether it shows it or not, if missing.
+
+    The start model is that of the other shares: it has never seen the cast.
+    """
+    torch.set_num_threads(1)
+    made_with = [CAST.settings, prepare_start()]
+    cached(CAST.root / "data", CAST.settings, "pictures with a colour cast", CAST.make_data)
+    write_files(CAST.root / "0", CAST.root / "data", ROOT / "model", made_with, one_class, CAST.max_new_tokens)
 
 
 def prepare_sparse(crowds: Crowds) -> None:
@@ -111,13 +146,21 @@ def write_open(source: Path, folder: Path) -> None:
 
 def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int, num_labels: int = 1) -> None:
     """Make the files of a share from `data` and `model` below `root`, if missing."""
-    folder, made_with = root / f"{share:g}", [*made_with, share, *([] if num_labels == 1 else [num_labels])]
-    cached(folder / "data", made_with, "annotation", lambda to: write_annotation(share, root / "data", to, num_labels))
+    made_with = [*made_with, share, *([] if num_labels == 1 else [num_labels])]
+    annotate = partial(annotated, share=share, num_labels=num_labels)
+    write_files(root / f"{share:g}", root / "data", root / "model", made_with, annotate, max_new_tokens)
+
+
+def write_files(
+    folder: Path, source: Path, model: Path, made_with: list, annotate: Callable[[dict], dict], max_new_tokens: int
+) -> None:
+    """Make `data` and `pseudo` below `folder` from the images of `source` and what `model` sees in them, if missing."""
+    cached(folder / "data", made_with, "annotation", lambda to: write_annotation(source, to, annotate))
     cached(
         folder / "pseudo",
         made_with,
         "pseudo-labels",
-        lambda to: write_pseudo_labels(root / "model", folder / "data", to, max_new_tokens),
+        lambda to: write_pseudo_labels(model, folder / "data", to, max_new_tokens),
     )
 
 
@@ -131,17 +174,17 @@ def make_data(folder: Path) -> None:
         number += count
 
 
-def write_annotation(share: float, source: Path, folder: Path, num_labels: int = 1) -> None:
-    """Write what the arms train on where this share of the images is complete and the others annotate some classes.
+def write_annotation(source: Path, folder: Path, annotate: Callable[[dict], dict]) -> None:
+    """Write what the arms train on; `annotate` returns a training line with what is annotated of it.
 
     `train`, `complete` (its complete images only), `train_prompted` (the prompt says what is annotated), and `tune` and
-    `test`, also with such prompts. An image that is complete is so at all larger shares.
+    `test`, also with such prompts.
     """
     rows = {
         split: [absolute(json.loads(line), source) for line in (source / f"{split}.jsonl").open()]
         for split in ("train", "tune", "test")
     }
-    rows["train"] = [annotated(row, share, num_labels) for row in rows["train"]]
+    rows["train"] = [annotate(row) for row in rows["train"]]
     if complete := [row for row in rows["train"] if "annotated" not in row]:
         write_jsonl(folder / "complete.jsonl", complete)
     for split, lines in rows.items():
@@ -179,7 +222,10 @@ def write_test(source: Path, folder: Path) -> None:
 
 
 def annotated(row: dict, share: float, num_labels: int = 1) -> dict:
-    """Return a line as it is, with probability `share`, or with the objects of some classes, one of which it shows."""
+    """Return a line as it is, with probability `share`, or with the objects of some classes, one of which it shows.
+
+    An image that is complete is so at all larger shares.
+    """
     rng = random.Random(f"{SEED}-{row['id']}")
     if rng.random() < share:
         return row
@@ -187,6 +233,12 @@ def annotated(row: dict, share: float, num_labels: int = 1) -> dict:
     labels = [shown, *rng.sample([label for label in LABELS if label != shown], num_labels - 1)]
     objects = [item for item in row["objects"] if item["desc"] in labels]
     return row | {"annotated": sorted(labels), "objects": objects}
+
+
+def one_class(row: dict) -> dict:
+    """Return a line with the objects of one class, drawn of all twelve."""
+    label = random.Random(f"{SEED}-{row['id']}").choice(LABELS)
+    return row | {"annotated": [label], "objects": [item for item in row["objects"] if item["desc"] == label]}
 
 
 def prompted(row: dict) -> dict:

@@ -421,7 +421,8 @@ def test_closing_is_learnt_where_annotation_is_complete_TGT_12(folder, start_mod
     """TGT-12 at the call site: what a sample says of its annotation decides whether the answer learns to end."""
     learns_to_end = {}
     for closing in ("always", "complete"):
-        run = run_of(folder, start_model, targets={"supervise_closing": closing})
+        teacher = {"base_url": "http://127.0.0.1:3"}
+        run = run_of(folder, start_model, targets={"supervise_closing": closing}, teacher=teacher)
         for annotated in (None, frozenset({"yellow ring"})):
             sample = replace(run.samples[0], annotated=annotated)
             segment = segment_of(run, sample, answer_of(run, format_objects(sample.objects)), train_stage2.Rollouts())

@@ -4,6 +4,7 @@ import itertools
 import json
 import statistics
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -31,7 +32,7 @@ from studies.arms import SEEDS, TUNING_SEED, Job
 from studies.dense import DENSE
 from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
-from studies.new_class_data import MATERIALS, NEW_LABELS, Shift
+from studies.new_class_data import MATERIALS, NEW_LABELS, Cast, Shift
 from studies.offline_stage2 import ReferenceEngine
 from studies.partial import (
     COMPLETE,
@@ -41,6 +42,7 @@ from studies.partial import (
     SHARES,
     SMALL,
     SPARSE,
+    cast_study,
     crowd_study,
     faint_study,
     sparse_study,
@@ -235,7 +237,8 @@ def test_a_share_of_the_images_is_complete_and_the_others_annotate_one_class_tha
     rows = [SCENE | {"id": f"train-{number:06d}"} for number in range(400)]
     for split in ("train", "tune", "test"):
         new_class_data.write_jsonl(tmp_path / f"{split}.jsonl", rows)
-    partial_data.write_annotation(0.25, tmp_path, tmp_path / "0.25")
+    annotate = partial(partial_data.annotated, share=0.25)
+    partial_data.write_annotation(tmp_path, tmp_path / "0.25", annotate)
     found = {path.stem: [json.loads(line) for line in path.open()] for path in (tmp_path / "0.25").iterdir()}
     complete = [row for row in found["train"] if "annotated" not in row]
     assert 0.2 < len(complete) / 400 < 0.3 and complete == found["complete"]
@@ -418,6 +421,60 @@ def test_a_partly_lost_crowd_is_annotated_for_eight_classes_and_completed_for_th
         added = {label_of(obj) for obj in full.objects if obj not in sample.objects}
         assert added == set(partial_data.LABELS) - sample.annotated and full.annotated is None
     assert all(7 <= len(sample.objects) <= 9 and sample.annotated is None for sample in [*test, *further])
+
+
+def test_pictures_with_a_colour_cast_are_annotated_for_one_class_shown_or_not(tmp_path, monkeypatch):
+    """Pseudo-labels come from the start model of the other versions; what is scored is annotated for all classes."""
+    monkeypatch.chdir(tmp_path)
+    few = replace(partial_data.CAST, splits={"train": 240, "tune": 2, "test": 6}, num_further=6)
+    monkeypatch.setattr(partial_data, "CAST", few)
+    monkeypatch.setattr(partial_data, "prepare_start", lambda: ["start"])
+    asked = []
+    seen = [Object("red ring", "bbox_2d", (0, 0, 99, 99))]
+    monkeypatch.setattr(
+        partial_data, "answers", lambda model, samples, room: asked.append((model, room)) or [seen] * len(samples)
+    )
+    cast = cast_study(few)
+    cast.prepare()
+    assert asked == [(partial_data.ROOT / "model", 128)] and cast.config == "studies/configs/partial_cast.yaml"
+    train, pseudo, test, further = (
+        load_samples([str(path)], "find", "file")[0]
+        for path in (
+            *(cast.root / f"{name}.jsonl" for name in ("data/train", "pseudo/train", "data/test")),
+            cast.further() / "test.jsonl",
+        )
+    )
+    assert {label for sample in train for label in sample.annotated} == set(partial_data.LABELS)
+    assert all(len(sample.annotated) == 1 for sample in train)
+    assert all({label_of(obj) for obj in sample.objects} <= sample.annotated for sample in train)
+    assert 0.05 < sum(bool(sample.objects) for sample in train) / 240 < 0.4
+    for sample, full in zip(train, pseudo, strict=True):
+        assert len(full.objects) == len(sample.objects) + ("red ring" not in sample.annotated)
+    assert all(1 <= len(sample.objects) <= 4 and sample.annotated is None for sample in [*test, *further])
+    by_name = {arm.name: arm for arm in cast.arms}
+    assert [name for name, arm in by_name.items() if arm.is_rival] == [
+        "SFT + pseudo-labels",
+        "SFT + refreshed pseudo-labels",
+        "SFT",
+        "SFT, label set in the prompt",
+    ]
+    open_end = RM + "targets.supervise_closing"
+    assert [name for name, arm in by_name.items() if arm.overrides.get(open_end) == "complete"] == [
+        "stage 2 + KL, end unlearnt",
+        "start model's answers + KL, end unlearnt",
+    ]
+
+
+def test_a_colour_cast_turns_colours_about_the_grey_axis():
+    """Three turns by 120 degrees pass each channel on; grey stays, and so does the mean of the channels."""
+    pixels = np.array([[[214.0, 48.0, 49.0], [90.0, 90.0, 90.0]]])
+    turned = Cast(hue=120.0).coloured(pixels)
+    assert np.allclose(turned, [[[49.0, 214.0, 48.0], [90.0, 90.0, 90.0]]])
+    assert np.allclose(Cast(hue=33.0).coloured(pixels).mean(axis=-1), pixels.mean(axis=-1))
+    scene = new_class_data.Scenes()
+    cast, plain = (np.asarray(new_class_data.draw(1, 0, shift, scene)[0], float) for shift in (Cast(hue=33.0), Shift()))
+    expected = np.clip(Cast(hue=33.0).coloured(plain), 0, 255)
+    assert np.abs(cast - expected).max() <= 1 and np.abs(cast - plain).max() > 20
 
 
 def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, monkeypatch):
@@ -961,7 +1018,8 @@ def test_an_arm_with_prompts_of_its_own_is_scored_with_such(tmp_path, monkeypatc
     for name in ("all", "data"):
         (tmp_path / name).mkdir()
     partial_data.make_data(tmp_path / "all")
-    partial_data.write_annotation(0.5, tmp_path / "all", tmp_path / "data")
+    annotate = partial(partial_data.annotated, share=0.5)
+    partial_data.write_annotation(tmp_path / "all", tmp_path / "data", annotate)
     build_start_model(tmp_path / "model", new_class_data.SIDE)
     (arm,) = (arm for arm in HALF.arms if arm.scored_as)
     study = replace(HALF, root=tmp_path, further=lambda: tmp_path / "data")
