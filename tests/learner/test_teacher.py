@@ -162,7 +162,7 @@ def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, rank
     cfg = SimpleNamespace(
         model=SimpleNamespace(path=str(start_model)),
         rm=SimpleNamespace(teacher=SimpleNamespace(base_url=URL + "/")),
-        connection=None,
+        rs=None,
         global_max_length=63,
     )
     processor = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
