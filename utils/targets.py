@@ -47,9 +47,9 @@ class TargetOptions:
     label: Literal["correct", "ignore"] = "correct"
     arrangement: Arrangement = Arrangement()
     supervise_structure: bool = False
-    supervise_closing: Literal["always", "complete"] = "always"
     desc_weight: float = 1.0
     coord_weight: float = 1.0
+    supervise_closing: Literal["always", "complete"] = "always"
 
 
 @dataclass(kw_only=True)
