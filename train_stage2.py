@@ -1,7 +1,7 @@
 """Stage 2: on-policy rollout-matching training.
 
-    deepspeed --num_gpus 2 train_stage2.py --config configs/demo/stage2.yaml     (CPU; see `make demo`)
-    deepspeed --include localhost:3 train_stage2.py --config configs/stage2/qwen3vl_8b_3v1.yaml
+    make train GPUS=3 CONFIG=configs/stage2/qwen3vl_8b_3v1.yaml
+    deepspeed --include localhost:3 train_stage2.py --config configs/stage2/qwen3vl_8b_3v1.yaml      (the same)
 
 Start the rollout server first (`make server CONFIG=...`), unless the learners generate themselves (`vllm.mode:
 colocate`, or `rollout_backend: hf`) or nothing is generated (stage 1: `teacher_forced_ratio: 1`). In every
@@ -26,10 +26,8 @@ from utils.config.schema import RM, RolloutMatching
 from utils.data.encoding import EncodedPrompt
 from utils.data.samples import Sample
 from utils.drafts import Arrangement
-from utils.geometry import iou_matrix
 from utils.learner.learner import NotFinite, StepResult
 from utils.learner.objectives import MatchingObjective
-from utils.matching import match
 from utils.packing import Batch, CarryBuffer, check_fits, segments_from_state, segments_to_state
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
@@ -38,7 +36,16 @@ from utils.run.records import step_metrics
 from utils.run.sample_sheets import Example, SampleDump
 from utils.run.session import Session
 from utils.run.setup import open_session
-from utils.scores import count_evaluation, count_sample, evaluation_scores, label_counts, prediction_record, scores
+from utils.scores import (
+    Overlaps,
+    count_evaluation,
+    count_sample,
+    evaluation_scores,
+    label_counts,
+    match_by_geometry,
+    prediction_record,
+    scores,
+)
 from utils.targets import Segment, TargetOptions, build_target
 
 logger = logging.getLogger("train_stage2")
@@ -282,14 +289,15 @@ def make_segment(
     """Write the training sequence of one response: parse, match, target. Without one, of the plain ground truth."""
     options = target_options(rm)
     if response is None:
-        target = targets.ground_truth_target(sample.objects, table, options)
+        target = targets.ground_truth_target(sample.objects, table, options, sample.annotated)
     else:
         parsed = parse_answer(response.response_token_ids, table)
         threshold = rm.matching.iou_threshold
-        pairs = match(iou_matrix([pred.object for pred in parsed.objects], sample.objects), threshold)
+        overlaps = Overlaps(parsed.pred_objects, sample.objects)
+        pairs = match_by_geometry(overlaps, threshold, sample.annotated)
         target = build_target(parsed, sample.objects, pairs, table, options, sample.annotated)
         truncated = response.finish_reason == "length"
-        rollouts.counts.update(count_sample(parsed, sample.objects, threshold, truncated, sample.annotated))
+        rollouts.counts.update(count_sample(parsed, sample.objects, threshold, truncated, sample.annotated, overlaps))
         rollouts.counts.update(appended=target.num_appended, failed=int(response.error is not None))
         rollouts.lengths.append(len(response.response_token_ids))
         if len(rollouts.examples) < rm.monitor_dump.num_samples:

@@ -4,10 +4,12 @@
 digits with commas and brackets, and of digits with keys.
 """
 
+import copy
 import functools
 import json
 import random
 import re
+import unicodedata
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -421,6 +423,23 @@ def test_tgt_6_qwen3vl_going_on_is_learnt_where_an_empty_list_is_one_token(arran
         target = build_target(parse_answer(table.encode(answer), table), gt, [], table, options)
         assert table.bytes_of[target.text_label[0]].decode() == first
         assert (target.text_label == target.answer_ids[target.text_index[0] :]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("desc", ["crème brûlée", "강아지", "ポット"])
+def test_tgt_6_a_file_that_spells_accents_apart_teaches_the_same_labels(kind: str, desc: str) -> None:
+    """TGT-6, TGT-9: Qwen's tokenizers compose all text. Coordinates are found by counting bytes up to the label."""
+    tokenizer = copy.deepcopy(make_tokenizer(kind))
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    table = TokenTable.from_tokenizer(tokenizer, QWEN3VL)
+    parsed = parse_answer(table.encode(table.format.write([MAN])), table)
+    composed, apart = (
+        build_target(parsed, [replace(DOG, desc=unicodedata.normalize(form, desc))], [(0, 0)], table, PLAIN)
+        for form in ("NFC", "NFD")
+    )
+    assert len(composed.digit_index) and composed.answer_ids.tolist() == apart.answer_ids.tolist()
+    for name in ("text_index", "text_label", "text_weight", "digit_index"):
+        assert getattr(composed, name).tolist() == getattr(apart, name).tolist()
 
 
 def test_dat_4_qwen3vl_ground_truth_is_learnt_whole() -> None:

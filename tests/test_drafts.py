@@ -138,6 +138,22 @@ def test_TGT_12_an_empty_answer_to_a_partly_annotated_image_learns_nothing() -> 
         assert not len(target.text_index) and not len(target.coord_index)
 
 
+@pytest.mark.parametrize("opening", ["[", "```json\n[\n\t"])
+def test_TGT_12_a_token_that_ends_a_label_and_the_answer_is_learnt_where_it_goes_on(opening: str) -> None:
+    """TGT-12: Qwen's own format ends label, object and list in one token. A label that is too short learns to go on
+    there; one that is too long does not learn to end, as that would close the answer."""
+    table, options = make_table("native", "qwen3vl"), TargetOptions(supervise_closing="complete")
+    short, true, long = (replace(RED, desc=desc) for desc in ("red", "red circle", "red circle with a dot"))
+
+    def learns(pred, *missed) -> list[tuple[str, str]]:
+        parsed = parse_answer(table.encode(table.format.write([pred], opening)), table)
+        target = build_target(parsed, [true, *missed], [(0, 0)], table, options, {"red circle"})
+        return [(token, label) for token, label in learnt(target, table) if token != label]
+
+    assert [label for _, label in learns(short)] == [" circle"]
+    assert learns(long) == [] != learns(long, BLUE)
+
+
 # ---- redirect --------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +295,16 @@ def test_TGT_13_the_true_label_is_written_and_learnt_whole(kind: str) -> None:
     labels = [label for _, label in learnt(true, table)]
     assert "blue square" in "".join(labels) and all(a == b for a, b in learnt(true, table))
     assert true.coord_target.tolist() == list(RED.coords)
+
+
+def test_TGT_13_TGT_11_what_repeats_a_true_label_leaves_the_prefix() -> None:
+    """TGT-13, TGT-11: with its true label the first object is what the second one names again."""
+    wrong, again = replace(RED, desc="blue circle"), RED_AGAIN
+    for context, left in (("truth", 1), ("own", 2)):
+        options = options_of(unmatched="drop_duplicates", label_context=context)
+        target = rollout_target([wrong, again], [RED], [(0, 0)], options)
+        assert target.num_trimmed == 2 - left
+        assert len(parse_answer(target.answer_ids[:-1].tolist(), make_table("qwen")).objects) == left
 
 
 # ---- text that cannot be written anew --------------------------------------------------------------------------------

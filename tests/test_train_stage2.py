@@ -427,7 +427,24 @@ def test_closing_is_learnt_where_annotation_is_complete_TGT_12(folder, start_mod
             sample = replace(run.samples[0], annotated=annotated)
             segment = segment_of(run, sample, answer_of(run, format_objects(sample.objects)), train_stage2.Rollouts())
             learns_to_end[closing, annotated is None] = len(segment) - 1 in segment.text_index
+            forced = segment_of(run, sample, None, train_stage2.Rollouts())
+            assert (len(forced) - 1 in forced.text_index) == learns_to_end[closing, annotated is None]
     assert [key for key, learns in learns_to_end.items() if not learns] == [("complete", False)]
+
+
+def test_a_neutral_prediction_takes_no_object_from_the_right_one_TGT_12(folder, start_model):
+    """TGT-12 at the call site: it lies on the object more exactly. Alone it is what the model calls the object."""
+    run = run_of(folder, start_model)
+    true = Object("red circle", "bbox_2d", (100, 100, 300, 300))
+    neutral, right = replace(true, desc="blue circle"), replace(true, coords=(100, 100, 300, 340))
+    for annotated, predicted, matched in (
+        (frozenset({"red circle"}), [neutral, right], 1),
+        (frozenset({"red circle"}), [neutral], 0),
+        (None, [neutral, right], 0),
+    ):
+        sample, rollouts = replace(run.samples[0], objects=[true], annotated=annotated), train_stage2.Rollouts()
+        segment_of(run, sample, answer_of(run, format_objects(predicted)), rollouts)
+        assert rollouts.examples[0].pairs == [(matched, 0)]
 
 
 def test_structure_is_supervised_where_the_config_says_so_TGT_10(folder, start_model):

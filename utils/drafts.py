@@ -53,10 +53,12 @@ def arrange(
     With `place: order` a missed object stands behind the object that precedes it in the order of the data, or first.
     """
     gt_of = dict(matches)
+    if options.label_context == "truth":
+        predicted = [
+            replace(obj, desc=gt_objects[gt_of[p]].desc) if p in gt_of else obj for p, obj in enumerate(predicted)
+        ]
     gone = _repeats(predicted, gt_of, options.duplicate_iou) if options.unmatched == "drop_duplicates" else set()
     entries = [Entry(obj, p, gt_of.get(p)) for p, obj in enumerate(predicted) if p not in gone]
-    if options.label_context == "truth":
-        entries = [_with_true_label(entry, gt_objects) for entry in entries]
     missed = [Entry(obj, None, g) for g, obj in enumerate(gt_objects) if g not in gt_of.values()]
     if options.place == "end":
         return entries + missed
@@ -92,12 +94,6 @@ def _repeats(predicted: Sequence[Object], matched: Collection[int], iou_threshol
         if p not in matched and any(iou[q, p] >= iou_threshold for q in earlier):
             gone.add(p)
     return gone
-
-
-def _with_true_label(entry: Entry, gt_objects: Sequence[Object]) -> Entry:
-    if entry.gt is None:
-        return entry
-    return replace(entry, object=replace(entry.object, desc=gt_objects[entry.gt].desc))
 
 
 @dataclass

@@ -83,7 +83,7 @@ def count_sample(
     overlaps = overlaps or Overlaps(pred_objects, gt_objects)
     iou, labelled = overlaps.iou, overlaps.matches(iou_threshold)
     held = [p for p, obj in enumerate(pred_objects) if is_held_against(obj, annotated)]
-    pairs = _match_first(iou, iou_threshold, held + [p for p, _ in labelled])
+    pairs = match_by_geometry(overlaps, iou_threshold, annotated)
     best = iou.max(axis=1, initial=0.0)
     counts: Counter[str] = Counter(
         num_images=1,
@@ -105,15 +105,20 @@ def count_sample(
     return counts
 
 
-def _match_first(iou: np.ndarray, threshold: float, first: Sequence[int]) -> list[tuple[int, int]]:
-    """`match`, in which other predictions get what those of `first` leave: a neutral one takes nobody's object."""
-    is_first = np.isin(np.arange(len(iou)), first)
-    pairs = match(np.where(is_first[:, None], iou, 0.0), threshold)
+def match_by_geometry(
+    overlaps: Overlaps, iou_threshold: float, annotated: Collection[str] | None
+) -> list[tuple[int, int]]:
+    """`match` by geometry, in ascending order of predictions. A neutral one (TGT-12) takes nobody's object: it gets
+    what is left by those that are held against the model or have the right label."""
+    right = {p for p, _ in overlaps.matches(iou_threshold)}
+    goes_first = [p in right or is_held_against(obj, annotated) for p, obj in enumerate(overlaps.predicted)]
+    is_first = np.array(goes_first, dtype=bool)[:, None]
+    pairs = match(np.where(is_first, overlaps.iou, 0.0), iou_threshold)
     if is_first.all():
         return pairs
-    left = np.where(is_first[:, None], 0.0, iou)
+    left = np.where(is_first, 0.0, overlaps.iou)
     left[:, [g for _, g in pairs]] = 0.0
-    return pairs + match(left, threshold)
+    return sorted(pairs + match(left, iou_threshold))
 
 
 def count_evaluation(

@@ -7,6 +7,7 @@ predicted (from the hidden state one position earlier); every other token is con
 """
 
 import re
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 TEACHER_TOP_K = 20  # tokens that a teacher reports at each position; vLLM's own limit
 COUNTS = ("num_matched", "num_appended", "num_trimmed", "respelled")
 _NUMBER = re.compile(rb"[0-9]++")
+_ENDS_AND_CLOSES = re.compile(rb'(?<!\\)"\}[^,]')  # one token that ends a label, its object and the list
 _RIGHT_CONTEXT = re.compile(rb"[\t\n\r\x20-\x7e]{0,64}")
 
 
@@ -113,9 +115,15 @@ def format_objects(objects: Sequence[Object]) -> str:
     return COORD_TOKENS.write(list(objects))
 
 
-def ground_truth_target(gt_objects: Sequence[Object], table: TokenTable, options: TargetOptions) -> Target:
-    """The plain ground truth with every token supervised, header included (teacher forcing, warm-up; DAT-4)."""
-    return build_target(ParsedAnswer(), gt_objects, [], table, options)
+def ground_truth_target(
+    gt_objects: Sequence[Object],
+    table: TokenTable,
+    options: TargetOptions,
+    annotated: Collection[str] | None = None,
+) -> Target:
+    """The plain ground truth with every token supervised, header included (teacher forcing, warm-up; DAT-4), but for
+    what `supervise_closing: complete` leaves out."""
+    return build_target(ParsedAnswer(), gt_objects, [], table, options, annotated)
 
 
 def build_target(
@@ -308,14 +316,21 @@ class _Labels:
         """Take the labels from the closing and the end token: what is not annotated may still be to come."""
         data, ends = self.table.scan_text(self.ids[:-1])
         _, closing = self.table.format.layout(opening)
-        first = np.searchsorted(ends, len(data) - len(closing.encode()), side="right")
-        self.text_label[first:] = -1
+        first = int(np.searchsorted(ends, len(data) - len(closing.encode()), side="right"))
+        is_last = np.arange(len(self.ids)) >= first
+        corrects = (self.text_label >= 0) & (self.text_label != self.ids)
+        closes = np.zeros(len(self.ids), dtype=bool)
+        for i in np.flatnonzero(corrects):  # one of the last tokens that ends a label too early learns to go on
+            closes[i] = _ENDS_AND_CLOSES.search(self.table.bytes_of[self.text_label[i]]) is not None
+        self.text_label[np.where(corrects, closes, is_last)] = -1
 
     def _values(self, pred: PredObject, gt: Object) -> list["_Value"]:
         """The supervised values of a matched object, in the order in which they were written."""
         values = []
         if self.options.label == "correct" and not pred.shares_desc:
-            values.append(_Value(*pred.desc_bytes, self.table.format.spelled(gt.desc), is_desc=True))
+            # Composed, as the tokenizer composes it: tokens are found by counting bytes.
+            desc = unicodedata.normalize("NFC", self.table.format.spelled(gt.desc))
+            values.append(_Value(*pred.desc_bytes, desc, is_desc=True))
         for (start, end), number in zip(pred.coord_bytes, bounding_box(gt) if pred.coord_bytes else (), strict=True):
             values.append(_Value(start, end, str(number), is_desc=False))
         return sorted(values, key=lambda value: value.start)
