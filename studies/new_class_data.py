@@ -14,15 +14,15 @@ from scipy.spatial.transform import Rotation
 
 from tools.cached import cached
 from tools.evaluate import generate_with_hf
+from tools.export import additions
 from tools.make_demo import Scenes, build_start_model, draw_scene
 from tools.warmup_sft import load_warmup_config, warm_up
 from utils.config.schema import Data, Model
 from utils.data.encoding import load_processor
 from utils.data.samples import Sample, load_samples
-from utils.geometry import Object, bins_to_pixels, iou_matrix
+from utils.geometry import Object, bins_to_pixels
 from utils.parsing import TokenTable, parse_answer
 from utils.rollout.backend import RolloutSampling
-from utils.scores import label_of
 
 SIDE = 128  # pixels
 NEW_LABELS = ("yellow ring", "blue triangle")
@@ -34,7 +34,6 @@ SPLITS = {
     "test": 256,
 }  # images; "tune" decides settings, "test" only scores
 REPLAYED = 0.1  # warm-up images for replay, in shares of the training images
-SAME_OBJECT_IOU = 0.5
 
 
 @dataclass(frozen=True)
@@ -228,23 +227,3 @@ def merged_objects(
         if box[0] < box[2] and box[1] < box[3]:
             objects.append({"desc": prediction.desc, "bbox_2d": box})
     return sorted(objects, key=lambda item: (item["bbox_2d"][1], item["bbox_2d"][0]))
-
-
-def additions(
-    annotated: Sequence[Object], predictions: Sequence[Object], labels: Collection[str] = NEW_LABELS
-) -> list[Object]:
-    """Return the predictions that complete an annotation.
-
-    A prediction of one of `labels` is left out, since their annotation is complete. So is one that overlaps an
-    annotated object or an earlier prediction by `SAME_OBJECT_IOU`, and one without area.
-    """
-    known, added = list(annotated), []
-    for prediction in predictions:
-        overlaps = iou_matrix([prediction], known)
-        x0, y0, x1, y1 = prediction.coords
-        if label_of(prediction) in labels or x0 >= x1 or y0 >= y1:
-            continue
-        if not overlaps.size or overlaps.max() < SAME_OBJECT_IOU:
-            known.append(prediction)
-            added.append(prediction)
-    return added

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import train_stage2
-from studies.new_class_data import additions
+from tools.export import additions
 from train_stage2 import MicroStep, Responses
 from utils.data.encoding import EncodedPrompt
 from utils.data.samples import Sample

@@ -13,14 +13,17 @@ The files number images and categories anew: `results.json` belongs to this `ins
 own COCO or LVIS file, all ids are those of FILE, so that `results.json` can be evaluated against it.
 
 JSONL makes the answers annotation: pseudo-labels, or something to look at with `tools.show_jsonl`. Answers that failed
-or were cut off are left out of it: their lines would count as complete.
+or were cut off are left out of it: their lines would count as complete. With `--complete` the lines keep the annotation
+of partly annotated data (`annotated`), and answers only add what it does not cover.
+
+Evaluations of GRPO hold rewards, not objects: run `tools.evaluate` on the checkpoint first.
 """
 
 import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -28,8 +31,10 @@ from typing import Any, get_args
 
 from tools.convert import relative_path
 from utils.config.load import exit_with
-from utils.geometry import Kind, Object, bins_to_pixels, coco_box, normal_label
+from utils.geometry import Kind, Object, bins_to_pixels, bounding_box, coco_box, iou_matrix, normal_label
+from utils.scores import label_of
 
+SAME_OBJECT_IOU = 0.5  # from there on two objects of an annotation are one, whatever their labels
 Record = dict[str, Any]  # a line that an evaluation writes: `utils.scores.prediction_record`
 
 
@@ -40,9 +45,12 @@ def main() -> None:
     parser.add_argument("--to", choices=("coco", "jsonl"), default="coco", help="form to write (default: coco)")
     parser.add_argument("--min-score", type=float, default=0.0, metavar="S", help="leave out answers below (default 0)")
     parser.add_argument("--like", type=Path, metavar="FILE.json", help="COCO file to take all ids from")
+    parser.add_argument("--complete", action="store_true", help="jsonl: keep the annotation, add what it lacks")
     args = parser.parse_args()
     if args.like and args.to != "coco":
         parser.error("--like is for --to coco")
+    if args.complete and args.to != "jsonl":
+        parser.error("--complete is for --to jsonl")
     try:
         records = read(args.answers)
     except (OSError, ValueError) as error:
@@ -55,6 +63,10 @@ def main() -> None:
         whole = [record for record in records if "response" not in record or record.get("finish_reason") == "stop"]
         if num_cut := len(records) - len(whole):
             print(f"{args.answers}: {num_cut} answers that failed or were cut off are left out: they list too little")
+        if args.complete:
+            if not any("annotated" in record for record in whole):
+                exit_with(f"{args.answers}: no line has `annotated`, so the annotation is complete: drop --complete")
+            whole = [record | {"pred": completed(record)} for record in whole]
         args.output.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(sample_line(record, args.output.parent)) + "\n" for record in whole]
         args.output.write_text("".join(lines))
@@ -247,6 +259,32 @@ def sample_line(record: Record, folder: Path) -> dict[str, Any]:
             objects.append({"desc": object_.desc, object_.kind: coords})
     images = [image if image.startswith("data:") else relative_path(image, folder) for image in record["images"]]
     return {"id": record["id"], "images": images, "width": width, "height": height, "objects": objects}
+
+
+def completed(record: Record) -> list[dict[str, Any]]:
+    """Return the annotation of a line and the answers that complete it, top to bottom, then left to right."""
+    items = record["gt"]
+    if "annotated" in record:
+        chosen = additions([_object(item) for item in items], list(map(_object, record["pred"])), record["annotated"])
+        items = [*items, *({"desc": obj.desc, obj.kind: obj.coords} for obj in chosen)]
+    return sorted(items, key=lambda item: bounding_box(_object(item))[1::-1])
+
+
+def additions(annotated: Sequence[Object], predictions: Sequence[Object], labels: Collection[str]) -> list[Object]:
+    """Return the predictions that complete an annotation.
+
+    A prediction of one of `labels` is left out, since their annotation is complete. So is one that overlaps an
+    annotated object or an earlier prediction by `SAME_OBJECT_IOU`, and one without area.
+    """
+    known, added = list(annotated), []
+    for prediction in predictions:
+        x0, y0, x1, y1 = bounding_box(prediction)
+        if label_of(prediction) in labels or x0 >= x1 or y0 >= y1:
+            continue
+        if iou_matrix([prediction], known).max(initial=0.0) < SAME_OBJECT_IOU:
+            known.append(prediction)
+            added.append(prediction)
+    return added
 
 
 def _object(item: dict[str, Any]) -> Object:

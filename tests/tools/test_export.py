@@ -225,6 +225,31 @@ def test_answers_that_failed_or_were_cut_off_are_no_annotation_DAT_1(tmp_path, a
     assert len(json.loads((tmp_path / "out/instances.json").read_text())["images"]) == 3
 
 
+def test_answers_complete_a_partial_annotation_TGT_12(tmp_path, answers, monkeypatch, capsys):
+    """TGT-12, DAT-1: `--complete` keeps what is annotated and adds labels that are not, unless it is there already."""
+    lines = [json.loads(line) for line in answers[0].open()]
+    dog, cat, again = (
+        {"desc": desc, "bbox_2d": box}
+        for desc, box in (("dog", [100, 500, 300, 700]), ("Cat", [600, 100, 800, 300]), ("cat", [100, 500, 300, 710]))
+    )
+    far_dog = {"desc": "dog", "bbox_2d": [0, 0, 50, 50]}
+    lines[0] |= {"gt": [dog], "pred": [again, cat, cat, far_dog], "annotated": ["dog"]}
+    lines[1] |= {"gt": [dog], "pred": [cat], "annotated": []}
+    lines[2] |= {"gt": [dog], "pred": [cat]}
+    lines[2].pop("annotated", None)
+    answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "completed.jsonl", "--complete")
+    loaded = load_samples([str(tmp_path / "completed.jsonl")], "find")[0]
+    assert [[obj.desc for obj in sample.objects] for sample in loaded] == [["Cat", "dog"], ["Cat", "dog"], ["dog"]]
+    assert [sample.annotated for sample in loaded] == [None, None, None]
+    answers[0].write_text(json.dumps(lines[2]) + "\n")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "completed.jsonl", "--complete")
+    assert "no line has `annotated`" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, answers[0], "--output", tmp_path / "out", "--complete")
+
+
 def test_answers_to_no_image_are_left_out_of_coco_DAT_1(tmp_path, answers, monkeypatch, capsys):
     """DAT-1: a line may have none."""
     lines = [json.loads(line) for line in answers[0].open()]
