@@ -1,4 +1,4 @@
-# The commands of the project. `make help` lists them; every target sets the environment up first and only once.
+# The commands of the project. `make help` lists them; what needs the environment sets it up first, once.
 PYTHON ?= python3.11
 MACHINE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
 DEVICE ?= $(MACHINE)

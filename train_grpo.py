@@ -1,7 +1,7 @@
 """GRPO: reinforcement learning from rewards, on the server, data, sync and learner of stage 2.
 
     make grpo GPUS=6,7 CONFIG=configs/grpo/summary_1024.yaml
-    deepspeed --num_gpus 2 train_grpo.py --config configs/demo/grpo.yaml     (CPU; see `make demo-grpo`)
+    deepspeed --include localhost:6,7 train_grpo.py --config configs/grpo/summary_1024.yaml      (the same)
 
 Start the rollout server first (`make server CONFIG=...`), unless the learners generate themselves (`rlhf.vllm_mode:
 colocate`, or `rlhf.use_vllm: false`). In every step the current weights go to the engine that generates. It gives

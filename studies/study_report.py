@@ -43,7 +43,7 @@ start from the same model and data; the seed determines the order of the data an
 *Supervised* is the same program with `RM.teacher_forced_ratio: 1` (`RM` is `custom.extra.rollout_matching`): the same
 targets, losses and optimizer on the plain ground truth. *Stage 2* uses the schema's default options and greedy
 rollouts; *structure* and *trim* are `RM.targets.supervise_structure` and `RM.targets.unmatched: trim`; *both* is
-the two together, as in the demo's config. *Equal seconds* is supervised training with as many steps as fit into the
+the two together, as in `configs/base.yaml`. *Equal seconds* is supervised training with as many steps as fit into the
 seconds of stage 2 + both, on a schedule of that length.
 
 **Seconds** are those of training: data, rollouts, weight sync, forward and backward. They exclude start-up, evaluation
@@ -59,8 +59,9 @@ seeds, only large differences can be told from noise, and nothing corrects for c
 ABOUT = {
     "demo": """## Task "demo"
 
-The task of `make demo`: 1 to 4 shapes, 4,000 fully annotated training images, and a start model that was warmed up on
-8,000 other scenes, most of which list only one object. What is left to learn is to continue after the first object.
+The task that `make demo` had then: 1 to 4 shapes, 4,000 fully annotated training images, and a start model that was
+warmed up on 8,000 other scenes, most of which list only one object. What is left to learn is to continue after the
+first object.
 
 About the parse rate: parts of the prefix that match nothing carry no loss (TGT-6), neither a superfluous object nor
 broken syntax between two good objects. Without trimming, nothing tells the model where it should have closed the list;
@@ -313,7 +314,7 @@ def defaults(records: Sequence[Record], tasks: Sequence[str]) -> str:
     if verdicts and all(verdict == "better" for verdict in verdicts):
         return (
             "**Defaults.** With both target options on, stage 2 is better than without on every task. The contract "
-            "turns them off by default, so they stay off in the schema; turn them on, as the demo's config does."
+            "turns them off by default, so they stay off in the schema; turn them on, as `configs/base.yaml` does."
         )
     shown = ", ".join(f"{verdict or 'too few seeds'} on {task}" for task, verdict in zip(tasks, verdicts, strict=True))
     if "better" in verdicts and set(verdicts) <= {"better", "same"}:

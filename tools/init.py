@@ -384,7 +384,8 @@ def _attempt(output: Path, values: dict[str, Any]) -> Plan:
     text = {
         "file": str(output),
         "name": name,
-        "hardware": f"{hardware}; {learners} of them train",
+        "hardware": f"{hardware}; learners: {learners}",
+        "device_option": "" if values["device_gib"] == DEVICE_GIB else f" --device-gib {values['device_gib']}",
         "commands": ["-"],
         "memory": "-",
     }

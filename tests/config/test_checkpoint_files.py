@@ -119,17 +119,18 @@ def test_SRV_2_an_index_of_weights_in_the_old_form_counts_only_where_it_is_used(
 
 
 LOOKED = "no such folder (looked in {}; paths are relative to the working directory); "
-QWEN = "hf download Qwen/Qwen3-VL-8B-Instruct --local-dir models/Qwen3-VL-8B-Instruct"
-INTERN = "hf download OpenGVLab/InternVL3_5-8B-HF --local-dir models/InternVL3_5-8B"  # the other form is refused
+HF = "download it: .venv/bin/hf download"
+QWEN = f"{HF} Qwen/Qwen3-VL-8B-Instruct --local-dir models/Qwen3-VL-8B-Instruct"
+INTERN = f"{HF} OpenGVLab/InternVL3_5-8B-HF --local-dir models/InternVL3_5-8B"  # the other form is refused
 
 
 @pytest.mark.parametrize(
     ("path", "way_out"),
     [
-        ("Qwen/Qwen3-VL-8B-Instruct", f"download it: {QWEN}, and write models/Qwen3-VL-8B-Instruct instead"),
-        ("models/Qwen3-VL-8B-Instruct", f"download it: {QWEN}"),
-        ("me/mine", "download it: hf download me/mine --local-dir models/mine, and write models/mine instead"),
-        ("models/InternVL3_5-8B", f"download it: {INTERN}"),
+        ("Qwen/Qwen3-VL-8B-Instruct", f"{QWEN}, and write models/Qwen3-VL-8B-Instruct instead"),
+        ("models/Qwen3-VL-8B-Instruct", QWEN),
+        ("me/mine", f"{HF} me/mine --local-dir models/mine, and write models/mine instead"),
+        ("models/InternVL3_5-8B", INTERN),
         ("models/qwen3vl_8b_coord", "correct it, or put a checkpoint there (docs/training.md tells how to make one)"),
     ],
 )

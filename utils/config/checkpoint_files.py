@@ -69,7 +69,7 @@ def _absence(path: Path) -> str:
         return f"no such folder{looked}; correct it, or put a checkpoint there (docs/training.md tells how to make one)"
     target = Path("models") / name if str(path) == source else path
     rename = f", and write {target} instead" * (target != path)
-    return f"no such folder{looked}; download it: hf download {source} --local-dir {target}{rename}"
+    return f"no such folder{looked}; download it: .venv/bin/hf download {source} --local-dir {target}{rename}"
 
 
 def _shards(index: Path) -> set[str]:
