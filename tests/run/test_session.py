@@ -1,4 +1,5 @@
-"""What a session hands to those who do its work: each checkpoint's limits, each rank's share of an evaluation."""
+"""What a session hands to those who do its work: each checkpoint's limits, each rank's share of an evaluation; what its
+ranks tell each other."""
 
 import random
 import weakref
@@ -88,6 +89,25 @@ def test_a_resumed_run_lets_go_of_what_it_has_loaded_LRN_5(tmp_path):
     assert made == []
 
 
+def test_a_checkpoint_that_another_rank_cannot_continue_from_ends_this_one_too_LRN_5(tmp_path, capsys):
+    """LRN-5: it would wait for that rank in the first step."""
+    run = MagicMock(resumed={"random": random_states(torch.device("cpu"))}, run_dir=tmp_path)
+    run.ranks.device, run.ranks.gather = torch.device("cpu"), lambda own: [own, "a segment is longer than a row"]
+    with pytest.raises(SystemExit) as end:
+        Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
+    message = "training.resume_from_checkpoint: a segment is longer than a row\n"
+    assert end.value.code == 2 and capsys.readouterr().err == message
+
+
+def test_a_signal_that_another_rank_received_stops_this_one_too_LRN_12():
+    """LRN-12: between steps and around an evaluation; ranks that went on would wait for that one."""
+    run = MagicMock()
+    run.stop.signal_name = None
+    run.ranks.gather = lambda own: [own, own | {"signal_name": "SIGTERM"} if isinstance(own, dict) else "SIGTERM"]
+    assert Session.gather_step(run, MagicMock(), lengths=[], lags=[])["signal_name"] == "SIGTERM"
+    assert Session._stop_signal(run) == "SIGTERM"
+
+
 def test_signals_are_taken_again_before_the_first_step_LRN_12():
     """LRN-12: DeepSpeed or vLLM may have installed handlers of their own while they were set up."""
     run = MagicMock(owes_evaluation=False)
@@ -97,9 +117,11 @@ def test_signals_are_taken_again_before_the_first_step_LRN_12():
     assert run.stop.is_training is True
 
 
-@pytest.mark.parametrize("uses_vllm", [True, False])
-def test_ranks_share_the_validation_samples_LRN_7_TGT_14(uses_vllm):
-    """LRN-7, TGT-14: each sample once, greedily; with log-probabilities where the engine can report them."""
+@pytest.mark.parametrize(("uses_vllm", "at_once", "num_calls"), [(True, 512, 1), (False, 512, 1), (True, 2, 2)])
+def test_ranks_share_the_validation_samples_LRN_7_TGT_14(monkeypatch, uses_vllm, at_once, num_calls):
+    """LRN-7, TGT-14: each sample once, greedily; with log-probabilities where the engine can report them. Each rank
+    makes as many calls as the others, an empty one at the end if it must: some engines answer all ranks together."""
+    monkeypatch.setattr(session, "EVAL_SAMPLES", at_once)
     scored, asked = [], []
     for rank in range(3):
         run = MagicMock(timed=lambda part: nullcontext(), finished_steps_saved=nullcontext)
@@ -113,5 +135,6 @@ def test_ranks_share_the_validation_samples_LRN_7_TGT_14(uses_vllm):
 
         run.policy = SimpleNamespace(with_current_weights=lambda step, work, where: work(), generate=generate)
         scored += Session.score_validation(run, 4, lambda sample, result: sample + result)
+        assert len(asked) == num_calls * (rank + 1)
     assert sorted(scored) == ["aA", "bB", "cC", "dD", "eE", "fF", "gG"]
-    assert asked == [(RolloutSampling(max_new_tokens=9, logprobs=uses_vllm), 4, EVAL_MICRO_STEP)] * 3
+    assert asked == [(RolloutSampling(max_new_tokens=9, logprobs=uses_vllm), 4, EVAL_MICRO_STEP)] * len(asked)
