@@ -2,7 +2,9 @@
 ranks tell each other."""
 
 import random
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from utils.capacity import EVAL_MICRO_STEP
 from utils.rollout.backend import RolloutSampling
 from utils.run import session
 from utils.run.resume import random_states
-from utils.run.session import Session
+from utils.run.session import Data, Session
 
 
 @pytest.fixture
@@ -97,6 +99,33 @@ def test_a_checkpoint_that_another_rank_cannot_continue_from_ends_this_one_too_L
         Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
     message = "training.resume_from_checkpoint: a segment is longer than a row\n"
     assert end.value.code == 2 and capsys.readouterr().err == message
+
+
+def test_prompts_are_encoded_by_one_thread_at_a_time_LRN_8(monkeypatch):
+    """LRN-8: a fast tokenizer cannot be used by two; an evaluation encodes while micro-steps ahead do."""
+    inside, seen = [], []
+
+    def encode_prompt(*_):
+        inside.append(1)
+        seen.append(len(inside))
+        time.sleep(0.05)
+        inside.pop()
+
+    monkeypatch.setattr(session, "encode_prompt", encode_prompt)
+    data = Data(None, [], None, None, torch.float32)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(data.encode, ["a", "b", "c"]))
+    assert seen == [1, 1, 1]
+
+
+@pytest.mark.parametrize("draws_more", [True, False])
+def test_micro_steps_that_draw_more_are_prepared_one_at_a_time_GRP_6_LRN_5(draws_more):
+    """GRP-6, LRN-5: what the program says of itself reaches what prepares them."""
+    run = MagicMock()
+    run.cfg.training.gradient_accumulation_steps, run.cfg.rm.async_.queue_limit = 1, 1
+    run.cfg.rm.async_.enabled = False
+    Session.prefetch(run, None, draws_more)
+    assert run.prefetcher._draws_more is draws_more
 
 
 def test_a_signal_that_another_rank_received_stops_this_one_too_LRN_12():
