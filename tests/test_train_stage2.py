@@ -292,6 +292,16 @@ def test_teacher_forced_samples_differ_by_seed_step_micro_step_and_rank_DAT_4(fo
     assert len({tuple(own) for own in drawn}) == len(drawn)
 
 
+def test_a_micro_step_draws_what_is_teacher_forced_for_its_own_place_DAT_4(folder, start_model, monkeypatch):
+    """DAT-4 at the call site: step, micro-step and rank."""
+    run, asked, samples = run_of(folder, start_model), [], ["a", "b"]
+    monkeypatch.setattr(train_stage2, "teacher_forced", lambda *own: asked.append(own) or np.array([True, True]))
+    policy, ranks = SimpleNamespace(generate=lambda *_, **__: []), SimpleNamespace(rank=2)
+    parts = {"cfg": run.cfg, "ranks": ranks, "policy": policy, "timed": lambda part: nullcontext()}
+    train_stage2.Stage2.generate(SimpleNamespace(session=SimpleNamespace(**parts)), (samples, [None] * 2), 5, 1)
+    assert asked == [(run.cfg, 5, 1, 2, samples)]
+
+
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_answers_of_older_weights_are_accepted_ahead_of_training_only_SYN_8(folder, start_model, is_ahead):
     """SYN-8 at the call site."""
