@@ -58,13 +58,13 @@ LORA = {"type": "lora", "rank": 2}
 
 
 class LikeRanks(Ranks):
-    """One of `world_size` learners that all do the same."""
+    """One of `world_size` learners that all do the same; it does rank 0's work, whatever its own number is."""
 
-    world = 1
+    world, place = 1, 0
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self.world_size = self.world
+        self.world_size, self.rank = self.world, self.place
 
     def check_port(self) -> None:
         pass
@@ -185,6 +185,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         *arguments: str,
         sync: NoSync | None = None,
         world_size: int = 1,
+        rank: int = 0,
         layout: Any = None,
         save: Callable[..., None] = lambda *_: None,
         check_model: Callable[..., None] = lambda *_: None,
@@ -192,6 +193,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         gc.collect()  # the lock of a start that was refused before this one
         monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
         monkeypatch.setattr(LikeRanks, "world", world_size)
+        monkeypatch.setattr(LikeRanks, "place", rank)
         monkeypatch.setattr(setup, "Ranks", LikeRanks)
         monkeypatch.setattr(setup, "Learner", NoLearner)
         monkeypatch.setattr(setup, "make_weight_sync", lambda *_: sync or NoSync())
@@ -626,6 +628,32 @@ def test_CFG_12_DIS_6_requests_are_sampled_as_the_config_says(
         for micro in range(2)
         for index in range(2 * size)
     }
+
+
+def test_LRN_1_each_rank_trains_on_its_own_samples(folder, start_model, server, start, responses, tmp_path):
+    """LRN-1 at the call site: the second of two ranks draws every second sample, from the second one on."""
+    training = {"output_dir": str(tmp_path), "seed": 3, "max_steps": 2}
+    training |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    config = write_config(folder, start_model, server, training=training)
+    status, _, error = start(train_stage2, config, sync=responses.sync, world_size=2, rank=1)
+    assert status == 0, error
+    ids = [sample.id for sample in load_samples([folder / "data" / "train.jsonl"], prompt=Data().prompt)[0]]
+    asked = [request["uuid"] for call in server.calls for request in call["infer_requests"]]
+    assert asked == SampleStream([ids], seed=3, rank=1, world_size=2).next(2)
+
+
+def test_CFG_17_the_learner_knows_how_many_steps_come(folder, start_model, server, start, monkeypatch, tmp_path):
+    """CFG-17 at the call site: the learning rate falls over all of them."""
+    told: list[int] = []
+
+    def learner(self: NoLearner, cfg: Any, ranks: Any, num_steps: int) -> None:
+        told.append(num_steps)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(NoLearner, "__init__", learner)
+    config = write_config(folder, start_model, server, training={"output_dir": str(tmp_path), "max_steps": 7})
+    status, _, error = start(train_stage2, config)
+    assert status == 2 and error.startswith("seen\n") and told == [7]
 
 
 def test_SYN_10_a_fallback_is_on_record_everywhere(folder, start_model, server, start, responses, tmp_path):
