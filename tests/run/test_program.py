@@ -447,7 +447,7 @@ def test_CFG_15_grpo_checks_its_prompts_too(folder, start_model, server, start, 
 def test_SRV_5_SRV_10_images_that_a_server_would_not_read_are_named_before_training(
     folder, start_model, server, start, monkeypatch
 ):
-    """SRV-5, SRV-10: status 2, before servers are asked."""
+    """SRV-5, SRV-10: status 2, before servers are asked; training and validation data alike."""
     lines = (folder / "data" / "train.jsonl").read_text().splitlines()
     image = folder / "data" / json.loads(lines[2])["images"][0]
     (folder / "elsewhere").mkdir()
@@ -455,11 +455,14 @@ def test_SRV_5_SRV_10_images_that_a_server_would_not_read_are_named_before_train
     (folder / "data" / "linked").symlink_to(folder / "elsewhere")
     data = with_line(folder, 3, images=[f"linked/{image.name}"])
     monkeypatch.setattr(setup, "reach_servers", lambda *_: pytest.fail("went on"))
-    status, _, error = start(train_stage2, write_config(folder, start_model, server, data=data))
-    assert status == 2 and "Traceback" not in error, error
-    assert re.search(rf"allowed_image_roots=null: .*\n\S+changed.jsonl:3: an image in {folder}/elsewhere\n", error), (
-        error
-    )
+    told = rf"allowed_image_roots=null: .*\n\S+changed.jsonl:3: an image in {folder}/elsewhere\n"
+    for key in ("train_jsonl", "val_jsonl"):
+        config = write_config(folder, start_model, server, training={"eval_steps": 1})
+        written = yaml.safe_load(config.read_text())
+        written["custom"][key] = data
+        config.write_text(yaml.safe_dump(written))
+        status, _, error = start(train_stage2, config)
+        assert status == 2 and "Traceback" not in error and re.search(told, error), error
 
 
 def test_CFG_15_the_smallest_server_counts_and_supervised_runs_need_no_room_for_responses(

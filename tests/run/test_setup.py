@@ -400,6 +400,8 @@ def linked(folder: Path) -> Path:
         ({"allowed_image_roots": ["."]}, []),
         ({"allowed_image_roots": ["."], "max_image_pixels": 59_999}, ["max_image_pixels=59999", "60000 at most", ":3"]),
         ({"max_image_pixels": 59_999}, ["max_image_pixels=59999", "allowed_image_roots"]),
+        ({"servers": [{"allowed_image_roots": ["."]}, {}]}, ["allowed_image_roots", ":2: an image in"]),
+        ({"allowed_image_roots": ["."], "servers": [{}, {"max_image_pixels": 59_999}]}, ["60000 at most", ":3"]),
         ("remote", []),
         ("teacher-forced", []),
         ("no server section", []),
@@ -409,7 +411,8 @@ def linked(folder: Path) -> Path:
 def test_images_that_a_server_would_not_read_are_named_at_start_SRV_5_SRV_10(
     tmp_path, monkeypatch, capsys, changes, told
 ):
-    """SRV-5, SRV-10: links are resolved, as the server does; only what a server on this machine is asked counts."""
+    """SRV-5, SRV-10: links are resolved, as the server does; only what a server on this machine is asked counts, each
+    one with settings of its own."""
     monkeypatch.chdir(tmp_path)
     path = linked(tmp_path)
     url = "http://10.0.0.3:8000" if changes == "remote" else "http://127.0.0.1:8000"
@@ -424,6 +427,8 @@ def test_images_that_a_server_would_not_read_are_named_at_start_SRV_5_SRV_10(
         matching["rollout_backend"] = "hf"
     if isinstance(changes, dict):
         data["custom"]["extra"]["rollout_server"] |= changes
+        if "servers" in changes:
+            matching["vllm"]["server"]["servers"].append({"base_url": "http://127.0.0.1:8010", "group_port": 8011})
     cfg, reader = build_config(data), LineReader("List.")
     write_index(tmp_path / "index", path, Checks(reader))
     file = IndexedFile(path, Index(tmp_path / "index"), reader)
