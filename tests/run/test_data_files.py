@@ -124,10 +124,10 @@ def test_dat_6_nodes_that_see_other_files_do_not_train(tmp_path, monkeypatch, ca
         check_inputs(cfg, None, (), ranks)
 
 
-def load(cfg):
+def load(cfg, rewards=()):
     ranks = Ranks()
     Path(cfg.training.output_dir).mkdir(exist_ok=True)
-    return setup.load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"])
+    return setup.load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"], rewards=rewards)
 
 
 def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys, read, settled):
@@ -154,6 +154,26 @@ def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys, read, 
     load(larger)
     assert len(passes) == 5
     assert len([each for each in (tmp_path / "run" / "data_index").iterdir() if each.is_dir()]) == 1
+
+
+def test_dat_6_lines_that_were_fine_are_checked_again_for_other_rewards_GRP_5(tmp_path, capsys):
+    """DAT-6, GRP-5: a later start reads no line, but its rewards may need a key that no earlier one asked for."""
+    cfg = config(tmp_path / "run", write(tmp_path, line()))
+    load(cfg)
+    with pytest.raises(SystemExit) as ended:
+        load(cfg, ["summary_tversky"])
+    assert ended.value.code == 2 and "d.jsonl:1: summary: must be an object" in capsys.readouterr().err
+
+
+def test_dat_6_lines_that_were_fine_are_checked_again_for_another_answer_format_DAT_3(tmp_path, capsys):
+    """DAT-6, DAT-3: a label that holds a word of the other form cannot be written there."""
+    cfg = config(tmp_path / "run", write(tmp_path, line(objects=[{"desc": "<ref> mark", "bbox_2d": [0, 0, 50, 25]}])))
+    load(cfg)
+    raw = cfg.model_dump(by_alias=True)
+    raw["custom"]["extra"]["rollout_matching"]["answer_format"] = "internvl"
+    with pytest.raises(SystemExit) as ended:
+        load(build_config(raw))
+    assert ended.value.code == 2 and "answer_format: internvl writes around labels" in capsys.readouterr().err
 
 
 def test_dat_6_images_that_were_missing_are_looked_for_again(tmp_path, capsys):
