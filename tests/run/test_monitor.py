@@ -138,6 +138,18 @@ def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp
     assert recorded["server/0/running"] == 3.0 and recorded["eval/f1"] == 0.75  # LOG-6
 
 
+def test_the_curves_of_an_evaluation_are_written_before_its_file_LOG_3_LRN_5(tmp_path):
+    """LOG-3, LRN-5: the file says that it is finished, so no resumed run records it again. The sync that brought its
+    weights stands at its step."""
+    seen, run = [], MagicMock(run_dir=tmp_path, metric="f1", eval_settings=lambda: {"metric": "f1"})
+    run.ranks.gather, run.on_all_ranks = lambda own: [own], lambda work, where: work()
+    run.policy.log_calls.return_value, run.policy.pop_sync_metrics.return_value = {}, {"sync/seconds": 0.5}
+    run.monitor.scalars = lambda step, values: seen.append((step, values))
+    run.monitor.flush = lambda: seen.append(evaluation_file(tmp_path, 4).exists())
+    Session.log_evaluation(run, 4, {"f1": 0.75}, [])
+    assert seen == [(4, {"eval/f1": 0.75, "sync/seconds": 0.5}), False] and evaluation_file(tmp_path, 4).exists()
+
+
 def test_collapse_is_warned_about_past_each_bound_LOG_3():
     """LOG-3."""
     fine = {"parse_rate": 0.9, "duplicate_rate": 0.1, "truncated_rate": 0.1}
