@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -373,7 +374,8 @@ def test_the_engine_starts_with_the_defaults_of_vllms_own_api_server(model_dir, 
 
 
 def test_engine_and_front_get_what_the_launch_says_SRV_6_CFG_17(model_dir, monkeypatch):
-    """SRV-6, CFG-17: limits of images for prompts, the time after which an engine counts as hung, the transport."""
+    """SRV-6, CFG-17: limits of images for prompts, the time after which an engine counts as hung, the transport.
+    Nothing is served before the engine has generated."""
     vllm_async = pytest.importorskip("vllm.v1.engine.async_llm")
     made: dict[str, tuple] = {}
 
@@ -382,7 +384,7 @@ def test_engine_and_front_get_what_the_launch_says_SRV_6_CFG_17(model_dir, monke
             made["engine"] = args
 
         async def warm_up(self) -> None:
-            pass
+            made["warm-up"] = ()
 
     def update(*args):
         made["updates"] = args
@@ -403,7 +405,7 @@ def test_engine_and_front_get_what_the_launch_says_SRV_6_CFG_17(model_dir, monke
         llm, processor, _, path, world_size, stuck_s = made["engine"]
         assert (llm, processor) == ("llm", (str(model_dir), 1024, 4096))
         assert (path, world_size, stuck_s) == (str(model_dir), 2, 7.0)
-        assert made["updates"][1] == transport
+        assert made["updates"][1] == transport and list(made) == ["engine", "warm-up", "updates"]
 
 
 def test_vllm_gets_every_setting_of_the_server_CFG_15(model_dir):
@@ -454,6 +456,41 @@ def test_limits_on_pixels_that_a_model_does_not_have_end_the_server_before_an_en
     assert end.value.code == 2
     told = "no limits in pixels; leave image_min_pixels and image_max_pixels out"
     assert told in capsys.readouterr().err
+
+
+def test_SRV_7_a_server_that_is_told_to_stop_has_a_time_to_end_in(model_dir, monkeypatch):
+    """SRV-7: from the first signal on, and once."""
+    vllm_async = pytest.importorskip("vllm.v1.engine.async_llm")
+    done = []
+
+    class Front:
+        should_exit = False
+
+        async def serve(self, sockets) -> None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                assert signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler)
+                signal.raise_signal(number)
+                while not self.should_exit:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+
+    async def nothing() -> None:
+        pass
+
+    llm = SimpleNamespace(shutdown=lambda timeout: done.append("engines"))
+    monkeypatch.setattr(vllm_async.AsyncLLM, "from_engine_args", lambda *_, **__: llm)
+    monkeypatch.setattr(rollout_server, "engine_args", lambda launch: None)
+    monkeypatch.setattr(rollout_server, "kill_later", lambda: done.append("killed later"))
+    monkeypatch.setattr(rollout_server, "answer_loading", lambda server_socket: contextlib.nullcontext())
+    monkeypatch.setattr("utils.data.encoding.load_processor", lambda *_: None)
+    monkeypatch.setattr("utils.server.engine.RolloutEngine", lambda *_: SimpleNamespace(warm_up=nothing))
+    monkeypatch.setattr("utils.server.weight_updates.WeightUpdates", lambda *_: None)
+    monkeypatch.setattr("utils.server.app.make_app", lambda *_: SimpleNamespace(add_middleware=lambda *_, **__: None))
+    monkeypatch.setattr("utils.server.front.front_config", lambda app: None)
+    monkeypatch.setattr("uvicorn.Server", lambda config: Front())
+    server_socket = SimpleNamespace(close=lambda: done.append("socket"))
+    asyncio.run(rollout_server.serve(launch_of(model_dir), server_socket, None))
+    assert done == ["killed later", "socket", "engines"]
 
 
 def test_SRV_7_the_server_does_not_wait_for_pythons_own_teardown():
