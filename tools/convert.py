@@ -39,7 +39,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -299,6 +299,7 @@ def convert(
         raise ValueError(f"--images {folder}: no such folder")
     targets = {name: output.with_name(f"{output.stem}_{name}{output.suffix}") for name in splits} if splits else {}
     targets = targets or {"": output}
+    check_not_inputs(targets.values(), {"--annotations": annotations, "--names": names})
     root = output.parent if root is None else Path(root)
     report = Report({str(target): 0 for target in targets.values()})
     source: CocoFile | Annotations
@@ -340,6 +341,13 @@ def convert(
         for name, path in unfinished.items():
             os.replace(path, targets[name])
     return report
+
+
+def check_not_inputs(outputs: Iterable[Path], inputs: Mapping[str, str | os.PathLike | None]) -> None:
+    """Raise ValueError if a file to be written is one of the inputs (by option), however both are spelt."""
+    for output, (option, path) in itertools.product(outputs, inputs.items()):
+        if path is not None and output.exists() and os.path.exists(path) and output.samefile(path):
+            raise ValueError(f"--output: {output} would overwrite {option} {path}; name another place")
 
 
 def _in_a_split(

@@ -30,6 +30,7 @@ from rich.text import Text
 from torch import nn
 from tqdm import tqdm
 
+from tools.convert import check_not_inputs
 from utils.answer_format import COORD_TOKENS
 from utils.config.load import exit_with, load_config_or_exit
 from utils.config.schema import Data, Model, RolloutMatching
@@ -61,6 +62,7 @@ def main() -> None:
     annotated = annotated_labels(args.config, args.data)
     skipped: list[BadLine] | None = [] if data.on_bad_sample == "skip" else None
     try:
+        check_not_inputs([output, output.with_suffix(".jsonl")], {"--data": args.data, "--config": args.config})
         check_output(output, args.data, args.limit)
         check_checkpoint(Path(args.checkpoint), rm.answer_format)
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)

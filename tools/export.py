@@ -29,11 +29,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, get_args
 
-from tools.convert import relative_path
+from tools.convert import check_not_inputs, relative_path
 from utils.config.load import exit_with
 from utils.geometry import Kind, Object, bins_to_pixels, bounding_box, coco_box, iou_matrix, normal_label
 from utils.scores import label_of
 
+COCO_FILES = ("instances.json", "predictions.json", "results.json")
 SAME_OBJECT_IOU = 0.5  # from there on two objects of an annotation are one, whatever their labels
 Record = dict[str, Any]  # a line that an evaluation writes: `utils.scores.prediction_record`
 
@@ -51,7 +52,9 @@ def main() -> None:
         parser.error("--like is for --to coco")
     if args.complete and args.to != "jsonl":
         parser.error("--complete is for --to jsonl")
+    written = [args.output] if args.to == "jsonl" else [args.output / name for name in COCO_FILES]
     try:
+        check_not_inputs(written, {"the answers": args.answers, "--like": args.like})
         records = read(args.answers)
     except (OSError, ValueError) as error:
         exit_with(f"{args.answers}: {error}")
@@ -201,11 +204,9 @@ def coco_files(records: Sequence[Record], ids: Ids) -> tuple[Path, dict[str, Any
     common = {"images": images, "categories": categories}
     truth, predicted = (_annotations(numbered, side, ids.category_of) for side in ("gt", "pred"))
     results = [{key: value for key, value in found.items() if key not in ("id", "iscrowd")} for found in predicted]
-    return folder, {
-        "instances.json": common | {"annotations": truth},
-        "predictions.json": common | {"annotations": predicted},
-        "results.json": [{"score": 1.0} | found for found in results],
-    }
+    scored = [{"score": 1.0} | found for found in results]
+    contents = (common | {"annotations": truth}, common | {"annotations": predicted}, scored)
+    return folder, dict(zip(COCO_FILES, contents, strict=True))
 
 
 def _image(number: Any, record: Record, folder: Path, category_of: dict[str, Any]) -> dict[str, Any]:

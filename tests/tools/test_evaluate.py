@@ -353,6 +353,17 @@ def test_scores_of_other_data_or_another_limit_are_not_overwritten(start_model, 
         assert json.loads(output.read_text())["num_images"] == 6
 
 
+def test_data_are_never_overwritten(start_model, tmp_path, asked, capsys) -> None:
+    """The responses go to a file of the scores' name, whose ending is that of data."""
+    data, _ = run_files(tmp_path, start_model)
+    (tmp_path / "link.jsonl").symlink_to(data)
+    for output in (data.with_suffix(".json"), tmp_path / "link.json"):
+        with pytest.raises(SystemExit) as caught:
+            call("--checkpoint", start_model, "--data", data, "--output", output, "--backend", "hf")()
+        assert caught.value.code == 2 and f"would overwrite --data {data}; name another" in capsys.readouterr().err
+    assert not asked and data.read_text().count("\n") == 6
+
+
 def test_bad_lines_are_left_out_where_the_config_says_so_DAT_3(start_model, tmp_path, asked, capsys) -> None:
     """DAT-3: as in training."""
     data, config = run_files(tmp_path, start_model)

@@ -309,6 +309,19 @@ def test_another_file_is_refused_with_a_way_out(tmp_path, monkeypatch, capsys, l
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_inputs_are_never_overwritten(tmp_path, answers, monkeypatch, capsys):
+    like = users_file(tmp_path / "instances.json", answers[1])
+    before = answers[0].read_text(), like.read_text()
+    for arguments, option in (
+        (("--to", "jsonl", "--output", answers[0]), "the answers"),
+        (("--like", like, "--output", tmp_path), "--like"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run(monkeypatch, answers[0], *arguments)
+        assert end.value.code == 2 and f"would overwrite {option} {tmp_path}" in capsys.readouterr().err
+    assert before == (answers[0].read_text(), like.read_text())
+
+
 SUPERVISION = """
 import json, sys
 sys.path.append(sys.argv[1])

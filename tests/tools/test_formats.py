@@ -395,6 +395,15 @@ def test_a_line_of_another_form_is_named_DAT_1(folder, kind, row, message):
         rows_of(folder, kind, write_lines(folder, row), unit=0)
 
 
+@pytest.mark.parametrize("splits", [None, {"train": 1}])
+def test_inputs_are_never_overwritten(folder, splits):
+    path = write_lines(folder, {"image": "a.png", "objects": {"ref": ["cat"], "bbox": [BOX]}})
+    path = path.rename(folder / ("mine.jsonl" if splits is None else "mine_train.jsonl"))
+    with pytest.raises(ValueError, match="mine.*jsonl would overwrite --annotations .*; name another place"):
+        convert(path, folder / "images", folder / "images" / ".." / "mine.jsonl", kind="swift", splits=splits)
+    assert "ref" in path.read_text()
+
+
 def test_two_boxes_of_one_reference(folder):
     turns = [{"from": "gpt", "value": "<ref>cat</ref><box>[[10,20,40,60],[0,0,50,40]]</box>"}]
     path = write_lines(folder, {"conversations": turns, "image": "b.png"})
