@@ -26,6 +26,7 @@ MASK_SIMPLIFY_PX, MASK_SIMPLIFY_SHARE = 1.0, 0.05
 _IMAGE_KEYS = ("file_name", "coco_url", "width", "height", "neg_category_ids", "not_exhaustive_category_ids")
 _OBJECT_KEYS = ("category_id", "bbox", "iscrowd", "segmentation")
 AMBIGUOUS = "its id stands for several images"
+SHARED = "its image file has several entries, each of which may list a part of the objects; merge them into one"
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,12 @@ class CocoFile:
         db = self._db
         db.execute("PRAGMA journal_mode = OFF")
         db.execute("CREATE TABLE images (id UNIQUE, item)")
+        db.execute("CREATE TABLE files (file, id, UNIQUE (file, id))")
         db.execute("CREATE TABLE annotations (image, item)")
         images = _rows(coco_items(self.path, "images"), "id", _IMAGE_KEYS)
         self.num_images, self.repeated = 0, Counter[str]()
         for image_id, image in images:
+            db.execute("INSERT OR IGNORE INTO files VALUES (?, ?)", (_file_of(image), image_id))
             if db.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", (image_id, image)).rowcount:
                 self.num_images += 1
                 continue
@@ -119,6 +122,11 @@ class CocoFile:
             self.repeated["id listed before" if is_same else AMBIGUOUS] += 1
             if not is_same:  # nothing says which annotations are whose
                 db.execute("UPDATE images SET item = ? WHERE id = ?", (json.dumps({"unusable": AMBIGUOUS}), image_id))
+        db.execute(  # NULL, for no file or no id, is never IN
+            "UPDATE images SET item = ? WHERE id IN (SELECT id FROM files WHERE file IN "
+            "(SELECT file FROM files GROUP BY file HAVING count(id) > 1))",
+            (json.dumps({"unusable": SHARED}),),
+        )
         if not self.num_images:
             raise ValueError(
                 f'{self.path}: not a COCO file: {{"images": [...], "annotations": [...], "categories": [...]}}'
@@ -158,9 +166,11 @@ def _valid_id(value: Any) -> int | str | None:
     return value if fits else None
 
 
-def _file_of(image: str) -> Any:
+def _file_of(image: str) -> str | None:
+    """The name of an image's file, as JSON: what is not UTF-8 in it does not fit the database."""
     fields = json.loads(image)
-    return fields.get("file_name") or fields.get("coco_url")
+    name = fields.get("file_name") or fields.get("coco_url")
+    return json.dumps(name) if name else None
 
 
 def _rows(items: Iterable[dict[str, Any]], id_name: str, keys: Sequence[str]) -> Iterator[tuple[int | str | None, str]]:

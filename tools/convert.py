@@ -323,7 +323,7 @@ def convert(
             return split, convert_image(image_id, *parts, coco.categories, folder, root, options, complete_for)
 
         # In threads, because most of the time goes into reading image headers, often from a network disk.
-        chosen = _in_a_split(coco.images(), asks, splits, seed, report)
+        chosen = _in_a_split(coco.images(), splits, seed, report)
         for split, converted in map_ahead(work, chosen, max_ahead=32):
             _count(report, converted, str(targets[split]))
             if converted.row is not None:
@@ -351,11 +351,12 @@ def check_not_inputs(outputs: Iterable[Path], inputs: Mapping[str, str | os.Path
 
 
 def _in_a_split(
-    images: Iterable[tuple[Any, ...]], by_name: bool, splits: dict[str, float] | None, seed: int, report: Report
+    images: Iterable[tuple[Any, ...]], splits: dict[str, float] | None, seed: int, report: Report
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the images that belong to a split, each behind the split's name; count the others."""
     for image in images:
-        split = split_of(json.loads(image[1])["file_name"] if by_name else image[0], splits, seed)
+        fields = json.loads(image[1])
+        split = split_of(fields.get("file_name") or fields.get("coco_url") or image[0], splits, seed)
         if split is None:
             report.note("images left out", "in no split", image[0])
         else:
@@ -377,17 +378,17 @@ def _count(report: Report, converted: Converted, target: str) -> None:
         report.note("objects changed", remark, converted.image_id)
 
 
-def split_of(image_id: int | str, splits: dict[str, float] | None, seed: int) -> str | None:
-    """Return the split of an image by a hash of its id, so it is the same in every file; "" without splits.
+def split_of(name: int | str, splits: dict[str, float] | None, seed: int) -> str | None:
+    """Return the split of an image by a hash of its name, so it is the same in every file; "" without splits.
 
     None if the shares add up to less than 1 and the image falls into the remainder.
     """
     if splits is None:
         return ""
-    at = int.from_bytes(hashlib.sha256(f"{seed}:{image_id}".encode(errors="backslashreplace")).digest()[:8]) / 2**64
-    for name, share in splits.items():
+    at = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode(errors="backslashreplace")).digest()[:8]) / 2**64
+    for split, share in splits.items():
         if at < share:
-            return name
+            return split
         at -= share
     return None
 
@@ -450,7 +451,7 @@ def main() -> None:
     add(
         "--splits",
         metavar="NAME=SHARE,...",
-        help="e.g. train=0.9,val=0.1; disjoint, by a hash of the image's id or name",
+        help="e.g. train=0.9,val=0.1; disjoint, by a hash of the image's file name",
     )
     add("--seed", type=int, default=0, help="of the splits")
     args = parser.parse_args()

@@ -14,7 +14,7 @@ from faster_coco_eval.core import mask as rle_masks
 from PIL import Image
 
 from tools.check_jsonl import check
-from tools.coco import Options, convert_object
+from tools.coco import SHARED, Options, convert_object
 from tools.convert import INCOMPLETE, STRAY, convert, main, parse_splits, split_of
 from tools.evaluate import coco_scores
 from utils.data.samples import load_samples
@@ -145,10 +145,10 @@ def test_TGT_12_DAT_1_a_line_without_an_object_that_the_image_shows_is_complete_
 def test_an_image_with_an_object_of_an_unlisted_category_is_left_out(tmp_path):
     """Training would take its line for complete, and the object for a mistake of the model."""
     items = [annotation(0), annotation(1), annotation(1, category_id=9), annotation(2, category_id="1")]
-    rows, report = converted(tmp_path, items, many_images(3))
+    rows, report = converted(tmp_path, items, many_images(tmp_path, 3))
     assert [row["id"] for row in rows] == ["0"]
     assert report.reasons == {(IMAGES, "an object's category is not in the file's list"): (2, 1)}
-    lvis = [image | {"neg_category_ids": [2]} for image in many_images(2)]
+    lvis = [image | {"neg_category_ids": [2]} for image in many_images(tmp_path, 2)]
     rows, report = converted(tmp_path, items[:3], lvis)  # says itself what is complete
     assert [row["annotated"] for row in rows] == [["cat", "traffic light"]] * 2
     assert report.reasons == {(LOST, "category not in the file's list"): (1, 1)}
@@ -335,7 +335,7 @@ def test_lvis_images_are_found_by_their_url(tmp_path):
 def test_TGT_12_lvis_lists_become_annotated(tmp_path):
     """TGT-12: found or known to be absent, but not those annotated in part, nor one of which an object was left out."""
     first, second = sorted(CATEGORIES)
-    image = {"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT, "not_exhaustive_category_ids": []}
+    image, other = several_entries(tmp_path, {1: {"not_exhaustive_category_ids": []}, 2: {}})
     one = annotation() | {"category_id": first}
     for neg, partial, found, expected in (
         ([second], [], [one], {first, second}),
@@ -344,7 +344,7 @@ def test_TGT_12_lvis_lists_become_annotated(tmp_path):
         ([], [], [], set()),
     ):
         lists = {"neg_category_ids": neg, "not_exhaustive_category_ids": partial}
-        rows, _ = converted(tmp_path, [*found, annotation(2)], [image | lists, image | {"id": 2}])
+        rows, _ = converted(tmp_path, [*found, annotation(2)], [image | lists, other])
         row = rows[0]
         assert row["annotated"] == sorted(CATEGORIES[category] for category in expected)
     (row,), _ = converted(tmp_path, [one], [image])
@@ -355,8 +355,8 @@ def test_TGT_12_lvis_lists_become_annotated(tmp_path):
 @pytest.mark.parametrize("key", ["neg_category_ids", "not_exhaustive_category_ids"])
 def test_TGT_12_lists_of_categories_that_are_none_leave_the_image_out(tmp_path, key, ids):
     """TGT-12: by the name of the key; the other images are converted."""
-    images = [{"id": i, "file_name": "1.png", "width": WIDTH, "height": HEIGHT} for i in (1, 2)]
-    rows, report = converted(tmp_path, [annotation(1), annotation(2)], [images[0] | {key: ids}, images[1]])
+    images = several_entries(tmp_path, {1: {key: ids}, 2: {}})
+    rows, report = converted(tmp_path, [annotation(1), annotation(2)], images)
     assert [row["id"] for row in rows] == ["2"]
     assert f"malformed: {key} is not a list of category ids" in report.text()
 
@@ -365,9 +365,8 @@ def test_TGT_12_lists_of_categories_that_are_none_leave_the_image_out(tmp_path, 
 def test_TGT_12_a_coco_file_says_of_an_image_what_it_does_not_annotate(tmp_path, monkeypatch, capsys, kind):
     """TGT-12: by LVIS's key for it, without LVIS's other one. A category that is not chosen is no gap; an id that the
     file does not list would be lost without a word."""
-    image = {"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT}
     lists = {0: None, 1: [], 2: [2], 3: [1], 4: [1, 2], 5: ["traffic light"]}
-    images = [image | {"id": i, "not_exhaustive_category_ids": ids} for i, ids in lists.items()]
+    images = several_entries(tmp_path, {i: {"not_exhaustive_category_ids": ids} for i, ids in lists.items()})
     path = coco_file(tmp_path, [annotation(i) for i in lists], images)
     command = ["convert", "--from", kind, "--annotations", str(path), "--images", str(tmp_path), "--output", "d.jsonl"]
     monkeypatch.chdir(tmp_path)
@@ -386,6 +385,7 @@ def test_TGT_12_a_coco_file_says_of_an_image_what_it_does_not_annotate(tmp_path,
 
 def test_images_that_do_not_fit_are_left_out(tmp_path):
     Image.new("RGB", (9, 9)).save(tmp_path / "other.png")
+    Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / "6.png")
     (tmp_path / "broken.png").write_text("x")
     good = {"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT}
     images = [
@@ -396,7 +396,7 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
         good | {"id": 4, "file_name": "broken.png"},
         {"id": 5, "width": WIDTH, "height": HEIGHT},
         good | {"id": None},
-        {"id": "six", "file_name": "1.png"},
+        {"id": "six", "file_name": "6.png"},
     ]
     rows, report = converted(tmp_path, [annotation(), annotation(2), annotation(99), annotation(None)], images)
     assert [(row["id"], len(row["objects"]), row["width"]) for row in rows] == [("1", 1, WIDTH), ("six", 0, WIDTH)]
@@ -415,9 +415,10 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
 
 def test_DAT_1_an_id_that_stands_for_several_images_or_names_is_never_guessed(tmp_path):
     """DAT-1: the images of such an id are left out; a category of two names stops the conversion."""
-    Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / "2.png")
-    one, other = ({"id": 1, "file_name": name, "width": WIDTH, "height": HEIGHT} for name in ("1.png", "2.png"))
-    rows, report = converted(tmp_path, [annotation(), annotation(2)], [one, other, one, one | {"id": 2}])
+    for name in ("2.png", "3.png"):
+        Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / name)
+    one, other, third = ({"id": 1, "file_name": f"{i}.png", "width": WIDTH, "height": HEIGHT} for i in (1, 2, 3))
+    rows, report = converted(tmp_path, [annotation(), annotation(2)], [one, other, one, third | {"id": 2}])
     assert [row["id"] for row in rows] == ["2"]
     assert report.reasons == {(IMAGES, "its id stands for several images"): (3, 1)}
     path = coco_file(tmp_path, [annotation()], categories=[{"id": 1, "name": "dog"}, {"id": 1, "name": "car"}])
@@ -425,21 +426,37 @@ def test_DAT_1_an_id_that_stands_for_several_images_or_names_is_never_guessed(tm
         convert(path, tmp_path, tmp_path / "d.jsonl")
 
 
-def many_images(num: int) -> list[dict]:
-    return [{"id": i, "file_name": "1.png", "width": WIDTH, "height": HEIGHT} for i in range(num)]
+def test_TGT_12_images_with_several_entries_are_left_out(tmp_path):
+    """TGT-12, DAT-1: as home-made files have one per annotation. Each line would call a part of the objects all."""
+    first, *others, alone = many_images(tmp_path, 4)
+    images = [first, alone, *(other | {"file_name": first["file_name"]} for other in others)]
+    rows, report = converted(tmp_path, [annotation(i) for i in range(4)], images)
+    assert [row["id"] for row in rows] == ["3"] and report.reasons == {(IMAGES, SHARED): (3, 0)}
+
+
+def many_images(folder: Path, num: int) -> list[dict]:
+    return several_entries(folder, dict.fromkeys(range(num), {}))
+
+
+def several_entries(folder: Path, entries: dict[int, dict]) -> list[dict]:
+    """Image entries by id, each with a file of its own."""
+    for i in entries:
+        Image.new("RGB", (WIDTH, HEIGHT)).save(folder / f"many{i}.png")
+    image = {"width": WIDTH, "height": HEIGHT}
+    return [image | {"id": i, "file_name": f"many{i}.png"} | more for i, more in entries.items()]
 
 
 def test_limits(tmp_path):
     items = [annotation(i) for i in range(5) for _ in range(i)]  # image i has i objects
-    rows, report = converted(tmp_path, items, many_images(5), max_objects=3, skip_empty=True)
+    rows, report = converted(tmp_path, items, many_images(tmp_path, 5), max_objects=3, skip_empty=True)
     assert [row["id"] for row in rows] == ["1", "2", "3"]
     assert report.reasons == {(IMAGES, "more than 3 objects"): (1, 4), (IMAGES, "no objects"): (1, 0)}
-    rows, _ = converted(tmp_path, items, many_images(5), skip_empty=True, limit=2)
+    rows, _ = converted(tmp_path, items, many_images(tmp_path, 5), skip_empty=True, limit=2)
     assert [row["id"] for row in rows] == ["1", "2"]
 
 
 def test_splits_are_disjoint_deterministic_and_of_the_right_size(tmp_path):
-    path = coco_file(tmp_path, [annotation(i) for i in range(1000)], many_images(1000))
+    path = coco_file(tmp_path, [annotation(i) for i in range(1000)], many_images(tmp_path, 1000))
     splits = parse_splits("train=0.8,val=0.1")
 
     def ids(seed: int) -> dict[str, list[str]]:
@@ -451,10 +468,12 @@ def test_splits_are_disjoint_deterministic_and_of_the_right_size(tmp_path):
     assert not set(first["train"]) & set(first["val"]) and not (tmp_path / "d.jsonl").exists()
     assert abs(len(first["train"]) - 800) < 50 and abs(len(first["val"]) - 100) < 40
     assert ids(0) == first and ids(1) != first
-    # An image stays in its split when others are added.
-    grown = coco_file(tmp_path, [annotation(i) for i in range(1000)], many_images(1500))
+    # An image stays in its split when others are added, and ids are new.
+    images = [image | {"id": image["id"] + 7} for image in many_images(tmp_path, 1500)]
+    grown = coco_file(tmp_path, [annotation(i) for i in range(1000)], images)
     convert(grown, tmp_path, tmp_path / "d.jsonl", splits=splits)
-    assert [json.loads(row)["id"] for row in (tmp_path / "d_val.jsonl").open()][: len(first["val"])] == first["val"]
+    found = [int(json.loads(row)["id"]) - 7 for row in (tmp_path / "d_val.jsonl").open()]
+    assert found[: len(first["val"])] == list(map(int, first["val"]))
     assert Counter(split_of(i, {"a": 0.5, "b": 0.5}, 3) for i in range(4000))[None] == 0
 
 
@@ -503,7 +522,7 @@ def test_dat_1_what_is_written_passes_every_check_of_training(tmp_path):
             mask = as_rle(random_mask(int(rng.integers(100))), bool(rng.integers(2)))
             segmentation = [[ring], [ring, ring[::-1]], mask, None][int(rng.integers(4))]
             items.append(annotation(image_id, int(rng.integers(1, 3)), bbox=[x, y, w, h], segmentation=segmentation))
-    path = coco_file(tmp_path, items, many_images(40))
+    path = coco_file(tmp_path, items, many_images(tmp_path, 40))
     for geometry in ("box", "poly"):
         report = convert(path, tmp_path, tmp_path / "d.jsonl", Options(geometry=geometry))
         counts, text = check([str(tmp_path / "d.jsonl")], "x")
@@ -604,7 +623,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
 def test_the_program_passes_limits_and_seed_on(tmp_path, monkeypatch):
     """`convert` itself is tested above."""
     items = [annotation(i) for i in range(40)]
-    path, out = coco_file(tmp_path, [*items, annotation(7)], many_images(40)), tmp_path / "d.jsonl"
+    path, out = coco_file(tmp_path, [*items, annotation(7)], many_images(tmp_path, 40)), tmp_path / "d.jsonl"
     splits, options = "a=0.5,b=0.5", Options(max_objects=1)
     args = ["--from", "coco", "--annotations", path, "--images", tmp_path, "--output", out]
     run_tool(monkeypatch, *args, "--max-objects", 1, "--splits", splits, "--seed", 5)
@@ -634,7 +653,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     angle = np.linspace(0, 6, 1000)
     ring = np.stack([50 + 30 * np.cos(angle), 40 + 30 * np.sin(angle)], 1).ravel()
     item = json.dumps(annotation(0, segmentation=[ring.tolist()])).replace('"image_id": 0', '"image_id": %d')
-    path = coco_file(tmp_path, [], many_images(num_images))
+    path = coco_file(tmp_path, [], many_images(tmp_path, num_images))
     head, _, tail = path.read_text().partition('"annotations": [')
     with path.open("w") as file:
         file.write(head + '"annotations": [')
