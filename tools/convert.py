@@ -49,7 +49,7 @@ from PIL import Image
 
 from tools.coco import CocoFile, LeftOut, Options, convert_object
 from tools.formats import READERS, SEVERAL_LINES_PER_IMAGE, Annotations
-from utils.data.images import EXIF_ORIENTATION, image_size
+from utils.data.images import EXIF_ORIENTATION, FORMATS, image_size
 from utils.data.samples import SURROGATE, map_ahead
 
 UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
@@ -178,7 +178,7 @@ def _checked_size(image: dict[str, Any], path: Path, exif: str | None) -> tuple[
     """
     try:
         height, width = image_size(path)
-        with Image.open(path) as opened:
+        with Image.open(path, formats=FORMATS) as opened:
             orientation = opened.getexif().get(EXIF_ORIENTATION, 1)
     except OSError as error:
         reason = str(error).removeprefix(f"{path}: ")

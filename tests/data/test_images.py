@@ -210,8 +210,12 @@ def test_formats_whose_decoder_runs_a_program_are_no_images(monkeypatch):
     eps = io.BytesIO()
     Image.new("RGB", (8, 6)).save(eps, "EPS")
     monkeypatch.setattr("subprocess.check_call", lambda *_, **__: pytest.fail("a program was run"))
+    source = "data:image/eps;base64," + base64.b64encode(eps.getvalue()).decode()
     with pytest.raises(ValueError, match="not a readable image"):
-        ImageStore([]).open("data:image/eps;base64," + base64.b64encode(eps.getvalue()).decode())
+        ImageStore([]).open(source)
+    for read in (open_image, image_size):  # the learner's
+        with pytest.raises(OSError, match="not an image that can be read; formats: PNG, JPEG, "):
+            read(source)
 
 
 def test_a_directory_that_becomes_a_link_after_the_check_is_not_followed(root, monkeypatch):

@@ -20,6 +20,7 @@ from tests.data.test_samples import line, png, write
 from tests.e2e.processes import config_of
 from tests.run.test_resume import ranks  # noqa: F401
 from utils.config.load import build_config, load_config
+from utils.data.images import MAX_IMAGE_BYTES
 from utils.data.index import Checks, Index, IndexedFile, write_index
 from utils.data.samples import LineReader
 from utils.dist import Ranks
@@ -402,6 +403,7 @@ def linked(folder: Path) -> Path:
         ({"max_image_pixels": 59_999}, ["max_image_pixels=59999", "allowed_image_roots"]),
         ({"servers": [{"allowed_image_roots": ["."]}, {}]}, ["allowed_image_roots", ":2: an image in"]),
         ({"allowed_image_roots": ["."], "servers": [{}, {"max_image_pixels": 59_999}]}, ["60000 at most", ":3"]),
+        ("large files", ["at most 64 MiB; 1 samples have a larger one: save it smaller", ":3"]),
         ("remote", []),
         ("teacher-forced", []),
         ("no server section", []),
@@ -425,6 +427,10 @@ def test_images_that_a_server_would_not_read_are_named_at_start_SRV_5_SRV_10(
         data["custom"]["extra"].pop("rollout_server")
     if changes == "hf":
         matching["rollout_backend"] = "hf"
+    if changes == "large files":
+        changes = {"allowed_image_roots": ["."]}
+        with (tmp_path / "data" / "large.png").open("ab") as file:
+            file.truncate(MAX_IMAGE_BYTES + 1)  # PNG may have bytes behind its end
     if isinstance(changes, dict):
         data["custom"]["extra"]["rollout_server"] |= changes
         if "servers" in changes:

@@ -17,6 +17,7 @@ from tools.check_jsonl import check
 from tools.coco import SHARED, Options, convert_object
 from tools.convert import INCOMPLETE, STRAY, convert, main, parse_splits, split_of
 from tools.evaluate import coco_scores
+from utils.data.images import FORMATS
 from utils.data.samples import load_samples
 from utils.geometry import Object, pixels_to_bins
 
@@ -404,7 +405,7 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
     assert reasons == {
         "no such image file": (1, 2),
         "the image file's size differs from the annotations'": (1, 3),
-        "image file cannot be read: not an image that can be read": (1, 4),
+        f"image file cannot be read: not an image that can be read; formats: {', '.join(FORMATS)}": (1, 4),
         "malformed: neither file_name nor coco_url": (1, 5),
         "malformed: no id": (1, None),
         "id listed before": (1, None),

@@ -323,13 +323,14 @@ def _opened(image: str | os.PathLike) -> Iterator[Image.Image]:
             source = io.BytesIO(found.read())
         else:  # a path itself Pillow would map into memory, where a grey TIFF that EXIF turns has its sides swapped
             source = open(name, "rb")
-        with source, Image.open(source) as opened:
+        with source, Image.open(source, formats=FORMATS) as opened:
             yield opened
     except binascii.Error as error:
         raise OSError(f"{_short(image)}: bad base64: {error}") from None
     except FileNotFoundError:
         raise FileNotFoundError(f"{_short(image)}: no such image") from None
     except UnidentifiedImageError:
-        raise OSError(f"{_short(image)}: not an image that can be read") from None
+        rule = f"not an image that can be read; formats: {', '.join(FORMATS)}"
+        raise OSError(f"{_short(image)}: {rule}") from None
     except Exception as error:  # Pillow's decoders raise any kind of error for broken bytes
         raise OSError(f"{_short(image)}: {getattr(error, 'strerror', None) or error}") from None

@@ -42,7 +42,7 @@ LINE = np.dtype(
     + [("length", "<i4"), ("number", "<i8"), ("crc", "<u4"), ("tokens", "<i4")]
 )
 IMAGE = np.dtype([("height", "<i4"), ("width", "<i4"), ("offset", "<i8"), ("num_bytes", "<i8")])
-NO_SHARD = (0, -1)  # offset and num_bytes of an image that is not in a tar shard
+NO_SHARD = -1  # offset of an image that is not in a tar shard
 NO_LENGTH = np.iinfo(np.int32).max  # tokens of a prompt that cannot be encoded
 MAX_LABELS = 100_000  # of a file; more are free text, in which no label is expected to return
 MAX_FOLDERS = 10_000  # of a file's images; more are not kept
@@ -134,8 +134,11 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
 
 
 def _place(image: str) -> tuple[int, int]:
-    found = None if image.startswith("data:") else find_in_shard(image)
-    return (found.offset, found.num_bytes) if found else NO_SHARD
+    """Offset in a tar shard, and size in bytes."""
+    if image.startswith("data:"):
+        return NO_SHARD, len(image) * 3 // 4  # of base64
+    found = find_in_shard(image)
+    return (found.offset, found.num_bytes) if found else (NO_SHARD, os.path.getsize(image))
 
 
 def _folder(image: str) -> str | None:
@@ -317,7 +320,15 @@ class IndexedFile(Sequence[Sample]):
     @property
     def num_pixels(self) -> np.ndarray:
         """Pixels of each sample's images together, int64 [len]."""
-        ends = np.cumsum(np.append(0, self._images["height"].astype(np.int64) * self._images["width"]))
+        return self._sums(self._images["height"].astype(np.int64) * self._images["width"])
+
+    def num_larger(self, num_bytes: int) -> np.ndarray:
+        """How many of each sample's images have more bytes than this, int64 [len]."""
+        return self._sums(self._images["num_bytes"] > num_bytes)
+
+    def _sums(self, values: np.ndarray) -> np.ndarray:
+        """Sum up values of all images by sample."""
+        ends = np.cumsum(np.append(0, values))
         first = self._lines["first_image"]
         return ends[first + self._lines["num_images"]] - ends[first]
 
@@ -353,4 +364,4 @@ class IndexedFile(Sequence[Sample]):
 
 
 def _found(path: str, image: np.void) -> str:
-    return path if image["num_bytes"] < 0 else ShardImage(path, int(image["offset"]), int(image["num_bytes"]))
+    return path if image["offset"] == NO_SHARD else ShardImage(path, int(image["offset"]), int(image["num_bytes"]))

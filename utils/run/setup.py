@@ -36,7 +36,7 @@ from utils.data.encoding import (
     prompt_chat,
     tokenizer_digest,
 )
-from utils.data.images import as_sent
+from utils.data.images import MAX_IMAGE_BYTES, as_sent
 from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
 from utils.data.mistakes import report_skipped
 from utils.data.prompts import THINKS, leaves_thinking_open
@@ -380,12 +380,13 @@ def with_generation(
 
 
 def check_images(cfg: Config, is_main: bool, train: Sequence[IndexedFile], val: Sequence[IndexedFile] = ()) -> None:
-    """Exit with status 2 and name images that a rollout server would not read: they have too many pixels (SRV-10), or
-    lie where a server on this machine may not read (SRV-5). Servers elsewhere may see other paths and links."""
+    """Exit with status 2 and name images that a rollout server would not read: they have too many pixels or bytes
+    (SRV-10), or lie where a server on this machine may not read (SRV-5). Servers elsewhere may see other paths and
+    links."""
     if not (cfg.rs and cfg.servers()):
         return
     files = [file for file, is_asked in with_generation(cfg, train, val) if is_asked]
-    problems = [_too_many_pixels(cfg, files)]
+    problems = [_too_many_pixels(cfg, files), _too_many_bytes(files)]
     here = [index for index, address in enumerate(cfg.servers()) if is_loopback(address.base_url)]
     problems += [_outside_roots(cfg, files, index) for index in here]
     if found := list(filter(None, dict.fromkeys(problems))):
@@ -399,8 +400,20 @@ def _too_many_pixels(cfg: Config, files: Sequence[IndexedFile]) -> str | None:
         return None
     most = max(int(file.num_pixels.max()) for file in files)
     rule = f"the images of {len(found)} samples have more pixels, {most} at most; raise it or make them smaller"
+    return f"{problem(cfg, f'{RS}.max_image_pixels', rule)}\n{_sources(found)}"
+
+
+def _too_many_bytes(files: Sequence[IndexedFile]) -> str | None:
+    found = [(file, index) for file in files for index in np.flatnonzero(file.num_larger(MAX_IMAGE_BYTES))]
+    if not found:
+        return None
+    rule = f"a server reads image files of at most {MAX_IMAGE_BYTES >> 20} MiB; {len(found)} samples have a larger one"
+    return f"{rule}: save it smaller, as PNG or JPEG\n{_sources(found)}"
+
+
+def _sources(found: Sequence[tuple[IndexedFile, int]]) -> DataError:
     named = [file[index].source for file, index in found[:MAX_SHOWN]]
-    return f"{problem(cfg, f'{RS}.max_image_pixels', rule)}\n{DataError(named, len(found) - len(named))}"
+    return DataError(named, len(found) - len(named))
 
 
 def _outside_roots(cfg: Config, files: Sequence[IndexedFile], index: int) -> str | None:
