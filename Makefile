@@ -114,16 +114,16 @@ installed:
 	  echo "the pinned requirements have changed; stop what runs from $(VENV), then: make setup"; exit 1; }
 
 server: installed ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
-	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config $(CONFIG) $(ARGS)
+	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config "$(CONFIG)" $(ARGS)
 
 train: installed ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
 	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
-	  train_stage2.py --config $(CONFIG) $(ARGS)
+	  train_stage2.py --config "$(CONFIG)" $(ARGS)
 
 grpo: CONFIG = configs/grpo/summary_1024.yaml
 grpo: installed ## GRPO learner: make grpo GPUS=6,7 CONFIG=configs/grpo/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
 	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \
-	  train_grpo.py --config $(CONFIG) $(ARGS)
+	  train_grpo.py --config "$(CONFIG)" $(ARGS)
 
 ##@ Upkeep
 docs: $(READY) ## docs/config.md from the schema

@@ -170,7 +170,7 @@ def test_what_may_run_for_weeks_changes_no_installed_package(tmp_path):
         return subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     (tmp_path / ".venv" / ".ready-cpu").touch()
-    assert "rollout_server.py --config a.yaml" in run("server", "CONFIG=a.yaml").stdout
+    assert 'rollout_server.py --config "a.yaml"' in run("server", "CONFIG=a.yaml").stdout
     later = time.time() + 60
     os.utime(tmp_path / "constraints-cpu.txt", (later, later))
     for target in ("server", "train", "grpo"):

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -379,11 +380,11 @@ def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any], devi
 
 def _attempt(output: Path, values: dict[str, Any]) -> Plan:
     """Write a config and derive its plan; its commands then go into the header."""
-    name, learners = output.stem, values["learners"]
+    learners = values["learners"]
     hardware = f"{values['gpus']} GPUs of {values['device_gib']} GB" if values["gpus"] else "2 CPU cores"
     text = {
         "file": str(output),
-        "name": name,
+        "run": f"runs/{output.stem}",
         "hardware": f"{hardware}; learners: {learners}",
         "device_option": "" if values["device_gib"] == DEVICE_GIB else f" --device-gib {values['device_gib']}",
         "commands": ["-"],
@@ -406,6 +407,7 @@ def _render(values: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["quote"] = shlex.quote
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.get_template("init.yaml.j2").render(values)
 

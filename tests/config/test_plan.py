@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import re
+import shlex
 import struct
 import subprocess
 import unittest.mock
@@ -939,4 +940,12 @@ def commands_of(*arguments: str) -> str:
 )
 def test_make_server_and_train_start_the_programs_on_the_gpus_given_SRV_1(arguments: list[str], expected: str) -> None:
     """SRV-1."""
-    assert commands_of(*arguments) == expected
+    assert shlex.join(shlex.split(commands_of(*arguments))) == expected
+
+
+@pytest.mark.parametrize("preset", ["stage2/qwen3vl_8b_3v1", "grpo/summary_1024"])
+def test_CFG_16_commands_of_a_plan_start_a_config_of_any_name(preset: str) -> None:
+    """CFG-16."""
+    for command in plan_layout(load_config(f"configs/{preset}.yaml"), 1, "my a #1.yaml").commands:
+        made = commands_of(*shlex.split(command)[1:])
+        assert shlex.split(made)[-2:] == ["--config", "my a #1.yaml"]

@@ -1,6 +1,7 @@
 """`tools.init`: the config that a new user gets loads, passes every check, and fits data and memory (CFG-16)."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -135,6 +136,15 @@ def test_any_number_of_gpus_gets_a_plan_that_fits_CFG_16(tmp_path, gpus, segment
         places = [place for place, _ in plan.layout.places]
         assert places == [f"GPU {i}" for i in range(gpus)]
         assert sum(plan.learner_memory.values()) <= DEVICE_GIB * GIB
+
+
+def test_a_config_of_any_name_loads_and_its_commands_quote_it_CFG_16(tmp_path):
+    """CFG-16: blanks and YAML's own marks."""
+    path = tmp_path / "my data: part #1.yaml"
+    plan = fit(path, 4, DATA, SETTINGS | {"model": "models/Qwen3-VL-8B-Instruct"})
+    assert load_config(path).training.output_dir == "runs/my data: part #1"
+    assert all(shlex.split(command)[-1] == f"CONFIG={path}" for command in plan.layout.commands)
+    assert f"--config '{path}' --dry-run" in path.read_text()
 
 
 @pytest.mark.parametrize(("gib", "share"), [(24, 0.7), (48, 0.85), (141, 0.85)])

@@ -5,6 +5,7 @@ Numbers that depend on files (samples, weights) are known once the files exist.
 
 import argparse
 import os
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
@@ -363,7 +364,7 @@ def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:
     places: list[tuple[str, str]] = []
     commands: list[str] = []
     used: Counter[str] = Counter()  # GPUs of each machine; "" is this one
-    servers = _servers(cfg)
+    servers, named = _servers(cfg), f"CONFIG={shlex.quote(file)}"
     if any(server.world_size is None for server in servers):
         return None
     for index, server in enumerate(servers):
@@ -373,12 +374,12 @@ def plan_layout(cfg: Config, world_size: int, file: str) -> Layout | None:
         processes = [_server_process(index, rank, server) for rank in range(server.world_size)]
         places += zip([f"{host}GPU {gpu}" for gpu in gpus] or [f"{host}CPU"] * len(processes), processes, strict=True)
         arguments = f' ARGS="--server-index {index}"' if len(servers) > 1 else ""
-        commands.append(f"{host}make server{_option(gpus)} CONFIG={file}{arguments}")
+        commands.append(f"{host}make server{_option(gpus)} {named}{arguments}")
     on_cpu = bool(servers) and all(server.settings.device == "cpu" for server in servers)
     gpus = _gpus(used[""], world_size, "cpu" if on_cpu else "cuda")
     processes = [_learner_process(cfg, rank, bool(servers)) for rank in range(world_size)]
     places += zip([f"GPU {gpu}" for gpu in gpus] or ["CPU"] * world_size, processes, strict=True)
-    commands.append(f"make {'grpo' if cfg.is_grpo else 'train'}{_option(gpus) or f' RANKS={world_size}'} CONFIG={file}")
+    commands.append(f"make {'grpo' if cfg.is_grpo else 'train'}{_option(gpus) or f' RANKS={world_size}'} {named}")
     return Layout(places, commands)
 
 

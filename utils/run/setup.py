@@ -6,6 +6,7 @@ Config, data, tokenizer, run directory, servers, model, engine: in the order in 
 import errno
 import logging
 import os
+import shlex
 import socket
 import uuid
 from collections.abc import Callable, Sequence
@@ -451,7 +452,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         timeout_s=server.timeout_s,
         infer_timeout_s=server.infer_timeout_s,
         max_failed_fraction=cfg.rm.max_failed_fraction,
-        ways_out=(GRPO_WAYS_OUT if cfg.is_grpo else WAYS_OUT).replace("{file}", cfg._origin.file),
+        ways_out=(GRPO_WAYS_OUT if cfg.is_grpo else WAYS_OUT).replace("{file}", shlex.quote(cfg._origin.file)),
         capacity_key=cfg.rollout_path("decode_batch_size"),
     )
 
