@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,10 +289,17 @@ def measure(samples: Sequence[Sample], num_lines: int, processor: Any, form: Ans
 
 
 def image_roots(samples: Sequence[Sample]) -> list[str]:
-    """The folders that the images lie in; the one above them all where they are many."""
+    """The folders that the images lie in; where they are many, those above them, as deep as they can be, but never /:
+    a server must not read all of a machine."""
     files = [image for sample in samples for image in sample.images if not image.startswith("data:")]
     folders = {os.path.dirname(os.path.realpath(file)) for file in files}  # the server follows links
-    return sorted(folders) if len(folders) <= MAX_ROOTS else [os.path.commonpath(folders)]
+    for depth in range(max((folder.count("/") for folder in folders), default=0), 0, -1):
+        groups = defaultdict(list)
+        for folder in folders:
+            groups["/".join(folder.split("/")[: depth + 1])].append(folder)
+        if len(groups) <= MAX_ROOTS:
+            return sorted(map(os.path.commonpath, groups.values()))
+    return sorted(folders)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

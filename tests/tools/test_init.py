@@ -343,7 +343,12 @@ def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):
     few = [sample_of("a", [f"/data/{i}/a.png"], []) for i in range(3)]
     assert image_roots(few) == ["/data/0", "/data/1", "/data/2"]
     assert image_roots([sample_of("a", ["/data/../other/a.png"], [])]) == ["/other"]
-    assert image_roots([sample_of("a", [f"/data/{i}/a.png"], []) for i in range(300)]) == ["/data"]
+    many = [sample_of("a", [f"/data/{i}/a.png"], []) for i in range(300)]
+    assert image_roots(many) == ["/data"]
+    far = [sample_of("a", [f"/disk/b/{path}/a.png"], []) for path in ("c/d/e", "c/d/f", "g")]
+    assert image_roots([*many, *far]) == ["/data", "/disk/b"]  # never /
+    tops = [f"/data{i}/x" for i in range(300)]
+    assert image_roots([sample_of("a", [f"{top}/a.png"], []) for top in tops]) == sorted(tops)
 
 
 @pytest.mark.parametrize(
