@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tools.coco import SHARED
 from utils.data.samples import SPECIAL_TOKEN, SURROGATE
 
 Item = tuple[str, dict[str, Any], list[dict[str, Any]]]
@@ -57,6 +58,10 @@ class Annotations:
             raise ValueError("--from sharegpt needs --unit: 1000, 1, or 0 for pixels; the text does not say which")
         classes, number = _yolo_settings(path, names) if kind == "yolo" else ({}, unit or 0)
         self._items = list(READERS[kind](path, images, number))
+        if kind == "voc":
+            uses = Counter(image["file_name"] for _, image, _ in self._items)
+            for _, image, _ in self._items:
+                image |= {"unusable": SHARED} if uses[image["file_name"]] > 1 else {}
         if not self._items:
             raise ValueError(f"{path}: nothing to read")
         labels = {item["category_id"] for _, _, items in self._items for item in items}
@@ -89,7 +94,8 @@ def _is_description(label: Any) -> bool:
 
 def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
     """Pascal VOC: one XML file per image. Its pixels count from 1, both ends included; difficult objects are crowds."""
-    for path in sorted(path for path in folder.glob("*.xml") if _is_own(path)):
+    for own in sorted(_names_below(folder, (".xml",))):
+        path = folder / own
         try:
             root = xml.parse(path).getroot()  # noqa: S314
         except (xml.ParseError, ValueError, LookupError) as error:  # the latter two: of its encoding
@@ -105,8 +111,8 @@ def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
             box = [ends[0] - 1, ends[1] - 1, ends[2] - ends[0] + 1, ends[3] - ends[1] + 1] if is_whole else ends
             difficult = (item.findtext("difficult") or "0").strip() == "1"
             items.append({"category_id": (item.findtext("name") or "").strip(), "bbox": box, "iscrowd": int(difficult)})
-        name = root.findtext("filename", "").strip() or path.stem
-        yield path.stem, {"file_name": _voc_image(name, path.stem, images)} | size, items
+        name = root.findtext("filename", "").strip() or own.stem
+        yield str(own.with_suffix("")), {"file_name": _voc_image(name, own, images)} | size, items
 
 
 def _is_own(path: Path) -> bool:
@@ -121,11 +127,13 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8: {error}; save it as UTF-8, or remove it") from None
 
 
-def _voc_image(name: str, stem: str, images: Path) -> str:
-    """The file that `<filename>` means: some tools write it without its ending, or leave another image's there."""
+def _voc_image(name: str, own: Path, images: Path) -> str:
+    """The file that `<filename>` of the XML file `own` means: some tools write it without its ending, or leave another
+    image's there. Images may lie in the same subfolders as the XML files, or all in one."""
     endings = [ending for suffix in IMAGE_SUFFIXES for ending in (suffix, suffix.upper())]
-    candidates = [name, *(start + ending for start in (name, stem) for ending in endings)]
-    return next((own for own in candidates if (images / own).is_file()), name)
+    names = [name, *(start + ending for start in (name, own.stem) for ending in endings)]
+    candidates = [*(str(own.parent / candidate) for candidate in names), *names]
+    return next((candidate for candidate in candidates if (images / candidate).is_file()), name)
 
 
 def _number(text: str | None) -> float | None:
@@ -140,10 +148,11 @@ def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
     pose labels, `class cx cy w h` and as many numbers as `keypoints` says, the box is read."""
     names = sorted(_names_below(images, IMAGE_SUFFIXES))
     for name in names:
-        labels = (folder / name).with_suffix(".txt")
-        text = _read(labels) if labels.is_file() else ""
+        candidates = ((folder / name).with_suffix(suffix) for suffix in (".txt", ".TXT"))
+        text = next((_read(labels) for labels in candidates if labels.is_file()), "")
         yield str(name.with_suffix("")), {"file_name": str(name)}, _yolo_objects(text, keypoints)
-    without_image = set(_names_below(folder, (".txt",))) - {name.with_suffix(".txt") for name in names}
+    stems = {name.with_suffix("") for name in names}
+    without_image = (name for name in _names_below(folder, (".txt",)) if name.with_suffix("") not in stems)
     for name in sorted(without_image):  # to be counted, unless it is something else, such as classes.txt
         items = _yolo_objects((folder / name).read_text(encoding="utf-8", errors="replace"), keypoints)
         if any(not isinstance(item.get("bbox"), str) for item in items):

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.packages import folder_with
-from tools.coco import Options
+from tools.coco import SHARED, Options
 from tools.convert import INCOMPLETE, convert, main
 from utils.data.images import EXIF_ORIENTATION, image_size, open_image
 from utils.data.samples import load_samples
@@ -73,6 +73,39 @@ def test_DAT_1_pascal_voc_finds_images_by_the_name_of_the_xml_file_too(folder, n
     (folder / "voc").mkdir()
     (folder / "voc" / "a.xml").write_text(VOC.replace("<filename>a.png</filename>", name))
     assert list(rows_of(folder, "voc", folder / "voc").values()) == [[CAT]]
+
+
+def test_DAT_1_annotations_in_subfolders_and_with_endings_in_capitals_are_read(folder):
+    """DAT-1: beside others at the top. Images of one name have the boxes of their own folder, and none of two files."""
+    (folder / "images" / "sub").mkdir()
+    for name in ("sub/a.png", "sub/c.png"):
+        Image.new("RGB", (WIDTH, HEIGHT)).save(folder / "images" / name)
+    (folder / "voc" / "sub").mkdir(parents=True)
+    only = VOC[: VOC.index("<object><name>dog")] + "</annotation>"
+    for name in ("a", "sub/a", "sub/c"):
+        text = only.replace("a.png", f"{name[-1]}.png").replace("cat", "owl" if "sub" in name else "cat")
+        (folder / "voc" / f"{name}.{'XML' if 'c' in name else 'xml'}").write_text(text)
+    (folder / "voc" / "sub" / "b.XML").write_text(only.replace("a.png", "b.png"))  # its image lies at the top
+    convert(folder / "voc", folder / "images", folder / "d.jsonl", kind="voc")
+    rows = {row["id"]: row for row in map(json.loads, (folder / "d.jsonl").open())}
+    found = {own: (row["images"][0], row["objects"][0]["desc"]) for own, row in rows.items()}
+    assert found == {
+        "a": ("images/a.png", "cat"),
+        "sub/a": ("images/sub/a.png", "owl"),
+        "sub/b": ("images/b.png", "cat"),
+        "sub/c": ("images/sub/c.png", "owl"),
+    }
+    (folder / "voc" / "b.xml").write_text(only.replace("a.png", "b.png"))
+    report = convert(folder / "voc", folder / "images", folder / "d.jsonl", kind="voc")
+    assert report.reasons == {("images left out", SHARED): (2, "b")}
+
+    (folder / "labels" / "sub").mkdir(parents=True)
+    (folder / "labels" / "classes.txt").write_text("cat\ndog")
+    for name in ("sub/c.TXT", "sub/lost.TXT"):
+        (folder / "labels" / name).write_text("0 0.25 0.5 0.3 0.5\n")
+    assert rows_of(folder, "yolo", folder / "labels")["c.png"] == [CAT]
+    report = convert(folder / "labels", folder / "images", folder / "d.jsonl", kind="yolo")
+    assert report.reasons == {("images left out", "no such image file"): (1, "sub/lost")}
 
 
 @pytest.mark.parametrize("names", ["names: [cat, dog]", "names: {0: cat, 1: dog}", "cat\ndog\n"])
