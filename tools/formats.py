@@ -248,7 +248,11 @@ def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
             raise ValueError(f"{path}:{number}: ref and bbox of objects must be lists; correct the line")
         if len(refs) != len(boxes) and len(refs) != 1:
             raise ValueError(f"{path}:{number}: {len(refs)} ref entries for {len(boxes)} bbox entries; pair them")
-        unit = 1 if objects.get("bbox_type") == "norm1" else 0
+        kind = objects.get("bbox_type") or "real"
+        if kind not in ("real", "norm1"):
+            rule = f"objects.bbox_type: {kind!r} is not 'real' (pixels) or 'norm1' (fractions)"
+            raise ValueError(f"{path}:{number}: {rule}; convert its boxes to one of these")
+        unit = 1 if kind == "norm1" else 0
         pairs = zip(itertools.repeat(refs[0]) if len(refs) == 1 else refs, boxes, strict=False)
         image = {"file_name": name} | _question(_turns(row, "messages", f"{path}:{number}"), refs)
         yield str(row.get("id", number)), image, [_object(ref, box, unit) for ref, box in pairs]

@@ -414,6 +414,11 @@ BOX = [10, 20, 40, 60]
     [
         ("swift", {"image": "a.png", "objects": [CAT]}, "a list of {desc, bbox_2d} needs no conversion"),
         ("swift", {"image": "a.png", "objects": {"ref": "cat", "bbox": BOX}}, "ref and bbox of objects must be lists"),
+        (
+            "swift",
+            {"image": "a.png", "objects": {"ref": ["cat"], "bbox": [BOX], "bbox_type": "norm1000"}},
+            "objects.bbox_type: 'norm1000' is not 'real' (pixels) or 'norm1' (fractions); convert",
+        ),
         ("sharegpt", {"image": "a.png", "conversations": ["Find", "a cat"]}, "conversations must be a list of {from"),
         ("sharegpt", {"image": "a.png", "messages": "a cat"}, "or messages one of {role, content}"),
         ("rex-omni", {"image_name": "a.png", "annotation": [{"bbox": BOX}]}, "no annotation.boxes of {bbox, phrase}"),
