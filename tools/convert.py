@@ -122,6 +122,8 @@ def convert_image(
         shown = relative_path(path, root)
         if SURROGATE.search(shown):
             raise LeftOut("the name of its file or folder is not UTF-8; rename it")
+        if SURROGATE.search(json.dumps(image.get("messages"), ensure_ascii=False)):
+            raise LeftOut("its question is not UTF-8: it holds half of a surrogate pair")
     except LeftOut as reason:
         return Converted(image_id, None, str(reason))
     result.row = {"id": str(image_id), "images": [shown], "width": width, "height": height, "objects": objects}

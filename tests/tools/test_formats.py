@@ -442,6 +442,20 @@ def test_inputs_are_never_overwritten(folder, splits):
     assert "ref" in path.read_text()
 
 
+@pytest.mark.parametrize("kind", ["swift", "sharegpt"])
+def test_DAT_1_a_question_that_is_not_utf_8_leaves_its_line_out(folder, kind):
+    """DAT-1: as a text cut in the middle of an emoji is. The other lines are converted, whole emojis too."""
+    rows = []
+    for question in ("Find \ud83d", "Find \U0001f600"):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": ANSWERS["json"]}]
+        rows.append({"image": "a.png", "messages": turns, "objects": {"ref": ["cat"], "bbox": [BOX]}})
+    path = write_lines(folder, *rows)
+    report = convert(path, folder / "images", folder / "d.jsonl", kind=kind, unit=1000)
+    reason = "its question is not UTF-8: it holds half of a surrogate pair"
+    assert report.reasons == {("images left out", reason): (1, "1")}
+    assert json.loads((folder / "d.jsonl").read_text())["messages"][0]["content"] == "Find \U0001f600"
+
+
 def test_two_boxes_of_one_reference(folder):
     turns = [{"from": "gpt", "value": "<ref>cat</ref><box>[[10,20,40,60],[0,0,50,40]]</box>"}]
     path = write_lines(folder, {"conversations": turns, "image": "b.png"})
