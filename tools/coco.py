@@ -68,6 +68,9 @@ def coco_items(path: Path, name: str) -> Iterator[dict[str, Any]]:
                     raise ValueError(f"{path}: {name}: must be a list of objects, contains {item!r:.40}")
                 yield item
         except (ijson.JSONError, UnicodeDecodeError) as error:
+            if "integer overflow" in str(error):
+                rule = "an integer of more than 64 bits; write it, and what refers to it, as text"
+                raise ValueError(f"{path}: {rule}: {error}") from None
             raise ValueError(f"{path}: not valid JSON: {error}") from None
 
 
@@ -101,7 +104,7 @@ class CocoFile:
     def _fill(self) -> None:
         self.categories: dict[int | str | None, str] = {}
         for item in coco_items(self.path, "categories"):
-            number, name = _valid_id(item.get("id")), self._name(item)
+            number, name = valid_id(item.get("id")), self._name(item)
             if (other := self.categories.setdefault(number, name)) != name:
                 rule = f"id {number!r} is both {other!r} and {name!r}; give each category an id of its own"
                 raise ValueError(f"{self.path}: categories: {rule}")
@@ -160,14 +163,14 @@ class CocoFile:
             yield image_id, item, [row[0] for row in self._db.execute(query, (image_id,))]
 
 
-def _valid_id(value: Any) -> int | str | None:
+def valid_id(value: Any) -> int | str | None:
     """Return an id that fits the database and a dictionary; None for a value that is no id."""
     fits = isinstance(value, str) or isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
     return value if fits else None
 
 
 def _file_of(image: str) -> str | None:
-    """The name of an image's file, as JSON: what is not UTF-8 in it does not fit the database."""
+    """The name of an image's file, as JSON: what is no text does not fit the database."""
     fields = json.loads(image)
     name = fields.get("file_name") or fields.get("coco_url")
     return json.dumps(name) if name else None
@@ -175,7 +178,7 @@ def _file_of(image: str) -> str | None:
 
 def _rows(items: Iterable[dict[str, Any]], id_name: str, keys: Sequence[str]) -> Iterator[tuple[int | str | None, str]]:
     for item in items:
-        yield _valid_id(item.get(id_name)), json.dumps({key: item[key] for key in keys if key in item})
+        yield valid_id(item.get(id_name)), json.dumps({key: item[key] for key in keys if key in item})
 
 
 # ---- one object ----------------------------------------------------------------------------------------------------
@@ -189,7 +192,7 @@ def convert_object(
     Raises:
         LeftOut: the object is not to be written.
     """
-    name = categories.get(_valid_id(item.get("category_id")))
+    name = categories.get(valid_id(item.get("category_id")))
     if name is None:
         raise LeftOut("category not in the file's list")
     if options.categories is not None and name not in options.categories:

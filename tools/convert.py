@@ -47,7 +47,7 @@ from typing import Any
 
 from PIL import Image
 
-from tools.coco import CocoFile, LeftOut, Options, convert_object
+from tools.coco import CocoFile, LeftOut, Options, convert_object, valid_id
 from tools.formats import READERS, SEVERAL_LINES_PER_IMAGE, Annotations
 from utils.data.images import EXIF_ORIENTATION, FORMATS, image_size
 from utils.data.samples import SURROGATE, map_ahead
@@ -106,10 +106,11 @@ def convert_image(
             try:
                 converted, remarks = convert_object(_in_pixels(item, *stored), categories, *stored, options)
             except LeftOut as reason:
+                category = valid_id(item.get("category_id"))
                 result.objects_left_out.append(str(reason))
-                incomplete.add(item.get("category_id"))
+                incomplete.add(category)
                 if not str(reason).startswith(NO_GAP):
-                    gaps.add(categories.get(item.get("category_id")))
+                    gaps.add(categories.get(category))
                 continue
             objects.append(turned(converted, orientation, *stored))
             result.remarks.extend(remarks)
@@ -167,9 +168,12 @@ def find_image(image: dict[str, Any], folder: Path) -> Path:
         candidates = ["/".join(parts[-2:]), parts[-1]]
     else:
         raise LeftOut("malformed: neither file_name nor coco_url")
-    for candidate in candidates:
-        if (folder / candidate).is_file():
-            return folder / candidate
+    try:
+        for candidate in candidates:
+            if (folder / candidate).is_file():
+                return folder / candidate
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise LeftOut(f"image file cannot be read: {error.strerror}") from None
     raise LeftOut("no such image file")
 
 

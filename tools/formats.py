@@ -133,7 +133,7 @@ def _voc_image(name: str, own: Path, images: Path) -> str:
     endings = [ending for suffix in IMAGE_SUFFIXES for ending in (suffix, suffix.upper())]
     names = [name, *(start + ending for start in (name, own.stem) for ending in endings)]
     candidates = [*(str(own.parent / candidate) for candidate in names), *names]
-    return next((candidate for candidate in candidates if (images / candidate).is_file()), name)
+    return next((candidate for candidate in candidates if os.path.isfile(images / candidate)), name)
 
 
 def _number(text: str | None) -> float | None:

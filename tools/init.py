@@ -260,7 +260,7 @@ def _file_of(image: dict[str, Any], folder: Path) -> Path | None:
     """The image of a COCO file's entry, as the conversion finds it; None also where the folder may not be read."""
     try:
         return find_image(image, folder)
-    except (LeftOut, OSError):
+    except LeftOut:
         return None
 
 

@@ -414,6 +414,18 @@ def test_images_that_do_not_fit_are_left_out(tmp_path):
     assert report.num_empty == 1
 
 
+def test_DAT_1_an_odd_entry_leaves_out_its_own_image_only(tmp_path):
+    """DAT-1: a category id that is a list, a name that no file can have, one that is none."""
+    images = several_entries(tmp_path, {1: {}, 2: {}, 3: {"file_name": "x" * 300}, 4: {"file_name": [1]}})
+    rows, report = converted(tmp_path, [annotation(1), annotation(2, [1])], images)
+    assert [row["id"] for row in rows] == ["1"]
+    assert report.reasons == {
+        (IMAGES, INCOMPLETE): (1, 2),
+        (IMAGES, "image file cannot be read: File name too long"): (1, 3),
+        (IMAGES, "malformed: neither file_name nor coco_url"): (1, 4),
+    }
+
+
 def test_DAT_1_an_id_that_stands_for_several_images_or_names_is_never_guessed(tmp_path):
     """DAT-1: the images of such an id are left out; a category of two names stops the conversion."""
     for name in ("2.png", "3.png"):
@@ -547,6 +559,7 @@ def test_dat_1_what_is_written_passes_every_check_of_training(tmp_path):
         ),
         ('{"images": [{"id": 1, "file_name": "no.png"}]}', "no image is left to write"),
         ("\x00\xff", "not valid JSON"),
+        ('{"images": [{"id": 9223372036854775808}]}', "json: an integer of more than 64 bits; write it, and what"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, content, words):

@@ -65,7 +65,7 @@ def test_DAT_1_pascal_voc(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "<filename>a</filename>", "<filename>c.d</filename>", "<filename>no.jpg</filename>"]
+    "name", ["", *(f"<filename>{name}</filename>" for name in ("a", "c.d", "no.jpg", "long" * 99))]
 )
 def test_DAT_1_pascal_voc_finds_images_by_the_name_of_the_xml_file_too(folder, name):
     """DAT-1: also without an ending, and with one in capitals."""
