@@ -11,7 +11,7 @@ import os
 import re
 import xml.etree.ElementTree as xml  # noqa: S405  # data files are the operator's own
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +179,12 @@ def _yolo_objects(text: str, keypoints: int) -> list[dict[str, Any]]:
 
 def _yolo_object(line: str, keypoints: int) -> dict[str, Any]:
     try:
-        label, *numbers = line.split()
-        coords = [float(number) for number in numbers]
-        item: dict[str, Any] = {"category_id": int(label), "unit": 1}
+        label, *coords = map(float, line.split())  # np.savetxt writes 1 as 1.0e+00
     except ValueError:
+        label = math.nan
+    if not label.is_integer():
         return {"category_id": None, "bbox": line}
+    item: dict[str, Any] = {"category_id": int(label), "unit": 1}
     if len(coords) in (4, 4 + keypoints):
         x, y, width, height = coords[:4]
         return item | {"bbox": [x - width / 2, y - height / 2, width, height]}
@@ -204,12 +205,21 @@ def _yolo_settings(labels: Path, given: Path | None) -> tuple[dict[Any, str], in
     if not isinstance(shape, list) or not all(type(number) is int for number in shape):
         raise ValueError(f"{described}: kpt_shape: must be [number of keypoints, numbers of each]; correct it")
     if path.suffix == ".txt":
-        return dict(enumerate(map(str.strip, _read(path).splitlines()))), math.prod(shape)
+        return _class_names(path, enumerate(_read(path).rstrip().splitlines())), math.prod(shape)
     found = settings.get("names")
     found = dict(enumerate(found)) if isinstance(found, list) else found
     if not isinstance(found, dict) or not all(str(key).isdecimal() for key in found):
         raise ValueError(f"{path}: names: must be a list, or a mapping from class number to name")
-    return {int(key): str(name) for key, name in found.items()}, math.prod(shape)
+    return _class_names(path, found.items()), math.prod(shape)
+
+
+def _class_names(path: Path, found: Iterable[tuple[Any, Any]]) -> dict[Any, str]:
+    names = {int(key): name if isinstance(name, bool | None) else str(name).strip() for key, name in found}
+    for number, name in names.items():
+        if not _is_description(name):
+            rule = f"{name!r} cannot be an object's description; write a name there, in YAML in quotes"
+            raise ValueError(f"{path}: class {number}: {rule}")
+    return names
 
 
 def _yaml(path: Path) -> dict[str, Any]:

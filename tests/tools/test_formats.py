@@ -122,6 +122,15 @@ def test_DAT_1_yolo(folder, names):
     assert outlines["a.png"][1] == {"desc": "dog", "poly": [0, 0, 50, 0, 50, 40, 0, 40]}
 
 
+def test_yolo_class_numbers_may_be_written_as_floats_DAT_1(folder):
+    """DAT-1: as np.savetxt does; between two classes there is none. Blank lines behind the names do no harm."""
+    (folder / "labels").mkdir()
+    (folder / "labels" / "classes.txt").write_text("cat\ndog\n\n \n")
+    np.savetxt(folder / "labels" / "a.txt", [[0, 0.25, 0.5, 0.3, 0.5], [1, 0.25, 0.25, 0.5, 0.5]])
+    (folder / "labels" / "b.txt").write_text("0.5 0.25 0.5 0.3 0.5")
+    assert rows_of(folder, "yolo", folder / "labels") == {"a.png": [CAT, DOG]}
+
+
 def test_yolo_files_with_a_byte_order_mark_DAT_1(folder):
     """DAT-1: as Windows' tools write. It is not part of the first name."""
     (folder / "labels").mkdir()
@@ -217,6 +226,9 @@ def test_DAT_1_files_that_cannot_be_read_are_named_or_left_out(folder):
     (folder / "labels" / "classes.txt").unlink()
     for kind, name, content, message in (
         ("yolo", "labels/classes.txt", b"caf\xe9", "not UTF-8: .* save it as UTF-8"),
+        ("yolo", "labels/classes.txt", b"cat\n\ndog", "class 1: '' cannot be an object's description; write a name"),
+        ("yolo", "labels/data.yaml", b"names: [cat, no]", "class 1: False cannot be an object's .* in quotes"),
+        ("yolo", "labels/data.yaml", b"names: {3: ' '}", "class 3: '' cannot be"),
         ("yolo", "labels/data.yaml", b"names: [", "not YAML: .* correct it"),
         ("yolo", "labels/data.yaml", b"- cat", "must be a mapping"),
         ("yolo", "labels/data.yaml", b"names: {cat: 0}", "names: must be a list, or a mapping from class number"),
