@@ -8,6 +8,7 @@ is read by one process per core. Exit status: 0 no mistakes, 1 mistakes.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -51,7 +52,7 @@ def main() -> None:
     counts, text = check(args.files, args.prompt, max(args.lines, 1))
     print(text)
     if not counts.num_bad:
-        print(f"write a config: python -m tools.init --data {args.files[0]} --model DIR --gpus N")
+        print(f"write a config: python -m tools.init --data {shlex.quote(args.files[0])} --model DIR --gpus N")
     sys.exit(1 if counts.num_bad else 0)
 
 

@@ -38,6 +38,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -493,7 +494,7 @@ def main() -> None:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
     print(report.text())
-    written = next(iter(report.images))
+    written = shlex.quote(next(iter(report.images)))
     print(f"look at it: python -m tools.show_jsonl --data {written} --output sheets")
     print(f"write a config: python -m tools.init --data {written} --model DIR --gpus N")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -88,7 +89,7 @@ def main() -> None:
     write(output, about | {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold} | result, predictions)
     show(result, f"{args.checkpoint} on {len(samples)} images ({backend}, {model.dtype}, greedy)")
     print(f"scores: {output}   responses: {output.with_suffix('.jsonl')}")
-    print(f"for other tools: python -m tools.export {output.with_suffix('.jsonl')} --output DIR")
+    print(f"for other tools: python -m tools.export {shlex.quote(str(output.with_suffix('.jsonl')))} --output DIR")
 
 
 def parse_args() -> argparse.Namespace:

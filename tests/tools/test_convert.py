@@ -626,6 +626,8 @@ def test_the_program(tmp_path, monkeypatch, capsys):
         f"look at it: python -m tools.show_jsonl --data {out} --output sheets",
         f"write a config: python -m tools.init --data {out} --model DIR --gpus N",
     ]
+    run_tool(monkeypatch, *args, "--output", f"{tmp_path}/my d.jsonl")
+    assert f"tools.init --data '{tmp_path}/my d.jsonl' --model" in capsys.readouterr().out
     run_tool(monkeypatch, *args, "--crowd", "keep", "--categories", "cat,traffic light", "--splits", "a=1")
     assert f"{tmp_path}/d_a.jsonl: 1 images\nobjects: 2 boxes" in capsys.readouterr().out
     for wrong, words in [(["--limit", "0"], "--limit and"), (["--images", tmp_path / "none"], "no such folder")]:

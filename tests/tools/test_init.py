@@ -338,7 +338,7 @@ def test_a_trial_on_cpu_is_one_that_server_and_learner_accept_FAM_2(tmp_path, fa
     assert load_tokenizer(cfg, is_main=True)[1] is not None
 
 
-def test_many_folders_of_images_become_the_one_above_SRV_5(tmp_path):
+def test_many_folders_of_images_become_those_above_SRV_5(tmp_path):
     """SRV-5: the server reads below these only."""
     few = [sample_of("a", [f"/data/{i}/a.png"], []) for i in range(3)]
     assert image_roots(few) == ["/data/0", "/data/1", "/data/2"]
