@@ -1,12 +1,10 @@
 """Pictures of many shapes, and start models that supervised training has taken as far as it gets on them.
 
 They are those of the studies `crowd` and `faint`, and, by way of `studies.partial_data`, of `partial_faint`,
-`partial_fainter`, `partial_sparse`, `partial_crowd`, `partial_small` and, but for the start model, `partial_cast`. Each
-is made once and kept.
+`partial_fainter` and, but for the start model, `partial_cast`. Each is made once and kept.
 """
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from studies import new_class_data
 from studies.dense_data import prepare_model
-from studies.new_class_data import MATERIALS, SIDE, Shift, draw, to_line, write_jsonl
+from studies.new_class_data import MATERIALS, Shift, draw, to_line, write_jsonl
 from tools.cached import cached
 from tools.make_demo import Scenes
 
@@ -33,8 +31,6 @@ class Crowds:
         max_new_tokens: of an answer, with room for more objects than that.
         prepare_base: makes the model that the start model is trained from, if missing.
         num_further: further test pictures.
-        kept: share of the objects that pictures of the splits "warmup" and "train" annotate, at random, one at least.
-        overlooked: of objects with a longer side up to this share of the picture's only; larger ones are annotated.
         version: raise it when pictures or start model are made differently; records of older material are stale.
     """
 
@@ -47,8 +43,6 @@ class Crowds:
     prepare_base: Callable[[], object]
     scenes: Scenes = Scenes(max_objects=16, max_labels=3)
     num_further: int = 1024
-    kept: float = 1.0
-    overlooked: float = 1.0
     version: int = 1
 
     @property
@@ -58,8 +52,7 @@ class Crowds:
     @property
     def settings(self) -> list:
         """What its pictures are made with."""
-        own = [self.version, self.seed, self.splits, repr(self.scenes), repr(self.shift)]
-        return own if self.kept == 1 else [*own, self.kept, *([] if self.overlooked == 1 else [self.overlooked])]
+        return [self.version, self.seed, self.splits, repr(self.scenes), repr(self.shift)]
 
     def prepare(self) -> None:
         """Make `data` and `model` below `root`, and the model that it starts from, if missing."""
@@ -92,20 +85,7 @@ class Crowds:
                 image, objects = draw(self.seed, number, self.shift, self.scenes)
                 if len(objects) in self.num_objects:
                     rows.append(to_line(folder, split, number, image, objects))
-            if split in ("warmup", "train"):
-                rows = [row | {"objects": self.annotated(row["objects"], row["id"])} for row in rows]
             write_jsonl(folder / f"{split}.jsonl", rows)
-
-    def annotated(self, objects: list[dict], image_id: str) -> list[dict]:
-        """The objects of a picture that its line lists, in their order."""
-        rng = random.Random(f"{self.seed}-{image_id}")
-        while not (chosen := [item for item in objects if self.is_large(item) or rng.random() < self.kept]):
-            pass
-        return chosen
-
-    def is_large(self, item: dict) -> bool:
-        left, top, right, bottom = item["bbox_2d"]
-        return max(right - left, bottom - top) > self.overlooked * SIDE
 
 
 CROWD = Crowds(

@@ -14,7 +14,6 @@ from studies.new_class import FORCED, OFFLINE, REFRESHED, grpo
 from studies.partial_data import ROOT, SPLITS, VERSION, prepare, prepare_further
 from studies.study import RM
 
-NUM_ANNOTATED = 8  # classes of a picture's annotation where it shows a crowd
 GRPO_CONFIG = "studies/configs/partial_grpo.yaml"
 
 
@@ -71,56 +70,6 @@ any run of it, when that one had most of its runs at equal steps on the tuning i
 pseudo-labels. On the tuning images the start model has 0.664 (the best of four rounds), *SFT + pseudo-labels* 0.663,
 0.664 and 0.680, *GRPO by object* with a rate of 0.001 0.669. It gains less than on faint crowds, perhaps because its
 reward sees two shapes in a picture, not eight.
-"""
-SPARSE_METHOD = """Four to eight shapes in a clear picture, of which each is annotated with a probability of 0.3, and
-nothing says what is missing. The start model is that of the other versions, then trained on 8,000 such pictures until a
-round brought less than 0.01 of F1. The tuning and test pictures are fully annotated. This version was added before any
-run of it. The expectation: supervised training learns how often annotators leave an object out, so that its likeliest
-answer ends early (with three objects left, none of them is annotated with a probability of 0.34, which is more than the
-0.3 of the next one). Pseudo-labels lack what such answers lack. F1 is highest where all is named, even if it is counted
-against what is annotated, since one more object raises it if its probability is above F1 / 2. *Refreshed
-pseudo-labels* and *stage 2 + KL* have the same lines, which say that they are complete for no class (`annotated: []`).
-*Equal seconds* are those of *GRPO by object*. 4,096 further images decide.
-After that, trials on the tuning images, which are no runs of the study: the start model has an F1 of 0.578 (precision
-0.98, recall 0.41; the best of four rounds). From it, *refreshed pseudo-labels* with a rate of 0.001 ended at 0.694.
-From the model of the second round, at 0.550, *SFT + pseudo-labels* with 0.001 ended at 0.679; *GRPO by object* with
-0.001 had a mean F1 of an answer of 0.609, 0.639, 0.634 and 0.625 after 10, 20, 30 and 40 steps (at first 0.553) and was
-stopped there. From the start model with 0.004 it had 0.615, 0.628 and 0.598 (at first 0.580), and was stopped. *Stage
-2* without KL, on lines complete for no class, went from 0.578 to 0.662 in 40 steps with 0.001 (precision 0.90). So the
-expectation is half right: answers grow longer by the reward, from 2.5 objects to 3.6, but those of pseudo-labels do so
-faster. Stage 2 that learns to close such lines with a fifth of the weight, or not at all, had 0.656 and 0.651 after 10
-steps (precision 0.89 and 0.85); after 20 no more than 57 % and 12 % of its answers parsed, as nothing tells it when to
-stop. So it learns to close there, too.
-"""
-CROWD_METHOD = """Seven to nine shapes of one to three classes in a picture, each with its own contrast of 0 to 0.5 in
-noise, so that a part of them is lost, as where annotators had a better view. The start model is that of *Partial
-annotation, faint shapes*, then trained on 8,000 such pictures with complete annotation until a round brought less than
-0.01 of F1. Each training picture is annotated for eight of the twelve classes, of which it shows one at least. This
-version was added before any run of it. The expectation: supervised training learns that a picture has seven shapes at
-least, so that a model that sees five names two more, which it does not see, and pseudo-labels repeat that. A reward on
-the annotated classes tells it to leave them out. *Equal seconds* are those of *GRPO by object*. 2,048 further images
-decide.
-The start model had an F1 of 0.720 and 0.743 on the tuning images after two rounds, precision 0.75 and 0.77, and says
-7.6 objects, as expected. In a trial from the first of them *GRPO by object* (rate 0.001) had a mean F1 of an answer of
-0.720, 0.734, 0.730 and 0.726 after 15, 30, 45 and 60 steps (at first 0.719). That is no more than on other faint
-shapes, so the third round was stopped, for a version that promised more.
-"""
-SMALL_METHOD = """As *objects left out at random*, but only small objects are left out: of those whose longer side is
-below 0.18 of the picture's (nearly half), three in ten are annotated; larger ones are annotated always. This
-version was added before any run of it. The expectation: where a small object comes next, supervised training learns
-that the object behind it comes next with a probability of 0.7, so that its likeliest answer never names a small one,
-and pseudo-labels, refreshed ones too, leave it as unlikely as it was. One more object that is annotated with 0.3 is
-worth more to *GRPO by object* than it costs, since its reward has `detection_no_missed`, too, with twice the weight of
-`detection_f1`: right with p, an object brings 2p - F1 parts by the one and 4p by the other.
-After that, trials on the tuning images, which are no runs of the study. The start model had an F1 of 0.732 and 0.796
-after two rounds; in the second the precision was 0.98 and the recall 0.67. From there, all with a rate of 0.001,
-*refreshed pseudo-labels* had 0.850, 0.872 and 0.884 after 10, 20 and 60 steps (precision 0.93, recall 0.84 at last),
-stage 2 without KL, on lines complete for no class, 0.846 and 0.855 after 10 and 20, and *GRPO by object* a mean F1 of
-an answer of 0.857 and 0.855 after 10 and 20 (at first 0.794; recall 0.68, 0.82 and 0.79), with a weight of 4 for
-`detection_no_missed` 0.857 and 0.860, and on lines complete for no class 0.804 after 10, when 6 % of its answers did
-not end; all but the first were stopped there. So the expectation is half right: the reward makes small objects worth
-naming within 10 steps. But refreshed pseudo-labels find them as well: what is said now and then enters the labels, and
-stays.
 """
 CAST_METHOD = """The images of the other versions with a colour cast: all colours turn by 33 degrees about the grey
 axis, so that red looks much like the start model's yellow, green like its blue. Each training image is annotated for
@@ -193,26 +142,6 @@ def faint_study(crowds: Crowds, title: str, method: str) -> Study:
     )
 
 
-def crowd_study(crowds: Crowds) -> Study:
-    """Return the study of crowds, of which each picture annotates `NUM_ANNOTATED` of the classes."""
-    faint = faint_study(crowds, "Partial annotation, crowds of which a part is lost", CROWD_METHOD)
-    return replace(faint, prepare=partial(partial_data.prepare_crowds, crowds, NUM_ANNOTATED))
-
-
-def sparse_study(crowds: Crowds, title: str, method: str) -> Study:
-    """Return the study of pictures that annotate some of their objects."""
-    faint = faint_study(crowds, title, method)
-    by_object, by_answer = (arm for arm in faint.arms if arm.program == "train_grpo.py")
-    refreshed, stage2_kl = (replace(arm, data="open/train.jsonl") for arm in (REFRESHED, STAGE2_KL))
-    return replace(
-        faint,
-        root=crowds.root,
-        prepare=partial(partial_data.prepare_sparse, crowds),
-        arms=(by_object, PSEUDO, refreshed, SFT, stage2_kl, by_answer),
-        further=crowds.prepare_further,
-    )
-
-
 def cast_study(crowds: Crowds) -> Study:
     """Return the study of pictures with a colour cast, from a start model that has never seen it."""
     faint = faint_study(crowds, "Partial annotation, a colour cast", CAST_METHOD)
@@ -230,8 +159,5 @@ HALF = study(0.5)
 FAINT = faint_study(partial_data.FAINT, "Partial annotation, faint shapes", FAINT_METHOD)
 FAINTER = faint_study(partial_data.FAINTER, "Partial annotation, fainter shapes", FAINTER_METHOD)
 SHARES = (HALF, *(study(share, HALF) for share in (0.0, 0.25, 0.75, 1.0)))
-SPARSE = sparse_study(partial_data.SPARSE, "Partial annotation, objects left out at random", SPARSE_METHOD)
-SMALL = sparse_study(partial_data.SMALL, "Partial annotation, small objects overlooked", SMALL_METHOD)
-CROWD = crowd_study(partial_data.CROWD)
 CAST = cast_study(partial_data.CAST)
-PARTIAL = (*SHARES, FAINT, FAINTER, SPARSE, CROWD, SMALL, CAST)
+PARTIAL = (*SHARES, FAINT, FAINTER, CAST)

@@ -56,35 +56,6 @@ FAINT = Crowds(
 FAINTER = replace(
     FAINT, name="partial_fainter", seed=109, shift=replace(FAINT.shift, contrast=0.09), prepare_base=FAINT.prepare
 )
-SPARSE = Crowds(
-    "partial_sparse",
-    seed=110,
-    splits={"warmup": 8000, "train": 2000, "tune": 256, "test": 512},
-    num_objects=range(4, 9),
-    shift=Shift(sizes=(0.14, 0.26)),
-    max_new_tokens=320,
-    prepare_base=prepare_start,
-    scenes=Scenes(max_objects=8),
-    num_further=4096,
-    kept=0.3,
-)
-
-CROWD = Crowds(
-    "partial_crowd",
-    seed=111,
-    splits={"warmup": 8000, "train": 2000, "tune": 256, "test": 512},
-    num_objects=range(7, 10),
-    shift=Shift(contrast=(0.0, 0.5), noise=30.0, sizes=(0.10, 0.18)),
-    max_new_tokens=320,
-    prepare_base=FAINT.prepare,
-    scenes=Scenes(max_objects=9, max_labels=3),
-    num_further=2048,
-)
-
-SMALL = replace(
-    SPARSE, name="partial_small", seed=112, shift=Shift(sizes=(0.12, 0.26)), overlooked=0.18, num_further=2048
-)
-
 CAST = Crowds(
     "partial_cast",
     seed=114,
@@ -104,10 +75,10 @@ def prepare(share: float) -> None:
     prepare_share(ROOT, share, prepare_start(), max_new_tokens=128)
 
 
-def prepare_crowds(crowds: Crowds, num_labels: int = 1) -> None:
-    """The same for faint shapes, of which no image is complete; each annotates so many classes."""
+def prepare_crowds(crowds: Crowds) -> None:
+    """The same for faint shapes, of which no image is complete."""
     crowds.prepare()
-    prepare_share(crowds.root, 0.0, crowds.settings, crowds.max_new_tokens, num_labels)
+    prepare_share(crowds.root, 0.0, crowds.settings, crowds.max_new_tokens)
 
 
 def prepare_cast() -> None:
@@ -121,33 +92,10 @@ def prepare_cast() -> None:
     write_files(CAST.root / "0", CAST.root / "data", ROOT / "model", made_with, one_class, CAST.max_new_tokens)
 
 
-def prepare_sparse(crowds: Crowds) -> None:
-    """Make the start model of pictures that annotate some of their objects, and what the arms train on, if missing.
-
-    `open/train.jsonl` has the lines of `data/train.jsonl`, each with `annotated: []`: complete for no class.
-    `pseudo/train.jsonl` is completed with what the start model sees besides.
-    """
-    crowds.prepare()
-    root, made_with = crowds.root, crowds.settings
-    cached(root / "open", made_with, "lines that say it", lambda to: write_open(root / "data", to))
-    cached(
-        root / "pseudo",
-        made_with,
-        "pseudo-labels",
-        lambda to: write_pseudo_labels(root / "model", root / "open", to, crowds.max_new_tokens),
-    )
-
-
-def write_open(source: Path, folder: Path) -> None:
-    """Write the training lines of `source` to `folder/train.jsonl`; they say that they are complete for no class."""
-    lines = [absolute(json.loads(line), source) for line in (source / "train.jsonl").open()]
-    write_jsonl(folder / "train.jsonl", [line | {"annotated": []} for line in lines])
-
-
-def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int, num_labels: int = 1) -> None:
+def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int) -> None:
     """Make the files of a share from `data` and `model` below `root`, if missing."""
-    made_with = [*made_with, share, *([] if num_labels == 1 else [num_labels])]
-    annotate = partial(annotated, share=share, num_labels=num_labels)
+    made_with = [*made_with, share]
+    annotate = partial(annotated, share=share)
     write_files(root / f"{share:g}", root / "data", root / "model", made_with, annotate, max_new_tokens)
 
 
@@ -221,8 +169,8 @@ def write_test(source: Path, folder: Path) -> None:
     write_jsonl(folder / "test_prompted.jsonl", [prompted(row) for row in lines])
 
 
-def annotated(row: dict, share: float, num_labels: int = 1) -> dict:
-    """Return a line as it is, with probability `share`, or with the objects of some classes, one of which it shows.
+def annotated(row: dict, share: float) -> dict:
+    """Return a line as it is, with probability `share`, or with the objects of one class that it shows.
 
     An image that is complete is so at all larger shares.
     """
@@ -230,9 +178,7 @@ def annotated(row: dict, share: float, num_labels: int = 1) -> dict:
     if rng.random() < share:
         return row
     shown = rng.choice(sorted({item["desc"] for item in row["objects"]}))
-    labels = [shown, *rng.sample([label for label in LABELS if label != shown], num_labels - 1)]
-    objects = [item for item in row["objects"] if item["desc"] in labels]
-    return row | {"annotated": sorted(labels), "objects": objects}
+    return row | {"annotated": [shown], "objects": [item for item in row["objects"] if item["desc"] == shown]}
 
 
 def one_class(row: dict) -> dict:

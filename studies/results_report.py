@@ -21,6 +21,7 @@ from studies.study_report import Record, interval, last, runs_of, spread, table
 START = "start model"
 NEEDED, MIN_SEEDS = 2, 5
 MIN_SHARE = 0.95  # of the clock's seconds that "equal seconds" means
+GIVEN_UP = "Three more were [given up after trials](results_trials.md)."
 COLOURS = ("#c0392b", "#e67e22", "#8e44ad", "#16a085", "#2962d6", "#555")
 
 ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run counts, with
@@ -73,7 +74,7 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     num_lost = len(studies) - num_won - len(undecided)
     lines.append(
         f"A study counts if one of its versions shows it. Of the {len(studies)} versions below {num_won} show it, "
-        f"{num_lost} do not, and {len(undecided)} have not finished. Nothing corrects for their number."
+        f"{num_lost} do not, and {len(undecided)} have not finished. {GIVEN_UP} Nothing corrects for their number."
     )
     lines += [shortage for study in studies if winners[study.name] and (shortage := short_of_seconds(records, study))]
     return "\n".join(lines) + "\n"

@@ -40,12 +40,8 @@ from studies.partial import (
     FAINTER,
     HALF,
     SHARES,
-    SMALL,
-    SPARSE,
     cast_study,
-    crowd_study,
     faint_study,
-    sparse_study,
 )
 from studies.study import RM
 from studies.taught import DISTILLED, TAUGHT
@@ -342,87 +338,6 @@ def test_faint_shapes_are_a_version_of_their_own_with_one_annotated_class_in_eac
     assert Path(faint.arms[0].data).parent.name == "pseudo" and (faint.root / faint.arms[0].data).exists()
 
 
-def test_sparse_pictures_annotate_some_objects_to_learn_and_all_to_be_scored(tmp_path, monkeypatch):
-    """Lines to train on list three in ten objects, one at least; those of `open` say so; pseudo-labels add the rest."""
-    monkeypatch.chdir(tmp_path)
-    few = replace(partial_data.SPARSE, splits={"warmup": 6, "train": 60, "test": 6}, num_further=6)
-    few = replace(few, prepare_base=lambda: None)
-    sparse = sparse_study(few, "Sparse", "As above.")
-    monkeypatch.setattr(crowd_data, "prepare_model", lambda *_: None)
-    seen = Object("red ring", "bbox_2d", (0, 0, 999, 999))  # one of the twelve labels, and no object of any picture
-    monkeypatch.setattr(partial_data, "answers", lambda model, samples, room: [[seen]] * len(samples))
-    sparse.prepare()
-    lines = {arm.data: [json.loads(line) for line in (sparse.root / arm.data).open()] for arm in sparse.arms}
-    plain, said, completed = (lines[f"{name}/train.jsonl"] for name in ("data", "open", "pseudo"))
-    assert not any("annotated" in row for row in [*plain, *completed]) and all(row["annotated"] == [] for row in said)
-    assert [row["objects"] for row in plain] == [row["objects"] for row in said]
-    for row, full in zip(plain, completed, strict=True):
-        assert [item for item in full["objects"] if item in row["objects"]] == row["objects"]
-        assert len(full["objects"]) == len(row["objects"]) + 1
-    numbers = [len(row["objects"]) for row in plain]
-    assert min(numbers) == 1 and max(numbers) <= 6 and 1.5 < statistics.fmean(numbers) < 2.5
-    for row in plain[:10]:  # what is listed is in the picture, in the order of all its objects
-        number = int(row["id"].split("-")[1])
-        objects = new_class_data.draw(few.seed, number, few.shift, few.scenes)[1]
-        assert [item for item in objects if item in row["objects"]] == row["objects"] and len(objects) >= 4
-    for path in (sparse.root / "data/test.jsonl", sparse.further() / "test.jsonl"):
-        rows = [json.loads(line) for line in path.open()]
-        assert len(rows) == 6 and all(4 <= len(row["objects"]) <= 8 for row in rows)
-    of_file = {arm.name: arm.data.split("/")[0] for arm in sparse.arms}
-    assert of_file == {
-        "GRPO by object": "data",
-        "SFT + pseudo-labels": "pseudo",
-        "SFT + refreshed pseudo-labels": "open",
-        "SFT": "data",
-        "stage 2 + KL": "open",
-        "GRPO by answer": "data",
-    }
-    assert [arm.name for arm in sparse.arms if arm.is_rival] == [name for name in of_file if name.startswith("SFT")]
-
-
-def test_small_objects_are_overlooked_and_large_ones_are_not(tmp_path):
-    """In lines to learn; those to be scored list all. The arms are those of the sparse pictures."""
-    few = replace(partial_data.SMALL, splits={"warmup": 4, "train": 100, "test": 60})
-    few.make_data(tmp_path)
-    train, test = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "test"))
-    sides = [
-        [max(item["bbox_2d"][2] - item["bbox_2d"][0], item["bbox_2d"][3] - item["bbox_2d"][1]) for item in objects]
-        for objects in (row["objects"] for row in [*train, *test])
-    ]
-    small = [sum(side <= 0.18 * 128 for side in each) / len(each) for each in sides]
-    assert 0.1 < statistics.fmean(small[:100]) < 0.3 and 0.3 < statistics.fmean(small[100:]) < 0.55
-    for row in train:
-        objects = new_class_data.draw(few.seed, int(row["id"].split("-")[1]), few.shift, few.scenes)[1]
-        missing = [item for item in objects if item not in row["objects"]]
-        assert not any(map(few.is_large, missing)) and len(objects) - len(missing) == len(row["objects"])
-    assert [arm.name for arm in SMALL.arms] == [arm.name for arm in SPARSE.arms]
-
-
-def test_a_partly_lost_crowd_is_annotated_for_eight_classes_and_completed_for_the_other_four(tmp_path, monkeypatch):
-    """It shows one of the eight at least; what is scored is annotated for all, and shows as many objects."""
-    monkeypatch.chdir(tmp_path)
-    few = replace(partial_data.CROWD, splits={"warmup": 2, "train": 30, "tune": 2, "test": 6}, num_further=6)
-    crowd = crowd_study(replace(few, prepare_base=lambda: None))
-    monkeypatch.setattr(crowd_data, "prepare_model", lambda *_: None)
-    seen = [Object(label, "bbox_2d", (80 * i, 0, 80 * i + 60, 60)) for i, label in enumerate(partial_data.LABELS)]
-    monkeypatch.setattr(partial_data, "answers", lambda model, samples, room: [seen] * len(samples))
-    crowd.prepare()
-    train, completed, test, further = (
-        load_samples([str(path)], "find", "file")[0]
-        for path in (
-            *(crowd.root / f"{name}.jsonl" for name in ("data/train", "pseudo/train", "data/test")),
-            crowd.further() / "test.jsonl",
-        )
-    )
-    assert {len(sample.annotated) for sample in train} == {8} and len({sample.annotated for sample in train}) > 10
-    assert all(sample.objects and {label_of(obj) for obj in sample.objects} <= sample.annotated for sample in train)
-    assert 3 < statistics.fmean(len(sample.objects) for sample in train) < 8, "some of them are left out"
-    for sample, full in zip(train, completed, strict=True):
-        added = {label_of(obj) for obj in full.objects if obj not in sample.objects}
-        assert added == set(partial_data.LABELS) - sample.annotated and full.annotated is None
-    assert all(7 <= len(sample.objects) <= 9 and sample.annotated is None for sample in [*test, *further])
-
-
 def test_pictures_with_a_colour_cast_are_annotated_for_one_class_shown_or_not(tmp_path, monkeypatch):
     """Pseudo-labels come from the start model of the other versions; what is scored is annotated for all classes."""
     monkeypatch.chdir(tmp_path)
@@ -493,10 +408,7 @@ def test_the_model_that_a_start_model_is_trained_from_is_made_first(tmp_path, mo
         (dense_data.prepare, [new_class, dense_data.ROOT]),
         (replace(crowd_data.CROWD, prepare_base=lambda: made.append("base")).prepare, ["base", crowd]),
         (partial_data.FAINT.prepare, [partial_data.ROOT, partial_data.FAINT.root]),
-        (partial_data.SPARSE.prepare, [partial_data.ROOT, partial_data.SPARSE.root]),
-        (partial_data.SMALL.prepare, [partial_data.ROOT, partial_data.SMALL.root]),
         (partial_data.FAINTER.prepare, [partial_data.ROOT, partial_data.FAINT.root, partial_data.FAINTER.root]),
-        (partial_data.CROWD.prepare, [partial_data.ROOT, partial_data.FAINT.root, partial_data.CROWD.root]),
     ):
         made.clear()
         prepare()
