@@ -305,7 +305,7 @@ class Grpo:
         return {
             "id": sample.id,
             "images": sample.images,
-            "text": result.text,
+            "response": result.text,
             "finish_reason": result.finish_reason,
             "error": result.error,
             "reward": float(rewards @ self.reward_weights(math.inf)),

@@ -144,7 +144,7 @@ def test_every_reward_is_recorded_by_name_GRP_1_LOG_3(whole):
     assert found["train/policy_lag_max"] == found["train/policy_lag"] == [0.0] * 3, "each answer is of the last weights"
     lines = [json.loads(line) for line in (whole / "dumps" / "step_000001.jsonl").open()]
     assert len(lines) == 8 and len({line["id"] for line in lines}) == 2
-    assert len({line["text"] for line in lines[:4]}) > 1  # each answer of a group has a seed of its own
+    assert len({line["response"] for line in lines[:4]}) > 1  # each answer of a group has a seed of its own
 
 
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one_GRP_1_LRN_5(whole, folder, start_model):
@@ -408,7 +408,9 @@ def test_thresholds_and_weights_follow_the_step_GRP_9(folder, start_model):
         answer = detection_answer(folder, start_model, step, reward_funcs=["detection_f1"], advantage="object", **ramp)
         assert answer.credit.earned[0, 0] == pytest.approx(earned)
     run, truth, result = detection_run(folder, start_model, reward_funcs=["detection_f1"], **ramp)
-    assert run.evaluation_record(truth, result)["rewards"] == {"detection_f1": 0.0}  # with the settings of the end
+    record = run.evaluation_record(truth, result)
+    assert record["rewards"] == {"detection_f1": 0.0}  # with the settings of the end
+    assert record["response"] == result.text  # as stage 2 calls it
     weights = [1.0, {"start": 0.0, "end": 2.0, "steps": 4}]
     cfg = load_config(config_of(folder, start_model, "ramp", reward_weights=weights))
     run = object.__new__(train_grpo.Grpo)

@@ -104,7 +104,7 @@ def dump_answers(run_dir: Path, step: int, weighted: WeightedAnswers, names: Seq
         for answer, advantages in list(zip(weighted.answers, weighted.advantages, strict=True))[:num_answers]:
             record = {
                 "id": answer.segment.sample_id,
-                "text": answer.text,
+                "response": answer.text,
                 "rewards": dict(zip(names, answer.rewards.tolist(), strict=True)),
                 "advantage": float(advantages.mean()) if len(advantages) else 0.0,
                 "is_valid": answer.is_valid,
