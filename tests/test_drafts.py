@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from tests.answers import make_table, make_tokenizer
 from tests.test_parsing import MALFORMED, wild_objects
@@ -152,6 +153,20 @@ def test_TGT_12_a_token_that_ends_a_label_and_the_answer_is_learnt_where_it_goes
 
     assert [label for _, label in learns(short)] == [" circle"]
     assert learns(long) == [] != learns(long, BLUE)
+
+
+def test_TGT_12_a_token_that_ends_a_box_and_the_answer_is_not_learnt_either() -> None:
+    """TGT-12: as where the model writes the label first, and the true coordinate has fewer digits."""
+    tokenizer = copy.deepcopy(make_tokenizer("native"))
+    tokenizer.add_tokens([AddedToken("]}]", normalized=False)])
+    table = TokenTable.from_tokenizer(tokenizer, FORMATS["qwen3vl"])
+    parsed = parse_answer(table.encode('[{"label": "red", "bbox_2d": [10, 20, 200, 300]}]'), table)
+    truth = replace(RED, desc="red", coords=(10, 20, 200, 30))
+    found = {}
+    for closing in ("always", "complete"):
+        target = build_target(parsed, [truth], [(0, 0)], table, TargetOptions(supervise_closing=closing), {"red"})
+        found[closing] = [label for token, label in learnt(target, table) if token != label]
+    assert found == {"always": ["]}]"], "complete": []}
 
 
 # ---- redirect --------------------------------------------------------------------------------------------------------

@@ -111,12 +111,12 @@ class CocoFile:
         db = self._db
         db.execute("PRAGMA journal_mode = OFF")
         db.execute("CREATE TABLE images (id UNIQUE, item)")
-        db.execute("CREATE TABLE files (file, id, UNIQUE (file, id))")
+        db.execute("CREATE TABLE files (file, id)")
         db.execute("CREATE TABLE annotations (image, item)")
         images = _rows(coco_items(self.path, "images"), "id", _IMAGE_KEYS)
         self.num_images, self.repeated = 0, Counter[str]()
         for image_id, image in images:
-            db.execute("INSERT OR IGNORE INTO files VALUES (?, ?)", (_file_of(image), image_id))
+            db.execute("INSERT INTO files VALUES (?, ?)", (_file_of(image), image_id))
             if db.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", (image_id, image)).rowcount:
                 self.num_images += 1
                 continue
@@ -127,7 +127,7 @@ class CocoFile:
                 db.execute("UPDATE images SET item = ? WHERE id = ?", (json.dumps({"unusable": AMBIGUOUS}), image_id))
         db.execute(  # NULL, for no file or no id, is never IN
             "UPDATE images SET item = ? WHERE id IN (SELECT id FROM files WHERE file IN "
-            "(SELECT file FROM files GROUP BY file HAVING count(id) > 1))",
+            "(SELECT file FROM files GROUP BY file HAVING count(DISTINCT id) > 1))",
             (json.dumps({"unusable": SHARED}),),
         )
         if not self.num_images:

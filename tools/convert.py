@@ -363,11 +363,17 @@ def _in_a_split(
     """Yield the images that belong to a split, each behind the split's name; count the others."""
     for image in images:
         fields = json.loads(image[1])
-        split = split_of(fields.get("file_name") or fields.get("coco_url") or image[0], splits, seed)
+        split = split_of(_name_of(fields) or image[0], splits, seed)
         if split is None:
             report.note("images left out", "in no split", image[0])
         else:
             yield split, *image
+
+
+def _name_of(image: dict[str, Any]) -> Any:
+    """`file_name` of a COCO image; for LVIS, which has none, the end of `coco_url`: COCO's name of the same image."""
+    url = image.get("coco_url")
+    return image.get("file_name") or (url.rsplit("/", 1)[-1] if isinstance(url, str) else url)
 
 
 def _count(report: Report, converted: Converted, target: str) -> None:

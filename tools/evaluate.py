@@ -141,8 +141,11 @@ def annotated_labels(config: str | None, data: str) -> frozenset[str] | None:
 
 def check_output(output: Path, data: str, limit: int | None) -> None:
     """Raise ValueError if `output` holds the scores of another data file (files in different folders often share a
-    name) or of another `--limit`."""
+    name) or of another `--limit`, or no evaluation wrote the file of the answers beside it."""
+    beside = output.with_suffix(".jsonl")
     if not output.exists():
+        if beside.exists():  # data, most likely: no evaluation wrote it
+            raise ValueError(f"{beside}: exists, and would be overwritten; name another --output, or delete it")
         return
     try:
         found = json.loads(output.read_text())

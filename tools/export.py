@@ -31,7 +31,7 @@ from typing import Any, get_args
 
 from tools.convert import check_not_inputs, relative_path
 from utils.config.load import exit_with
-from utils.geometry import Kind, Object, bins_to_pixels, bounding_box, coco_box, iou_matrix, normal_label
+from utils.geometry import MAX_BIN, Kind, Object, bins_to_pixels, bounding_box, coco_box, iou_matrix, normal_label
 from utils.scores import label_of
 
 COCO_FILES = ("instances.json", "predictions.json", "results.json")
@@ -55,6 +55,8 @@ def main() -> None:
     written = [args.output] if args.to == "jsonl" else [args.output / name for name in COCO_FILES]
     try:
         check_not_inputs(written, {"the answers": args.answers, "--like": args.like})
+        if args.to == "coco" and args.output.exists() and not args.output.is_dir():
+            exit_with(f"--output: {args.output} is a file; --to coco writes a folder")
         records = read(args.answers)
     except (OSError, ValueError) as error:
         exit_with(f"{args.answers}: {error}")
@@ -63,7 +65,7 @@ def main() -> None:
     for record in records:
         record["pred"] = [found for found in record["pred"] if found.get("score", 1.0) >= args.min_score]
     if args.to == "jsonl":
-        whole = [record for record in records if "response" not in record or record.get("finish_reason") == "stop"]
+        whole = [record for record in records if is_whole(record) or args.complete and "annotated" not in record]
         if num_cut := len(records) - len(whole):
             print(f"{args.answers}: {num_cut} answers that failed or were cut off are left out: they list too little")
         if args.complete:
@@ -262,13 +264,27 @@ def sample_line(record: Record, folder: Path) -> dict[str, Any]:
     return {"id": record["id"], "images": images, "width": width, "height": height, "objects": objects}
 
 
+def is_whole(record: Record) -> bool:
+    """Whether an answer ended by itself."""
+    return "response" not in record or record.get("finish_reason") == "stop"
+
+
 def completed(record: Record) -> list[dict[str, Any]]:
     """Return the annotation of a line and the answers that complete it, top to bottom, then left to right."""
-    items = record["gt"]
+    items = list(map(_with_area, record["gt"]))
     if "annotated" in record:
         chosen = additions([_object(item) for item in items], list(map(_object, record["pred"])), record["annotated"])
         items = [*items, *({"desc": obj.desc, obj.kind: obj.coords} for obj in chosen)]
     return sorted(items, key=lambda item: bounding_box(_object(item))[1::-1])
+
+
+def _with_area(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an annotated object with area: one that rounding to bins has made flat becomes a box of one bin there."""
+    x0, y0, x1, y1 = bounding_box(_object(item))
+    if x0 < x1 and y0 < y1:
+        return item
+    x0, y0 = (min(low, MAX_BIN - 1) if low == high else low for low, high in ((x0, x1), (y0, y1)))
+    return {"desc": item["desc"], "bbox_2d": [x0, y0, max(x1, x0 + 1), max(y1, y0 + 1)]}
 
 
 def additions(annotated: Sequence[Object], predictions: Sequence[Object], labels: Collection[str]) -> list[Object]:

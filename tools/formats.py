@@ -33,6 +33,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SPELT = re.compile(r'"bbox_2d"|<\|box_start\|>|<box>')  # what each box of an answer has once
 _EMPTY = re.compile(r"(```(json)?)?\s*\[\s*\]\s*(```)?|\s*")
 _JSON, _OPENED = json.JSONDecoder(), re.compile(r"[\[{]")
+COPY = "says what another XML file says"
+YAML_SUFFIXES = (".yaml", ".yml")
 SEVERAL_LINES_PER_IMAGE = ("swift", "sharegpt", "rex-omni")
 
 
@@ -50,18 +52,15 @@ class Annotations:
         ValueError, OSError: a file cannot be used.
     """
 
-    repeated: Counter[str] = Counter()
-
     def __init__(self, kind: str, path: Path, images: Path, names: Path | None = None, unit: int | None = None) -> None:
         self.path = path
         if kind == "sharegpt" and unit is None:
             raise ValueError("--from sharegpt needs --unit: 1000, 1, or 0 for pixels; the text does not say which")
         classes, number = _yolo_settings(path, names) if kind == "yolo" else ({}, unit or 0)
         self._items = list(READERS[kind](path, images, number))
+        self.repeated: Counter[str] = Counter()
         if kind == "voc":
-            uses = Counter(image["file_name"] for _, image, _ in self._items)
-            for _, image, _ in self._items:
-                image |= {"unusable": SHARED} if uses[image["file_name"]] > 1 else {}
+            self._items, self.repeated[COPY] = _without_copies(self._items, images)
         if not self._items:
             raise ValueError(f"{path}: nothing to read")
         labels = {item["category_id"] for _, _, items in self._items for item in items}
@@ -84,6 +83,22 @@ class Annotations:
     def num_strays(self) -> int:
         """Number of annotations without an image: here none."""
         return 0
+
+
+def _without_copies(items: list[Item], images: Path) -> tuple[list[Item], int]:
+    """Return the entries of VOC without those that repeat an earlier one, and how many those are. Entries of one image
+    file that say different things become unusable."""
+    by_file: dict[str, list[Item]] = {}
+    for item in items:
+        same_file = by_file.setdefault(item[1]["file_name"], [])
+        if not any(item[1:] == other[1:] for other in same_file):
+            same_file.append(item)
+    for name, same_file in by_file.items():
+        if len(same_file) > 1 and os.path.isfile(images / name):
+            for _, image, _ in same_file:
+                image["unusable"] = SHARED
+    kept = [item for same_file in by_file.values() for item in same_file]
+    return kept, len(items) - len(kept)
 
 
 def _is_description(label: Any) -> bool:
@@ -160,7 +175,8 @@ def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
 
 
 def _names_below(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
-    """Files with these endings, relative to a folder. Links to folders are followed last; no folder is read twice."""
+    """Files with these endings, relative to a folder. Links to folders are followed last; no folder is read twice, and
+    none below that is hidden or macOS's."""
     starts, seen = [folder], set()
     for start in starts:  # which grows
         for parent, folders, files in os.walk(start):
@@ -168,6 +184,7 @@ def _names_below(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
                 folders.clear()
                 continue
             seen.add(real)
+            folders[:] = [name for name in folders if not name.startswith(".") and name != "__MACOSX"]
             starts += [path for path in map(Path(parent).joinpath, folders) if path.is_symlink()]
             found = [path for path in map(Path(parent).joinpath, files) if path.suffix.lower() in suffixes]
             yield from (path.relative_to(folder) for path in found if _is_own(path))
@@ -199,12 +216,12 @@ def _yolo_settings(labels: Path, given: Path | None) -> tuple[dict[Any, str], in
     if not files:
         raise ValueError(f"{labels}: no class names: neither classes.txt nor data.yaml is near it; pass --names FILE")
     path = files[0]
-    described = next((file for file in files if file.suffix != ".txt"), None)
+    described = next((file for file in files if file.suffix.lower() in YAML_SUFFIXES), None)
     settings = _yaml(described) if described else {}
     shape = settings.get("kpt_shape") or [0]
     if not isinstance(shape, list) or not all(type(number) is int for number in shape):
         raise ValueError(f"{described}: kpt_shape: must be [number of keypoints, numbers of each]; correct it")
-    if path.suffix == ".txt":
+    if path.suffix.lower() not in YAML_SUFFIXES:  # classes.txt, or obj.names of Darknet and CVAT
         return _class_names(path, enumerate(_read(path).rstrip().splitlines())), math.prod(shape)
     found = settings.get("names")
     found = dict(enumerate(found)) if isinstance(found, list) else found

@@ -197,8 +197,12 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
         if output.exists():
             raise ValueError(f"{output}: exists; train on it (--data {outputs[0]}), or remove it to convert again")
     if val is not None:
-        for file, output in zip((train, val), outputs, strict=True):
-            _convert(file, images, output)
+        try:
+            for file, output in zip((train, val), outputs, strict=True):
+                _convert(file, images, output)
+        except BaseException:
+            outputs[0].unlink(missing_ok=True)  # a second try would stop there
+            raise
         return outputs[0], outputs[1]
     numbers = _convert(train, images, target, SPLITS).images
     if not numbers[str(outputs[1])]:
@@ -223,6 +227,7 @@ def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:
     """The data file of a split in a folder (or its `annotations/`): by name, or the only one."""
     found = sorted(folder.glob("*.jsonl")) or sorted([*folder.glob("*.json"), *folder.glob("annotations/*.json")])
     named = [path for path in found if split in path.stem]
+    named = [path for path in named if path.stem.startswith("instances")] or named  # of COCO's several files
     if len(named) > 1:  # a_train_val.jsonl is split off a_train.json
         named = [path for path in named if max("train", "val", key=path.stem.rfind) == split]
     if len(named) == 1:
@@ -236,12 +241,13 @@ def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:
 
 
 def _images_of(annotations: Path, images: Path | None) -> Path:
-    """The folder of a COCO file's images: the one near it that holds most of its first ones. Of several alike it is the
-    one whose name is in that of the file, as train2017 in instances_train2017.json."""
-    if images is not None:
-        return images
+    """The folder of a COCO file's images: `images`, unless that is the other split's and has none of the first ones.
+    Then the one near it or near the file that holds most of them; of several alike the one whose name is in that of the
+    file, as train2017 in instances_train2017.json."""
     first = list(itertools.islice(coco_items(annotations, "images"), 20))
-    near = [annotations.parent, annotations.parent.parent]
+    if images is not None and any(_file_of(image, images) for image in first):
+        return images
+    near = [annotations.parent, annotations.parent.parent, *([images.parent] if images is not None else [])]
     folders = [*near, *(child for folder in near for child in sorted(folder.glob("*/")))]
     by_files: dict[tuple[Path, ...], Path] = {}  # LVIS's are found from two folders; the upper one will do
     for folder in folders:
@@ -252,6 +258,8 @@ def _images_of(annotations: Path, images: Path | None) -> Path:
         found = [folder for folder in found if folder.name in annotations.stem] or found
     if len(found) == 1:
         return found[0]
+    if images is not None:
+        return images
     where = f"are in several folders ({', '.join(map(str, found))})" if found else "are not near it"
     raise ValueError(f"{annotations}: its images {where}; name their folder with --images")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -230,7 +231,8 @@ def main() -> None:
     print(f"supervised warm-up of {cfg.model}: {cfg.steps} steps of {cfg.samples_per_step} samples", flush=True)
     train(cfg, parts)
     save(parts, cfg.output_dir)
-    print(f"saved {cfg.output_dir}; score it: python -m tools.evaluate --checkpoint {cfg.output_dir} --data FILE")
+    command = f"python -m tools.evaluate --checkpoint {shlex.quote(str(cfg.output_dir))} --data FILE"
+    print(f"saved {cfg.output_dir}; score it: {command}")
 
 
 if __name__ == "__main__":

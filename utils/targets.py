@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 TEACHER_TOP_K = 20  # tokens that a teacher reports at each position; vLLM's own limit
 COUNTS = ("num_matched", "num_appended", "num_trimmed", "respelled")
 _NUMBER = re.compile(rb"[0-9]++")
-_ENDS_AND_CLOSES = re.compile(rb'(?<!\\)"\}[^,]')  # one token that ends a label, its object and the list
+_ENDS_AND_CLOSES = re.compile(rb'(?<!\\)["\]]\}[^,]')  # one token that ends a label or a box, its object and the list
 _RIGHT_CONTEXT = re.compile(rb"[\t\n\r\x20-\x7e]{0,64}")
 
 

@@ -170,6 +170,13 @@ def test_CFG_2_extends_is_recursive_and_relative_to_the_naming_file(tmp_path: Pa
     assert resolve_yaml(top)[0] == {"a": 1, "b": 2, "c": 3}
 
 
+def test_CFG_1_a_home_folder_that_no_shell_has_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CFG-1: make quotes CONFIG, so that it may have blanks."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, top="a: 1")
+    assert resolve_yaml("~/top.yaml")[0] == {"a": 1}
+
+
 def test_CFG_2_a_mapping_replaces_a_scalar_and_the_other_way_round(tmp_path: Path) -> None:
     """CFG-2."""
     top = write(tmp_path, top="extends: base.yaml\na: {x: 1}\nb: null", base="a: 5\nb: {y: 1}")

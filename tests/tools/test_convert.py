@@ -487,6 +487,15 @@ def test_splits_are_disjoint_deterministic_and_of_the_right_size(tmp_path):
     convert(grown, tmp_path, tmp_path / "d.jsonl", splits=splits)
     found = [int(json.loads(row)["id"]) - 7 for row in (tmp_path / "d_val.jsonl").open()]
     assert found[: len(first["val"])] == list(map(int, first["val"]))
+    # LVIS names the same images by their place on the web.
+    lvis = [image | {"coco_url": f"http://x/train2017/{image.pop('file_name')}"} for image in images]
+    convert(
+        coco_file(tmp_path, [annotation(i) for i in range(1000)], lvis),
+        tmp_path,
+        tmp_path / "lvis.jsonl",
+        splits=splits,
+    )
+    assert [json.loads(row)["id"] for row in (tmp_path / "lvis_val.jsonl").open()] == [str(i + 7) for i in found]
     assert Counter(split_of(i, {"a": 0.5, "b": 0.5}, 3) for i in range(4000))[None] == 0
 
 

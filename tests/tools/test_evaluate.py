@@ -361,7 +361,12 @@ def test_data_are_never_overwritten(start_model, tmp_path, asked, capsys) -> Non
         with pytest.raises(SystemExit) as caught:
             call("--checkpoint", start_model, "--data", data, "--output", output, "--backend", "hf")()
         assert caught.value.code == 2 and f"would overwrite --data {data}; name another" in capsys.readouterr().err
-    assert not asked and data.read_text().count("\n") == 6
+    other = tmp_path / "train.jsonl"
+    other.write_text(data.read_text())
+    with pytest.raises(SystemExit):
+        call("--checkpoint", start_model, "--data", data, "--output", other.with_suffix(".json"), "--backend", "hf")()
+    assert f"{other}: exists, and would be overwritten; name another --output" in capsys.readouterr().err
+    assert not asked and {path.read_text().count("\n") for path in (data, other)} == {6}
 
 
 def test_bad_lines_are_left_out_where_the_config_says_so_DAT_3(start_model, tmp_path, asked, capsys) -> None:

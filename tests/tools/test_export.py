@@ -16,7 +16,7 @@ from tests.packages import folder_with
 from tools import export
 from tools.evaluate import COCO_NAMES, coco_scores
 from utils.data.samples import Sample, load_samples
-from utils.geometry import Object, bins_to_pixels, coco_box
+from utils.geometry import Object, bins_to_pixels, bounding_box, coco_box
 from utils.scores import object_record
 
 SIZES = {"a": (200, 100), "b": (640, 480), "c": (333, 77)}  # width, height
@@ -242,6 +242,18 @@ def test_answers_complete_a_partial_annotation_TGT_12(tmp_path, answers, monkeyp
     loaded = load_samples([str(tmp_path / "completed.jsonl")], "find")[0]
     assert [[obj.desc for obj in sample.objects] for sample in loaded] == [["Cat", "dog"], ["Cat", "dog"], ["dog"]]
     assert [sample.annotated for sample in loaded] == [None, None, None]
+    # A line that is complete needs no answer. Objects of less than a bin are annotation as well.
+    thin, corner = {"desc": "dog", "bbox_2d": [0, 500, 0, 503]}, {"desc": "dog", "bbox_2d": [999, 999, 999, 999]}
+    thread = {"desc": "dog", "poly": [10, 7, 20, 7, 30, 7]}
+    lines[2] |= {"gt": [thread, thin, corner], "pred": [], "response": "[", "finish_reason": "length"}
+    lines[1] |= {"response": "[", "finish_reason": "length"}
+    answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "completed.jsonl", "--complete")
+    assert "1 answers that failed or were cut off" in capsys.readouterr().out
+    loaded = load_samples([str(tmp_path / "completed.jsonl")], "find")[0]
+    assert [sample.id for sample in loaded] == ["a", "c"]
+    boxes = [bounding_box(obj) for obj in loaded[1].objects]
+    assert boxes == [(10, 7, 30, 8), (0, 500, 1, 503), (998, 998, 999, 999)]
     answers[0].write_text(json.dumps(lines[2]) + "\n")
     with pytest.raises(SystemExit):
         run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "completed.jsonl", "--complete")
@@ -319,6 +331,9 @@ def test_inputs_are_never_overwritten(tmp_path, answers, monkeypatch, capsys):
         with pytest.raises(SystemExit) as end:
             run(monkeypatch, answers[0], *arguments)
         assert end.value.code == 2 and f"would overwrite {option} {tmp_path}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, answers[0], "--output", like)
+    assert f"{like} is a file; --to coco writes a folder" in capsys.readouterr().err
     assert before == (answers[0].read_text(), like.read_text())
 
 

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 from tests.packages import folder_with
 from tools.coco import SHARED, Options
 from tools.convert import INCOMPLETE, convert, main
+from tools.formats import COPY
 from utils.data.images import EXIF_ORIENTATION, image_size, open_image
 from utils.data.samples import load_samples
 
@@ -95,9 +96,12 @@ def test_DAT_1_annotations_in_subfolders_and_with_endings_in_capitals_are_read(f
         "sub/b": ("images/b.png", "cat"),
         "sub/c": ("images/sub/c.png", "owl"),
     }
-    (folder / "voc" / "b.xml").write_text(only.replace("a.png", "b.png"))
+    lost = only.replace("a.png", "lost.png")
+    for name, text in (("b", only.replace("a.png", "b.png").replace("cat", "owl")), ("d", lost), ("sub/d", lost + " ")):
+        (folder / "voc" / f"{name}.xml").write_text(text.replace("cat", name[0]))
     report = convert(folder / "voc", folder / "images", folder / "d.jsonl", kind="voc")
-    assert report.reasons == {("images left out", SHARED): (2, "b")}
+    left_out = {reason: number for (_, reason), number in report.reasons.items()}
+    assert left_out == {SHARED: (2, "b"), "no such image file": (2, "d")}
 
     (folder / "labels" / "sub").mkdir(parents=True)
     (folder / "labels" / "classes.txt").write_text("cat\ndog")
@@ -106,6 +110,20 @@ def test_DAT_1_annotations_in_subfolders_and_with_endings_in_capitals_are_read(f
     assert rows_of(folder, "yolo", folder / "labels")["c.png"] == [CAT]
     report = convert(folder / "labels", folder / "images", folder / "d.jsonl", kind="yolo")
     assert report.reasons == {("images left out", "no such image file"): (1, "sub/lost")}
+
+
+def test_copies_of_pascal_voc_files_do_no_harm_DAT_1(folder):
+    """DAT-1: such as Jupyter keeps in hidden folders, whatever they say, and the user's own that say the same."""
+    for copies in (".", ".ipynb_checkpoints", "__MACOSX", "backup"):
+        (folder / "voc" / copies).mkdir(parents=True, exist_ok=True)
+        is_own = copies in (".", "backup")
+        (folder / "voc" / copies / f"a{'' if is_own else '-checkpoint'}.xml").write_text(
+            VOC if is_own else VOC.replace("cat", "owl")
+        )
+    report = convert(folder / "voc", folder / "images", folder / "d.jsonl", kind="voc")
+    rows = [json.loads(line) for line in (folder / "d.jsonl").open()]
+    assert [(row["id"], row["objects"]) for row in rows] == [("a", [CAT])]
+    assert report.reasons[("images left out", COPY)] == (1, None)
 
 
 @pytest.mark.parametrize("names", ["names: [cat, dog]", "names: {0: cat, 1: dog}", "cat\ndog\n"])
@@ -118,6 +136,8 @@ def test_DAT_1_yolo(folder, names):
         (labels / f"{name}.txt").write_text(line)
     (labels / "classes.txt" if "\n" in names else folder / "data.yaml").write_text(names)
     assert rows_of(folder, "yolo", labels) == {"a.png": [CAT, DOG], "b.png": []}
+    (folder / "obj.names").write_text("cat\ndog\n")  # of Darknet and CVAT: as classes.txt
+    assert rows_of(folder, "yolo", labels, names=folder / "obj.names") == {"a.png": [CAT, DOG], "b.png": []}
     outlines = rows_of(folder, "yolo", labels, options=Options(geometry="poly"))
     assert outlines["a.png"][1] == {"desc": "dog", "poly": [0, 0, 50, 0, 50, 40, 0, 40]}
 

@@ -14,7 +14,18 @@ from PIL import Image
 from tests.config.test_checkpoint_files import POINTER
 from tests.families import build_family
 from tests.tools.test_report import sample_of
-from tools.init import DataFacts, _images_of, answer_form, find_data, fit, geometry, image_roots, main, pixel_limit
+from tools.init import (
+    DataFacts,
+    _images_of,
+    _pick,
+    answer_form,
+    find_data,
+    fit,
+    geometry,
+    image_roots,
+    main,
+    pixel_limit,
+)
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.config.memory import DEVICE_GIB, GIB
@@ -217,6 +228,14 @@ def test_data_are_found_in_folders_and_beside_each_other(tmp_path, capsys):
         f"{says} there is no {tmp_path / 'val.jsonl'}. {rest}",
         f'{says} other.jsonl has no "train" that "val" could replace. {rest}',
     ]
+    (tmp_path / "coco" / "annotations").mkdir(parents=True)
+    for name in ("captions", "instances", "person_keypoints"):
+        for split in ("train", "val"):
+            (tmp_path / "coco" / "annotations" / f"{name}_{split}2017.json").write_text("{}")
+    assert [_pick(tmp_path / "coco", split).stem for split in ("train", "val")] == [
+        "instances_train2017",
+        "instances_val2017",
+    ]
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "trainval.jsonl").write_text("{}")
     assert find_data(tmp_path / "alone", None, None) == (tmp_path / "alone" / "trainval.jsonl", None)
@@ -260,6 +279,11 @@ def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, m
     with pytest.raises(ValueError, match="few_train_train.jsonl: exists; train on it .* or remove it"):
         find_data(tmp_path / "photos" / "few_train.json", None, None)
     train.unlink(), val.unlink()
+    (tmp_path / "photos" / "few_val.json").write_text(json.dumps(coco | {"images": []}))
+    with pytest.raises(ValueError, match="few_val.json"):
+        find_data(tmp_path / "photos" / "few_train.json", None, tmp_path / "photos" / "images")
+    assert not train.exists()  # a second try begins anew
+    (tmp_path / "photos" / "few_val.json").unlink()
     (tmp_path / "photos" / "images" / "1.png").unlink()
     capsys.readouterr()
     train, val = find_data(tmp_path / "photos" / "few_train.json", None, None)
@@ -282,6 +306,14 @@ def test_images_of_the_same_names_are_those_of_the_split(tmp_path):
     with pytest.raises(ValueError, match="its images are in several folders .*; name their folder with --images"):
         _images_of(files["all"], None)
     assert _images_of(files["all"], tmp_path / "test") == tmp_path / "test"
+    # --images names the folder of one split; that of the other is beside it, and its file elsewhere.
+    (tmp_path / "val" / "1.png").rename(tmp_path / "val" / "2.png")
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    far = tmp_path / "elsewhere" / "deep" / "val.json"
+    far.write_text('{"images": [{"file_name": "2.png"}]}')
+    assert _images_of(far, tmp_path / "train") == tmp_path / "val"
+    far.write_text('{"images": [{"file_name": "3.png"}]}')
+    assert _images_of(far, tmp_path / "train") == tmp_path / "train"  # the conversion says what is missing there
 
 
 def test_images_are_found_as_the_conversion_finds_them(tmp_path):

@@ -7,6 +7,7 @@ files through `resolve_yaml`. Nothing here touches a model, a device or the netw
 import difflib
 import os
 import re
+import shlex
 import sys
 import time
 from collections import defaultdict
@@ -101,7 +102,7 @@ def resolve_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key
         ConfigError: a missing file, a cycle, broken YAML; the message holds the chain of files that led there.
     """
     problems: list[str] = []
-    data, origin = _resolve(Path(path), (), problems)
+    data, origin = _resolve(Path(path).expanduser(), (), problems)  # no shell expands the ~ of CONFIG="~/x.yaml"
     if problems:
         raise ConfigError(problems)
     return data, origin
@@ -211,7 +212,7 @@ def load_config_or_exit(path: str | os.PathLike[str]) -> Config:
     except ConfigError as error:
         called = Path(sys.argv[0]).name
         program = called if called in (*SCRIPTS.values(), "rollout_server.py") else "train_stage2.py"
-        command = f"python {program} --config {path} --dry-run"
+        command = f"python {program} --config {shlex.quote(str(path))} --dry-run"
         exit_with(f"{error}\nto check the file again without starting anything: {command}")
 
 
