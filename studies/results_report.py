@@ -22,8 +22,8 @@ START = "start model"
 NEEDED, MIN_SEEDS = 2, 5
 MIN_SHARE = 0.95  # of the clock's seconds that "equal seconds" means
 GIVEN_UP = "Three more were [given up after trials](results_trials.md)."
-CAVEAT = """Under the colour cast the same training on the start model's answers is level with stage 2: what wins there is
-what is learnt, not on whose answers."""
+CAVEAT = """Under the colour cast the same training on the start model's answers is level with stage 2: what wins
+there is what is learnt, not on whose answers."""
 COLOURS = ("#c0392b", "#e67e22", "#8e44ad", "#16a085", "#2962d6", "#555")
 
 ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run counts, with
