@@ -696,6 +696,8 @@ def test_an_arm_that_one_rival_holds_has_lost_whatever_is_to_come():
     assert results_report.unbeaten(held, NEW_CLASS, NO_KL.name) == [SFT.name]
     assert not results_report.unbeaten(held[1:], NEW_CLASS, NO_KL.name)  # a seed is missing
     assert not results_report.is_lost([*held, *on_policy[STAGE2.name]], NEW_CLASS)
+    assert "in 1 of these an on-policy arm has lost already" in results_report.verdict(STUDIES, held)
+    assert "in 0 of these an on-policy arm has lost already" in results_report.verdict(STUDIES, above)
     losing = [run for name, runs in on_policy.items() if name != STAGE2.name for run in runs]
     weak = [r for r in all_finished(NEW_CLASS, 0.5, 0.6) if r["variant"] == STAGE2.name]
     assert results_report.is_lost([*sft, *losing, *weak], NEW_CLASS) and not results_report.is_lost(done, NEW_CLASS)
@@ -826,7 +828,7 @@ def test_arms_that_were_best_at_an_end_of_the_grid_are_named():
     assert ends(SFT, 2e-3) == ""
     assert ends(SFT, 1e-3).endswith("the lowest rate (0.001): *SFT*.\n")
     assert ends(SFT, 4e-3).endswith("the highest rate (0.004): *SFT*.\n")
-    assert ends(STAGE2, 2e-3, 10.0) == ""
+    assert ends(STAGE2, 2e-3, 10.0).endswith("the smallest KL weight (10): *stage 2 + KL*.\n")
     assert ends(STAGE2, 2e-3, 30.0).endswith("the largest KL weight (30): *stage 2 + KL*.\n")
 
 
