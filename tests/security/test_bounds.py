@@ -243,7 +243,7 @@ def test_large_answers_are_written_beside_the_loop_SRV_10():
         transport = httpx.ASGITransport(app.make_app(engine, updates, None))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
             headers = {"content-type": "application/json"}
-            for _ in range(3):  # on a machine that has other work one wait may be the scheduler's
+            for _ in range(10):  # on a machine that has other work a wait may be the scheduler's
                 over.clear()
                 answering = asyncio.create_task(client.post("/infer/", content=body, headers=headers))
                 while sum(engine.num_running) < 200:
