@@ -84,8 +84,7 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
         f"{num_lost} do not, and {len(undecided)} have not finished; in {len(behind)} of these an on-policy arm has "
         f"lost already, and only others keep them open. {GIVEN_UP} Nothing corrects for their number."
     )
-    if any(study.name == "partial_cast" for study in studies):
-        lines.append(CAVEAT)
+    lines.append(CAVEAT)
     lines += [shortage for study in studies if winners[study.name] and (shortage := short_of_seconds(records, study))]
     return "\n".join(lines) + "\n"
 
