@@ -1,7 +1,7 @@
 """Pictures of many shapes, and start models that supervised training has taken as far as it gets on them.
 
 They are those of the studies `crowd` and `faint`, and, by way of `studies.partial_data`, of `partial_faint`,
-`partial_fainter` and, but for the start model, `partial_cast`. Each is made once and kept.
+`partial_fainter` and, but for the start model, `partial_cast` and `partial_cast_long`. Each is made once and kept.
 """
 
 import itertools

@@ -67,6 +67,7 @@ CAST = Crowds(
     scenes=Scenes(),
     num_further=2048,
 )
+CAST_LONG = replace(CAST, name="partial_cast_long", seed=115)
 
 
 def prepare(share: float) -> None:
@@ -81,15 +82,15 @@ def prepare_crowds(crowds: Crowds) -> None:
     prepare_share(crowds.root, 0.0, crowds.settings, crowds.max_new_tokens)
 
 
-def prepare_cast() -> None:
+def prepare_cast(crowds: Crowds) -> None:
     """Make the pictures with a colour cast, each annotated for one class, whether it shows it or not, if missing.
 
     The start model is that of the other shares: it has never seen the cast.
     """
     torch.set_num_threads(1)
-    made_with = [CAST.settings, prepare_start()]
-    cached(CAST.root / "data", CAST.settings, "pictures with a colour cast", CAST.make_data)
-    write_files(CAST.root / "0", CAST.root / "data", ROOT / "model", made_with, one_class, CAST.max_new_tokens)
+    made_with = [crowds.settings, prepare_start()]
+    cached(crowds.root / "data", crowds.settings, "pictures with a colour cast", crowds.make_data)
+    write_files(crowds.root / "0", crowds.root / "data", ROOT / "model", made_with, one_class, crowds.max_new_tokens)
 
 
 def prepare_share(root: Path, share: float, made_with: list, max_new_tokens: int) -> None:

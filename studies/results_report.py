@@ -34,7 +34,7 @@ the scores of its last step. [Earlier results](results_earlier.md) on fully anno
 supervised training.
 
 **Method.** Tuning, training and test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images
-(the same learning rates; where the arm has a KL, times two weights, which gives it twice as many tries), then runs
+(the same learning rates; where the arm has a KL, times one or two weights; two give it twice as many tries), then runs
 with seeds 1 to 5; the scores on the test images after its last step count. *Equal seconds*: the arm runs as many steps
 as fit into the training time of the on-policy arm that a study names, and at least as many as that one. Where its
 labels are the start model's answers, the time for these is deducted. The learning rate is tuned once more for so many

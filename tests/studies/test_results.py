@@ -342,14 +342,13 @@ def test_pictures_with_a_colour_cast_are_annotated_for_one_class_shown_or_not(tm
     """Pseudo-labels come from the start model of the other versions; what is scored is annotated for all classes."""
     monkeypatch.chdir(tmp_path)
     few = replace(partial_data.CAST, splits={"train": 240, "tune": 2, "test": 6}, num_further=6)
-    monkeypatch.setattr(partial_data, "CAST", few)
     monkeypatch.setattr(partial_data, "prepare_start", lambda: ["start"])
     asked = []
     seen = [Object("red ring", "bbox_2d", (0, 0, 99, 99))]
     monkeypatch.setattr(
         partial_data, "answers", lambda model, samples, room: asked.append((model, room)) or [seen] * len(samples)
     )
-    cast = cast_study(few)
+    cast = cast_study(few, "a colour cast", "")
     cast.prepare()
     assert asked == [(partial_data.ROOT / "model", 128)] and cast.config == "studies/configs/partial_cast.yaml"
     train, pseudo, test, further = (
@@ -378,6 +377,20 @@ def test_pictures_with_a_colour_cast_are_annotated_for_one_class_shown_or_not(tm
         "stage 2 + KL, end unlearnt",
         "start model's answers + KL, end unlearnt",
     ]
+
+
+def test_with_more_steps_of_the_colour_cast_the_start_models_answers_are_a_rival():
+    """It has other pictures, and its two arms with a KL differ in nothing but whose answers they train on."""
+    short, long = (results.STUDIES[name] for name in ("partial_cast", "partial_cast_long"))
+    assert (short.training["max_steps"], long.training["max_steps"]) == (60, 120)
+    assert partial_data.CAST.seed != partial_data.CAST_LONG.seed and short.root != long.root
+    ours, offline = (arm for arm in long.arms if arm.has_kl)
+    assert (ours.is_on_policy, offline.is_on_policy, offline.is_rival) == (True, False, True)
+    assert long.on_policy == [ours.name] == [long.clock.name]
+    first = [arms.grid(long, arm) for arm in (ours, offline)]
+    assert [job.overrides for job in first[0]] == [job.overrides for job in first[1]]
+    assert all(str(long.root) in str(job.overrides["custom.train_jsonl"]) for job in first[0])
+    assert first[1][0].arm.program == "studies.offline_stage2"
 
 
 def test_a_colour_cast_turns_colours_about_the_grey_axis():
