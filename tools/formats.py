@@ -34,6 +34,7 @@ _SPELT = re.compile(r'"bbox_2d"|<\|box_start\|>|<box>')  # what each box of an a
 _EMPTY = re.compile(r"(```(json)?)?\s*\[\s*\]\s*(```)?|\s*")
 _JSON, _OPENED = json.JSONDecoder(), re.compile(r"[\[{]")
 COPY = "says what another XML file says"
+SYSTEM_FOLDERS = ("__MACOSX", "lost+found")
 YAML_SUFFIXES = (".yaml", ".yml")
 SEVERAL_LINES_PER_IMAGE = ("swift", "sharegpt", "rex-omni")
 
@@ -176,18 +177,23 @@ def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
 
 def _names_below(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     """Files with these endings, relative to a folder. Links to folders are followed last; no folder is read twice, and
-    none below that is hidden or macOS's."""
+    none below that is hidden or a system's own. Raises ValueError where one may not be read."""
     starts, seen = [folder], set()
     for start in starts:  # which grows
-        for parent, folders, files in os.walk(start):
+        for parent, folders, files in os.walk(start, onerror=_refuse):
             if (real := os.path.realpath(parent)) in seen:
                 folders.clear()
                 continue
             seen.add(real)
-            folders[:] = [name for name in folders if not name.startswith(".") and name != "__MACOSX"]
+            folders[:] = [name for name in folders if not name.startswith(".") and name not in SYSTEM_FOLDERS]
             starts += [path for path in map(Path(parent).joinpath, folders) if path.is_symlink()]
             found = [path for path in map(Path(parent).joinpath, files) if path.suffix.lower() in suffixes]
             yield from (path.relative_to(folder) for path in found if _is_own(path))
+
+
+def _refuse(error: OSError) -> None:
+    """Raise instead of passing over a folder, as `os.walk` does: its images would be missing without a word."""
+    raise ValueError(f"{error.filename}: {error.strerror}; correct the path, or its permissions") from error
 
 
 def _yolo_objects(text: str, keypoints: int) -> list[dict[str, Any]]:

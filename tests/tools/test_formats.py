@@ -193,6 +193,30 @@ def test_DAT_1_yolos_images_in_linked_folders_are_read_and_labels_without_image_
     assert report.reasons == {("images left out", "no such image file"): (1, "more/lost")}
 
 
+@pytest.mark.parametrize("kind", ["voc", "yolo"])
+def test_a_folder_that_may_not_be_read_ends_the_conversion_DAT_1(folder, kind, monkeypatch):
+    """DAT-1: its images would be missing without a word; a disk's own `lost+found` never may be read."""
+    labels, scandir = folder / "labels", os.scandir
+    for closed in ("more", "lost+found"):
+        for path in (labels / closed, folder / "images" / closed):
+            path.mkdir(parents=True)
+    (labels / "classes.txt").write_text("cat\ndog")
+    (labels / "a.txt").write_text("0 0.25 0.5 0.3 0.5\n")
+    (labels / "a.xml").write_text(VOC)
+
+    def closed_to_us(path: str) -> Any:
+        if Path(path).name in closed_folders:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed_to_us)
+    closed_folders = ["lost+found"]
+    assert rows_of(folder, kind, labels)["a.png"] == [CAT]
+    closed_folders = ["more"]
+    with pytest.raises(ValueError, match="more: Permission denied; correct the path, or its permissions"):
+        rows_of(folder, kind, labels)
+
+
 def test_yolo_needs_class_names(folder):
     (folder / "labels").mkdir()
     with pytest.raises(ValueError, match="pass --names FILE"):
