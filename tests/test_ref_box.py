@@ -9,15 +9,18 @@ import json
 import random
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from tests.answers import make_table, make_tokenizer
-from utils.answer_format import INTERNVL
+from utils.answer_format import INTERNVL, QWEN3VL
 from utils.credit import close_decision, go_on_decision, object_decision, token_decisions
+from utils.data.encoding import special_words
 from utils.data.samples import DataError, LineReader, load_samples
 from utils.drafts import Arrangement
 from utils.geometry import Object
@@ -357,3 +360,17 @@ def test_a_label_that_holds_a_tag_is_refused_with_its_line_DAT_1_FAM_4(tmp_path)
     assert load_samples([path], "Find.")[0]
     with pytest.raises(ValueError, match="holds one of"):
         INTERNVL.write_object(Object("a </ref>", "bbox_2d", (1, 1, 2, 2)))
+
+
+def test_a_label_that_spells_a_special_token_is_refused_with_its_line_DAT_3_FAM_4(tmp_path):
+    """DAT-3: it would end the run when its object is written. Forms that escape labels take it."""
+    tokenizer = SimpleNamespace(added_tokens_decoder={1: AddedToken("<img>", special=True), 2: AddedToken("<s>")})
+    tokenizer.added_tokens_decoder[3] = AddedToken("<box>", special=True)
+    special = special_words(SimpleNamespace(tokenizer=tokenizer), INTERNVL)
+    assert special == ("<img>",) and special_words(SimpleNamespace(tokenizer=tokenizer), QWEN3VL) == ()
+    row = {"images": [], "width": 10, "height": 10, "objects": [{"desc": "an <img> tag", "bbox_2d": [1, 1, 2, 2]}]}
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=r"train.jsonl:1: objects\[0\].desc: 'an <img> tag' spells a special token"):
+        load_samples([path], reader=LineReader("Find.", form=INTERNVL, special=special))
+    assert load_samples([path], reader=LineReader("Find.", form=INTERNVL))[0]

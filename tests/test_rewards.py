@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,15 @@ def test_the_reference_itself_gets_full_marks_grp_5() -> None:
     """GRP-5: in whatever order its keys stand."""
     turned = {"tree": {"height": "tall"}, "car": {"doors": 4.0, "colour": "red"}}
     assert set(values(answer(REFERENCE)).values()) == set(values(answer(turned)).values()) == {1.0}
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_accents_count_however_they_are_spelt_grp_5(form: str) -> None:
+    """GRP-5: tokenizers compose all text, so a model cannot write an `e` and an accent as a file may hold them."""
+    text = unicodedata.normalize("NFD", '{"café": {"type": "café", "names": ["é"]}}')
+    reference, domain = json.loads(text), unicodedata.normalize("NFD", "Zürich")
+    own = unicodedata.normalize(form, f"<DOMAIN={domain}>, <TASK=SUMMARY>\n{text}")
+    assert set(values(own, summary=reference, domain=domain).values()) == {1.0}
 
 
 @pytest.mark.parametrize("text", ["", "\n", HEADER, "no", HEADER + "[1]", HEADER + "{", HEADER + '"car"', "{}"])

@@ -155,7 +155,11 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    """None if there is no such file. Raises ValueError where it is damaged."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read ({error}); delete it") from None
 
 
 def comparable(evaluations: Sequence[Evaluation], notes: dict[str, str]) -> list[Evaluation]:

@@ -39,11 +39,16 @@ class Object:
 
 
 def normal_label(text: str) -> str:
-    """A label as labels are compared (LRN-7): stripped, case-folded, and in Unicode's composed form (NFC).
+    """A label as labels are compared (LRN-7): stripped, case-folded and composed."""
+    return composed(text).strip().casefold()
 
-    Qwen's tokenizers compose all text, so a model cannot write a label as a file may hold it: `e` and an accent.
+
+def composed(text: str) -> str:
+    """Text in Unicode's composed form (NFC).
+
+    Qwen's tokenizers compose all text, so a model cannot write one as a file may hold it: `e` and an accent.
     """
-    return unicodedata.normalize("NFC", text).strip().casefold()
+    return unicodedata.normalize("NFC", text)
 
 
 def pixel_to_bin(value: float, size: float, max_bin: int = MAX_BIN) -> int:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils import detection_rewards
+from utils.geometry import composed
 from utils.parsing import ParsedAnswer, PredObject, parse_answer
 from utils.scores import Overlaps, count_sample
 from utils.token_table import TokenTable
@@ -219,7 +220,8 @@ def summary_format(completion: str, sample: Sample) -> float:
 @_reward("domain")
 def summary_header(completion: str, sample: Sample) -> float:
     """The first line is the header with the sample's domain."""
-    return float(completion.split("\n", 1)[0] == f"<DOMAIN={sample.extra['domain']}>, <TASK=SUMMARY>")
+    expected = f"<DOMAIN={sample.extra['domain']}>, <TASK=SUMMARY>"
+    return float(composed(completion.split("\n", 1)[0]) == composed(expected))
 
 
 @_reward()
@@ -293,16 +295,17 @@ def _body(completion: str) -> tuple[Counter[tuple[KeyPath, str]], bool] | None:
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """(keys from the category down, value as JSON) of every value that holds no others. The entries of a list share
-    its path, so their order does not count."""
+    """(keys from the category down, value as JSON) of every value that holds no others, composed. The entries of a list
+    share its path, so their order does not count."""
     if isinstance(value, dict) and (value or not path):
         for key, entry in value.items():
-            yield from _leaves(entry, (*path, key))
+            yield from _leaves(entry, (*path, composed(key)))
     elif isinstance(value, list) and value:
         for entry in value:
             yield from _leaves(entry, path)
     else:
         is_whole = isinstance(value, float) and value.is_integer()
+        value = composed(value) if isinstance(value, str) else value
         yield path, json.dumps(int(value) if is_whole else value)  # 4.0 is 4, but "4" is not
 
 

@@ -265,6 +265,10 @@ BAD_LINES = {
         '{"images": [], "width": 9, "height": 9, "objects": [{"desc": "c", "bbox_2d": [0, 0, 1e999, 9]}]}',
         "must be a list of numbers",
     ),
+    "fractions": (
+        line(objects=[{"desc": "c", "bbox_2d": [0.1, 0.2, 0.5, 1]}]),
+        "objects[0].bbox_2d: [0.1, 0.2, 0.5, 1] looks like fractions of the sides; coordinates are pixels, or in units",
+    ),
     "turned box": (line(objects=[{"desc": "c", "bbox_2d": [9, 40, 3, 39]}]), "is not [x1, y1, x2, y2]"),
     "three numbers": (line(objects=[{"desc": "c", "bbox_2d": [9, 0, 3]}]), "bbox_2d: must have 4 numbers, has 3"),
     "odd polygon": (line(objects=[{"desc": "c", "poly": [1] * 7}]), "poly: must have an even number of numbers"),

@@ -21,7 +21,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.config.test_load import edited
 from tests.run.test_rollout_log import Calls, Rank, call
 from utils.config.load import build_config
-from utils.run.monitor import Monitor, collapse_warnings, evaluation_file, write_evaluation, write_run_json
+from utils.run.monitor import (
+    Monitor,
+    best_steps,
+    collapse_warnings,
+    comparable_scores,
+    evaluation_file,
+    first_evaluation,
+    write_evaluation,
+    write_run_json,
+)
 from utils.run.records import LOGGED_PARTS
 from utils.run.rollout_log import RolloutLog
 from utils.run.session import Session
@@ -253,6 +262,25 @@ def test_an_evaluation_is_written_with_its_answers_by_id_LRN_7(tmp_path):
     answers = evaluation_file(tmp_path, 40).with_suffix(".jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in answers] == ["a", "b"]
     assert len(list((tmp_path / "eval").iterdir())) == 2
+
+
+def test_an_evaluation_is_on_disk_before_it_has_its_name_LRN_5_LRN_7(tmp_path, monkeypatch):
+    """LRN-5, LRN-7: else a power cut may leave the name without the scores."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
+    write_evaluation(tmp_path, 20, {"f1": 0.9}, [], is_best=True)
+    assert synced == [str(evaluation_file(tmp_path, 20).with_suffix(".partial"))]
+
+
+def test_an_evaluation_that_cannot_be_read_does_not_count_LRN_5_LRN_7(tmp_path, caplog):
+    """LRN-5, LRN-7: a power cut may leave an empty file; the run goes on with the others."""
+    for step, score in ((20, 0.9), (40, 0.5), (60, 0.7)):
+        write_evaluation(tmp_path, step, {"f1": score, "settings": {"metric": "f1"}}, [], is_best=True)
+    evaluation_file(tmp_path, 20).write_text("")
+    evaluation_file(tmp_path, 40).write_bytes(b"\xff{")
+    assert comparable_scores(tmp_path, {"metric": "f1"}) == {60: 0.7} and best_steps(tmp_path) == {60}
+    assert first_evaluation(tmp_path)["f1"] == 0.7
+    assert f"{evaluation_file(tmp_path, 20)} cannot be read and does not count" in caplog.text
 
 
 def settings_of(metric: str = "f1", digest: str = "a", **changes: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from utils.run.prefetch import Prefetcher
 from utils.run.session import Session
 
 MICRO_STEPS = 2
+AHEAD = {"enabled": True, "version_window": 1, "queue_limit": 3}
 
 
 @dataclass
@@ -98,6 +99,16 @@ def test_with_window_0_only_the_step_taken_is_prepared_in_dataloader_order(engin
         samples = [item[0] for item in prefetcher.get(step)]
         assert samples == [[step * MICRO_STEPS + micro] for micro in range(MICRO_STEPS)]
         assert stays(lambda done=step + 1: engine.asked == [(s, m) for s in range(done) for m in range(MICRO_STEPS)])
+
+
+@pytest.mark.parametrize("options", [{}, {"draws_more": True}])
+def test_nothing_is_prepared_for_steps_behind_the_last_LRN_8(engine, prefetch, options):
+    """LRN-8: such requests would keep the last evaluation waiting, and cost rewards that nobody trains on."""
+    prefetcher = prefetch(window=2, queue_limit=10, num_steps=3, **options)
+    for step in range(3):
+        prefetcher.get(step)
+    assert stays(lambda: engine.asked[-1] == (2, 1) and engine.num_drawn == 3 * MICRO_STEPS)
+    assert len(prefetcher.get(3)) == MICRO_STEPS  # where its turn comes all the same
 
 
 def test_a_window_lets_later_steps_be_prepared_while_one_trains(engine, prefetch):
@@ -461,14 +472,14 @@ def test_a_step_takes_less_than_half_the_time_side_by_side_DIS_3():
     assert seconds[1] > 2 * seconds[4], seconds
 
 
-@pytest.mark.parametrize(
-    ("options", "num_at_once"), [({}, 4), ({"enabled": True, "version_window": 1, "queue_limit": 3}, 7)]
-)
-def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DIS_3(engine, options, num_at_once):
+@pytest.mark.parametrize(("options", "num_steps", "num_at_once"), [({}, 9, 4), (AHEAD, 9, 7), (AHEAD, 1, 4)])
+def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DIS_3(
+    engine, options, num_steps, num_at_once
+):
     """DIS-3, LRN-8: those of the step, and with `async` those of later steps that may wait in the queue."""
     training = SimpleNamespace(gradient_accumulation_steps=4)
     cfg = SimpleNamespace(rm=SimpleNamespace(async_=Async(**options)), training=training)
-    session = SimpleNamespace(cfg=cfg, policy=SimpleNamespace(client=object()))
+    session = SimpleNamespace(cfg=cfg, policy=SimpleNamespace(client=object()), num_steps=num_steps)
     Session.prefetch(session, engine)
     engine.gate.clear()
     taker = threading.Thread(target=session.prefetcher.get, args=(0,))
@@ -481,7 +492,7 @@ def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DI
 
 def test_the_end_of_a_session_ends_its_threads_LRN_8(engine):
     """LRN-8: so that nothing of what was prepared is judged any more."""
-    session = MagicMock(lock=None)
+    session = MagicMock(lock=None, num_steps=1)
     session.cfg.rm.async_, session.cfg.training.gradient_accumulation_steps = Async(), 1
     Session.prefetch(session, engine)
     assert session.prefetcher.get(0) == [([0], 0, 0)]

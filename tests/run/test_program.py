@@ -419,6 +419,11 @@ LENGTHS = [
         {"global_max_length": 250, "training": {"eval_steps": 1}},
         r"global_max_length=250: 8 of 8 .*(\n\S+(changed|train).jsonl:\d: .* make 281 tokens){8}",
     ),
+    (
+        {"objects": [{"desc": "car", "bbox_2d": [1, 1, 9, 9]}] * 100},
+        {},
+        r"global_max_length=\d+: 1 training samples do not fit; raise .*\n\S+changed.jsonl:3: prompt and ground truth",
+    ),
     ({"prompt": "an <|image_pad|>"}, {}, r"1 of 8 .*\n\S+changed.jsonl:3: the prompt has 2 image placeholders for 1"),
 ]
 
@@ -432,7 +437,19 @@ def test_CFG_15_prompts_that_do_not_fit_are_named_before_training(
     monkeypatch.setattr(setup, "reach_servers", lambda *_: pytest.fail("went on"))
     status, _, error = start(train_stage2, config)
     assert status == 2 and re.search(message, error), error
-    assert "Traceback" not in error and "raise it, lower custom.extra.rollout_matching.max_new_tokens" in error
+    ways_out = "raise it, " + ("or remove" if "ground truth" in error else "lower custom.extra.rollout_matching.max_n")
+    assert "Traceback" not in error and ways_out in error
+
+
+def test_DAT_3_labels_that_spell_a_special_token_are_named_before_training(
+    folder, start_model, server, start, monkeypatch
+):
+    """DAT-3: where the answer format writes labels as they are."""
+    row = {"objects": [{"desc": "an <img> tag", "bbox_2d": [1, 1, 9, 9]}]}
+    config = write_config(folder, start_model, server, data=with_line(folder, 3, **row))
+    monkeypatch.setattr(setup, "special_words", lambda *_: ("<img>",))
+    status, _, error = start(train_stage2, config)
+    assert status == 2 and "changed.jsonl:3: objects[0].desc: 'an <img> tag' spells a special token" in error, error
 
 
 def test_CFG_15_grpo_checks_its_prompts_too(folder, start_model, server, start, monkeypatch):

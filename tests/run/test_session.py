@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.config.test_load import edited
 from utils.capacity import EVAL_MICRO_STEP
+from utils.config.load import build_config
 from utils.rollout.backend import RolloutSampling
 from utils.run import session
 from utils.run.resume import random_states
@@ -144,6 +146,26 @@ def test_signals_are_taken_again_before_the_first_step_LRN_12():
     Session.begin(run, SimpleNamespace())
     run.stop.install.assert_called_once_with()
     assert run.stop.is_training is True
+
+
+@pytest.mark.parametrize(("ratios", "synced"), [((1.0, 1.0), [0]), ((1.0, 0.9), [0, 1, 2])])
+def test_steps_without_rollouts_sync_once_to_show_that_it_works_LRN_10(ratios, synced):
+    """LRN-10: a supervised run that evaluates needs no new weights at the server for each of its steps."""
+    raw = edited(custom__train_jsonl=[{"path": f"{r}.jsonl", "teacher_forced_ratio": r} for r in ratios])
+    run = MagicMock(cfg=build_config(raw), finished_steps_saved=nullcontext)
+    run.on_all_ranks = lambda work, where: work()
+    run.policy = SimpleNamespace(version=None)
+    run.prefetcher.get = lambda step: [f"micro-steps of {step}"]
+    done = []
+
+    def with_current_weights(step: int, work: Any, where: str) -> Any:
+        done.append(step)
+        run.policy.version = f"run:{step}"
+        return work()
+
+    run.policy.with_current_weights = with_current_weights
+    assert [Session.prepare(run, step) for step in range(3)] == [[f"micro-steps of {step}"] for step in range(3)]
+    assert done == synced
 
 
 @pytest.mark.parametrize(("uses_vllm", "at_once", "num_calls"), [(True, 512, 1), (False, 512, 1), (True, 2, 2)])

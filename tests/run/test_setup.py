@@ -11,15 +11,18 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.answers import make_table
+from tests.config.test_load import edited
 from tests.data.test_samples import line, png, write
 from tests.e2e.processes import config_of
 from tests.run.test_resume import ranks  # noqa: F401
-from utils.config.load import build_config, load_config
+from utils.answer_format import FORMATS
+from utils.config.load import Config, build_config, load_config
 from utils.data.images import MAX_IMAGE_BYTES
 from utils.data.index import Checks, Index, IndexedFile, write_index
 from utils.data.samples import LineReader
@@ -30,6 +33,7 @@ from utils.run.monitor import write_evaluation
 from utils.run.resume import Checkpoint
 from utils.run.rollout_log import read_rollout_log
 from utils.run.setup import (
+    check_ground_truth,
     check_images,
     check_lengths,
     check_ranks,
@@ -42,6 +46,7 @@ from utils.run.setup import (
     owes_an_evaluation,
     reach_servers,
 )
+from utils.targets import TargetOptions, ground_truth_target
 
 HOST = socket.gethostname()
 
@@ -326,6 +331,38 @@ def test_every_file_needs_room_for_what_is_generated_for_it_CFG_15_DAT_5(
     assert [line.split(":")[0].strip() for line in told.splitlines() if "make 1156 tokens" in line] == named
 
 
+@pytest.mark.parametrize("kind", ["bbox_2d", "poly"])
+@pytest.mark.parametrize("form", ["coord_tokens", "qwen3vl"])
+def test_a_sample_whose_ground_truth_fits_no_row_is_named_at_start_CFG_15_PCK_3(
+    tmp_path, monkeypatch, capsys, kind, form
+):
+    """CFG-15, PCK-3: it would stop the run when it is drawn, and the resumed run as well. To the token: the sequence is
+    as long as the one that would be trained. GRPO trains none."""
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    table = make_table("native" if form == "qwen3vl" else "qwen", form)
+    shape = [1, 1, 50, 25] if kind == "bbox_2d" else [1, 1, 50, 1, 50, 25]
+    rows = [line(objects=[{"desc": "cat", kind: shape}] * number) for number in (1, 12, 11)]
+    path, prompt = write(tmp_path, *rows), 100
+    reader = LineReader("List.", form=FORMATS[form])
+    write_index(tmp_path / "index", path, Checks(reader, lambda sample: prompt))
+    file = IndexedFile(path, Index(tmp_path / "index"), reader)
+    lengths = [prompt + len(ground_truth_target(sample.objects, table, TargetOptions()).answer_ids) for sample in file]
+    assert all(file.max_answer_tokens + prompt + 1 >= lengths)
+
+    def cfg_with(limit: int) -> Any:
+        return build_config(edited(global_max_length=limit, RM__answer_format=form, RM__max_new_tokens=16))
+
+    check_ground_truth(cfg_with(lengths[1]), Ranks(), [file], table)
+    with pytest.raises(SystemExit) as end:
+        check_ground_truth(too_short := cfg_with(lengths[1] - 1), Ranks(), [file], table)
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and f"global_max_length={lengths[1] - 1}: 1 training samples do not fit" in told
+    assert f"{path}:2: prompt and ground truth make {lengths[1]} tokens" in told and f"{path}:3" not in told
+    monkeypatch.setattr(Config, "is_grpo", True)
+    check_ground_truth(too_short, Ranks(), [file], table)
+
+
 @pytest.mark.parametrize(
     ("eval_steps", "eval_at_start", "is_made", "owes"),
     [(2, False, False, True), (0, True, False, True), (2, False, True, False), (0, False, False, False)],
@@ -336,6 +373,9 @@ def test_an_owed_evaluation_is_made_once_unless_evaluation_is_off_now_LRN_5_LRN_
     """LRN-5, LRN-7: without evaluation there may be neither an engine nor samples to make it."""
     if is_made:
         write_evaluation(tmp_path, 4, {"f1": 0.5}, [], is_best=True)
+    else:
+        (tmp_path / "eval").mkdir()
+        (tmp_path / "eval" / "step_000004.json").write_text("")  # what a power cut may leave is none
     training = SimpleNamespace(output_dir=str(tmp_path), eval_steps=eval_steps, eval_at_start=eval_at_start)
     for resumed, expected in ((None, False), ({"owes_evaluation": False}, False), ({"owes_evaluation": True}, owes)):
         assert owes_an_evaluation(SimpleNamespace(training=training), 4, resumed) == expected
@@ -448,3 +488,8 @@ def test_images_that_a_server_would_not_read_are_named_at_start_SRV_5_SRV_10(
     if changes == {}:
         assert message.count("an image in") == 1 and str(tmp_path / "photos") in message
         check_images(cfg, True, [IndexedFile(path, Index(tmp_path / "index"), reader, limit=1)])
+    if changes == {"max_image_pixels": 59_999}:  # `eval_limit` may leave a file without samples
+        data["custom"]["val_jsonl"], data["training"]["eval_at_start"] = [{"path": str(path)}], True
+        cfg = build_config(data)
+        with pytest.raises(SystemExit, match="2"):
+            check_images(cfg, True, [file], [IndexedFile(path, Index(tmp_path / "index"), reader, limit=0)])

@@ -352,11 +352,15 @@ class Config(Section):
         return bool(self.rlhf.beta if self.is_grpo and self.rlhf else self.rm.losses.reference_kl)
 
     @property
+    def trains_on_rollouts(self) -> bool:
+        """False where every training sample is teacher-forced (stage 1)."""
+        own = [file.teacher_forced_ratio for file in self.custom.train_jsonl]
+        return min(self.rm.teacher_forced_ratio if ratio is None else ratio for ratio in own) < 1
+
+    @property
     def generates(self) -> bool:
         """False where no sample asks for a rollout and nothing is evaluated: no engine is needed (LRN-10)."""
-        own = [file.teacher_forced_ratio for file in self.custom.train_jsonl]
-        ratios = [self.rm.teacher_forced_ratio if ratio is None else ratio for ratio in own]
-        return min(ratios) < 1 or bool(self.training.eval_steps) or self.training.eval_at_start
+        return self.trains_on_rollouts or bool(self.training.eval_steps) or self.training.eval_at_start
 
     @property
     def uses_vllm(self) -> bool:

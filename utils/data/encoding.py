@@ -170,6 +170,12 @@ def grid_of(processor: Any, form: AnswerFormat) -> ResizedSizes | None:
     return ResizedSizes(factor, images.size["shortest_edge"], images.size["longest_edge"])
 
 
+def special_words(processor: Any, form: AnswerFormat) -> tuple[str, ...]:
+    """Special tokens that a label would spell, where the form writes labels as they are; none where it escapes them."""
+    added = processor.tokenizer.added_tokens_decoder.values()
+    return tuple(token.content for token in added if token.special and form.tags and token.content not in form.tags)
+
+
 def num_prompt_tokens(sample: Sample, processor: Any) -> int:
     """Return the length of the encoded prompt in tokens, without opening an image: microseconds for a known text."""
     texts = tuple((message["role"], message["content"]) for message in sample.messages)

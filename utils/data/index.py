@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -39,13 +40,14 @@ from utils.rewards import data_problems
 
 LINE = np.dtype(
     [("offset", "<i8"), ("first_image", "<i8"), ("num_images", "<i4")]
-    + [("length", "<i4"), ("number", "<i8"), ("crc", "<u4"), ("tokens", "<i4")]
+    + [("length", "<i4"), ("number", "<i8"), ("crc", "<u4"), ("tokens", "<i4"), ("answer_bytes", "<i4")]
 )
 IMAGE = np.dtype([("height", "<i4"), ("width", "<i4"), ("offset", "<i8"), ("num_bytes", "<i8")])
 NO_SHARD = -1  # offset of an image that is not in a tar shard
 NO_LENGTH = np.iinfo(np.int32).max  # tokens of a prompt that cannot be encoded
 MAX_LABELS = 100_000  # of a file; more are free text, in which no label is expected to return
 MAX_FOLDERS = 10_000  # of a file's images; more are not kept
+COORD_TOKEN = re.compile(r"<\|coord_\d+\|>")
 CHUNK_BYTES = 256 << 10
 SMALL_BYTES = 32 << 20  # up to this size, worker processes take longer to start than they save
 
@@ -122,7 +124,7 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
             found.bad.append(item)
             continue
         place = (start, len(images), len(item.image_sizes), len(line), number)
-        rows.append((*place, zlib.crc32(line), _length(checks, item)))
+        rows.append((*place, zlib.crc32(line), _length(checks, item), _answer_bytes(checks.reader, item)))
         images += [(*size, *_place(image)) for size, image in zip(item.image_sizes, item.images, strict=True)]
         for folder in filter(None, map(_folder, item.images)):
             found.folders.setdefault(folder, number)
@@ -152,6 +154,12 @@ def _length(checks: Checks, sample: Sample) -> int:
         return checks.count_tokens(sample) if checks.count_tokens else 0
     except ValueError:
         return NO_LENGTH
+
+
+def _answer_bytes(reader: LineReader, sample: Sample) -> int:
+    """Bytes of the ground truth as an answer, a coordinate token as one: it has no more tokens than that."""
+    text = reader.form.write(reader.as_expressible(sample).objects)
+    return len(COORD_TOKEN.sub("x", text).encode())
 
 
 # ---- the index on disk ---------------------------------------------------------------------------------------------
@@ -316,6 +324,11 @@ class IndexedFile(Sequence[Sample]):
     def num_tokens(self) -> np.ndarray:
         """Length of each prompt in tokens, int32 [len]; `NO_LENGTH` where it cannot be encoded."""
         return self._lines["tokens"]
+
+    @property
+    def max_answer_tokens(self) -> np.ndarray:
+        """Length that each ground truth cannot exceed in tokens, int32 [len], without the end token."""
+        return self._lines["answer_bytes"]
 
     @property
     def num_pixels(self) -> np.ndarray:

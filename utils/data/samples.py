@@ -141,12 +141,14 @@ class LineReader:
         form: coordinates are mapped to its grid.
         grid_of: the grid of an image of a given height and width, where it depends on that; ValueError where it has
             none. See `utils.data.encoding.grid_of`.
+        special: words that no label may hold. See `utils.data.encoding.special_words`.
     """
 
     prompt: str | None = None
     object_order: str = "file"
     form: AnswerFormat = COORD_TOKENS
     grid_of: Callable[[int, int], Grid] | None = None
+    special: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.object_order not in ("file", "sorted"):
@@ -170,10 +172,16 @@ class LineReader:
 
     def _check_labels(self, objects: Sequence[Object]) -> None:
         tags = ", ".join(self.form.tags)
-        rule = f"holds one of {tags}, which answer_format: {self.form.name} writes around labels; reword it"
-        labels = [(i, obj.desc) for i, obj in enumerate(objects) if any(tag in obj.desc for tag in self.form.tags)]
-        if labels:
-            raise _Mistake(problems=[("desc", f"objects[{i}].desc: {desc!r} {rule}") for i, desc in labels])
+        ours = f"holds one of {tags}, which answer_format: {self.form.name} writes around labels; reword it"
+        special = "spells a special token of the model's tokenizer; reword it"
+        problems = [
+            ("desc", f"objects[{i}].desc: {obj.desc!r} {rule}")
+            for words, rule in ((self.form.tags, ours), (self.special, special))
+            for i, obj in enumerate(objects)
+            if any(word in obj.desc for word in words)
+        ]
+        if problems:
+            raise _Mistake(problems=problems)
 
     def as_expressible(self, sample: Sample) -> Sample:
         """The sample with a box for each polygon if the answer format has no polygons."""
@@ -542,6 +550,9 @@ def _read_object(item: Any, size: tuple[int, int] | None, grid: Grid) -> Object:
     if size == (0, 0):
         raise _Mistake("size", ": there is no image size; the line needs width and height")
     width, height = size
+    if min(size) > 2 and all(0 <= x <= 1 for x in numbers) and not all(float(x).is_integer() for x in numbers):
+        rule = "looks like fractions of the sides; coordinates are pixels, or in units of the line's width and height"
+        raise _Mistake("geometry", f".{kind}: {numbers} {rule}")
     slack = 0.0 if width == 1.0 else EDGE_TOLERANCE_PX
     if not all(-slack <= x <= limit + slack for x, limit in zip(numbers, cycle(size), strict=False)):
         raise _Mistake("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")

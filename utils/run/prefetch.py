@@ -50,6 +50,7 @@ class Prefetcher(Generic[Item]):
 
     Args:
         num_micro_steps: per optimizer step.
+        num_steps: of the run; later ones are not prepared before their turn, which may not come.
         window: optimizer steps that may be prepared before their turn; with 0 only micro-steps of the current step. It
             also bounds the lag of an item: an older one is made again, from the same samples.
         queue_limit: micro-steps of later steps that may be finished or generating.
@@ -66,6 +67,7 @@ class Prefetcher(Generic[Item]):
         self,
         stages: Stages[Item],
         num_micro_steps: int,
+        num_steps: int | None = None,
         *,
         window: int = 0,
         queue_limit: int = 1,
@@ -75,6 +77,7 @@ class Prefetcher(Generic[Item]):
     ) -> None:
         self._stages = stages
         self._num_micro_steps = num_micro_steps
+        self._num_steps = num_steps
         self._window = window
         self._queue_limit = queue_limit
         self._background = background
@@ -189,7 +192,7 @@ class Prefetcher(Generic[Item]):
     def _may_prepare(self, key: Key) -> bool:
         if key[0] <= self._current_step:
             return True
-        if not self._background or (self._draws_more and self._running):
+        if not self._background or (self._draws_more and self._running) or key[0] == self._num_steps:
             return False
         num_ahead = sum(other[0] > self._current_step for other in {*self._items, *self._running})
         return key[0] <= self._current_step + self._window and num_ahead < self._queue_limit

@@ -125,6 +125,7 @@ class Session:
         self.prefetcher = Prefetcher(
             stages,
             num_micro_steps,
+            self.num_steps,
             window=options.version_window if options.enabled else 0,
             queue_limit=options.queue_limit,
             background=self.policy.client is not None or not self.cfg.generates,
@@ -167,10 +168,16 @@ class Session:
     # A step
 
     def prepare(self, step: int) -> list[Any]:
-        """Return the micro-steps of `step`, made with its weights by the program's `Stages` (collective)."""
-        get = partial(self.prefetcher.get, step)
+        """Return the micro-steps of `step`, made with its weights by the program's `Stages` (collective).
+
+        Where no step asks for rollouts, only the first one syncs, to show at once that it works; evaluations do so by
+        themselves.
+        """
+        get, where = partial(self.prefetcher.get, step), f"preparing step {step}"
+        if not self.cfg.trains_on_rollouts and self.policy.version is not None:
+            return self.on_all_ranks(get, where)
         with self.finished_steps_saved():
-            return self.policy.with_current_weights(step, get, f"preparing step {step}")
+            return self.policy.with_current_weights(step, get, where)
 
     def on_all_ranks(self, work: Callable[[], Result], where: str) -> Result:
         """Return `work()`, which trains nothing; on one rank alone it may fail only after its last collective

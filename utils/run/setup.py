@@ -35,6 +35,7 @@ from utils.data.encoding import (
     model_digest,
     num_prompt_tokens,
     prompt_chat,
+    special_words,
     tokenizer_digest,
 )
 from utils.data.images import MAX_IMAGE_BYTES, as_sent
@@ -56,7 +57,7 @@ from utils.rollout.client import RolloutClient
 from utils.rollout.link import is_loopback
 from utils.rollout.teacher import Teacher
 from utils.run.inputs import INDEX_FOLDER, Digests, check_inputs, data_paths
-from utils.run.monitor import Monitor, evaluation_file, write_run_json
+from utils.run.monitor import Monitor, is_evaluated, write_run_json
 from utils.run.policy import Policy
 from utils.run.records import Timer
 from utils.run.resume import Checkpoint, RunLock, choose_checkpoint, drop_records_after, rank_file
@@ -105,6 +106,7 @@ def open_session(
     inputs = check_inputs(cfg, checkpoint, accepted_changes, ranks)
     datasets, val_files = load_data(cfg, ranks, inputs["digests"], processor, rewards)
     check_lengths(cfg, ranks.is_main, datasets, processor, val_files)
+    check_ground_truth(cfg, ranks, datasets, table)
     check_images(cfg, ranks.is_main, datasets, val_files)
     val_samples: Sequence[Sample] = ConcatDataset(val_files) if val_files else []
     weights = [spec.weight for spec in cfg.custom.train_jsonl]
@@ -207,7 +209,7 @@ def owes_an_evaluation(cfg: Config, step: int, resumed: dict[str, Any] | None) -
     evaluates = bool(cfg.training.eval_steps or cfg.training.eval_at_start)
     if not (evaluates and resumed and resumed.get("owes_evaluation")):
         return False
-    return not evaluation_file(Path(cfg.training.output_dir), step).exists()
+    return not is_evaluated(Path(cfg.training.output_dir), step)
 
 
 def open_records(
@@ -247,7 +249,8 @@ def load_data(
     Exit status 2 with every problem listed; with `on_bad_sample: skip` bad lines are left out instead, and reported.
     """
     grids = processor and grid_of(processor, cfg.rm.format)
-    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format, grids)
+    special = special_words(processor, cfg.rm.format) if processor else ()
+    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format, grids, special)
     count_tokens = processor and partial(num_prompt_tokens, processor=processor)
     checks = Checks(reader, count_tokens, rewards)
     model_files = {name: found for name, found in digests["base_model"].items() if not name.endswith(".safetensors")}
@@ -370,6 +373,34 @@ def check_lengths(
         exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
 
 
+def check_ground_truth(cfg: Config, ranks: Ranks, train: Sequence[IndexedFile], table: TokenTable | None) -> None:
+    """Exit with status 2 and name the training samples whose prompt and whole ground truth fit no row (collective).
+
+    A sample becomes such a sequence where it is teacher-forced or its answer is of no use, so that it would stop the
+    run when it is drawn, and the resumed run as well (PCK-3).
+    """
+    limit = cfg.global_max_length
+    if cfg.is_grpo or limit is None or table is None:
+        return
+
+    def lengths(alive: Callable[[], None]) -> str | None:
+        found = []
+        for file in train:
+            for index in np.flatnonzero(file.num_tokens + file.max_answer_tokens.astype(np.int64) >= limit):
+                alive()
+                sample = file[index]
+                needed = file.num_tokens[index] + len(table.encode(cfg.rm.format.write(sample.objects))) + 1
+                if needed > limit:
+                    found.append(f"{sample.source}: prompt and ground truth make {needed} tokens")
+        if not found:
+            return None
+        rule = f"{len(found)} training samples do not fit; raise it, or remove them"
+        return f"{problem(cfg, 'global_max_length', rule)}\n{DataError(found[:MAX_SHOWN], len(found[MAX_SHOWN:]))}"
+
+    if problems := ranks.on_main(lengths):
+        exit_with(problems, ranks.is_main)
+
+
 def with_generation(
     cfg: Config, train: Sequence[IndexedFile], val: Sequence[IndexedFile]
 ) -> list[tuple[IndexedFile, bool]]:
@@ -399,7 +430,7 @@ def _too_many_pixels(cfg: Config, files: Sequence[IndexedFile]) -> str | None:
     found = [(file, index) for file in files for index in np.flatnonzero(file.num_pixels > limit)]
     if not found:
         return None
-    most = max(int(file.num_pixels.max()) for file in files)
+    most = max(int(file.num_pixels.max(initial=0)) for file in files)
     rule = f"the images of {len(found)} samples have more pixels, {most} at most; raise it or make them smaller"
     return f"{problem(cfg, f'{RS}.max_image_pixels', rule)}\n{_sources(found)}"
 
