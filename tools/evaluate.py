@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,7 @@ from utils.scores import (
 )
 
 COCO_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR1", "AR10", "AR100")
+BROKEN_SCORES = re.compile(r'\s*($|\{\s*"(checkpoint|data|step)":)')  # how a file of scores that was cut off begins
 VLLM_BATCHES = 16  # batches per call, so that vLLM always has requests waiting
 
 
@@ -141,16 +143,22 @@ def annotated_labels(config: str | None, data: str) -> frozenset[str] | None:
 
 def check_output(output: Path, data: str, limit: int | None) -> None:
     """Raise ValueError if `output` holds the scores of another data file (files in different folders often share a
-    name) or of another `--limit`, or no evaluation wrote the file of the answers beside it."""
+    name) or of another `--limit`, or no evaluation wrote it or the file of the answers beside it."""
     beside = output.with_suffix(".jsonl")
     if not output.exists():
         if beside.exists():  # data, most likely: no evaluation wrote it
             raise ValueError(f"{beside}: exists, and would be overwritten; name another --output, or delete it")
         return
+    text = output.read_text(errors="replace")
     try:
-        found = json.loads(output.read_text())
-    except ValueError:  # a killed run's
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if found is None and BROKEN_SCORES.match(text):  # a killed run's
         return
+    if not isinstance(found, dict) or not found.keys() & {"f1", "reward"}:  # of this program, or of a run
+        rule = "no evaluation wrote it; it would be overwritten: name another --output, or delete it"
+        raise ValueError(f"{output}: exists, and {rule}")
     held, held_limit = found.get("data"), found.get("limit")
     if held and (Path(held).resolve() != Path(data).resolve() or held_limit != limit):
         what = f"{held}, " + ("all samples" if held_limit is None else f"--limit {held_limit}")

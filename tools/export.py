@@ -55,8 +55,10 @@ def main() -> None:
     written = [args.output] if args.to == "jsonl" else [args.output / name for name in COCO_FILES]
     try:
         check_not_inputs(written, {"the answers": args.answers, "--like": args.like})
-        if args.to == "coco" and args.output.exists() and not args.output.is_dir():
-            exit_with(f"--output: {args.output} is a file; --to coco writes a folder")
+        check_output(args.output, args.to)
+    except (OSError, ValueError) as error:
+        exit_with(str(error))
+    try:
         records = read(args.answers)
     except (OSError, ValueError) as error:
         exit_with(f"{args.answers}: {error}")
@@ -104,6 +106,32 @@ def main() -> None:
         print(f"ids are those of {own} only; to evaluate against your own COCO file, take its ids with --like FILE")
     for remark in ids.remarks:
         print(f"--like {args.like}: {remark}")
+
+
+def check_output(output: Path, form: str) -> None:
+    """Raise ValueError if `output` is not what `form` writes, or holds a file that need not be this program's: any file
+    of JSONL, whose lines look like those of all data, and COCO files whose images lack the `sample` of an answer."""
+    if form == "jsonl":
+        if output.is_dir():
+            raise ValueError(f"--output: {output} is a folder; --to jsonl writes a file")
+        found = [output] if output.exists() else []
+    else:
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"--output: {output} is a file; --to coco writes a folder")
+        truth, predicted, results = (output / name for name in COCO_FILES)
+        found = [path for path in (truth, predicted) if path.exists() and not _is_exported(path)]
+        found += [results] if results.exists() and not truth.exists() else []  # results name no images
+    if found:
+        what = "exists" if form == "jsonl" else "exists, and this program did not write it"
+        raise ValueError(f"{found[0]}: {what}; it would be overwritten: name another --output, or delete it")
+
+
+def _is_exported(file: Path) -> bool:
+    """Whether this program wrote a COCO file: each image names its answer. A file that cannot be read is another's."""
+    try:
+        return all("sample" in image for image in json.loads(file.read_text())["images"])
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def read(path: Path) -> list[Record]:

@@ -369,6 +369,22 @@ def test_data_are_never_overwritten(start_model, tmp_path, asked, capsys) -> Non
     assert not asked and {path.read_text().count("\n") for path in (data, other)} == {6}
 
 
+@pytest.mark.parametrize(
+    "text", ['{"images": [], "annotations": []}', '\ufeff{"images": []}', "[]", '{"images": [', '{"data": "here"}']
+)
+def test_a_file_that_no_evaluation_wrote_is_not_overwritten(start_model, tmp_path, asked, capsys, text) -> None:
+    """A COCO file, as `val.json` beside the `val.jsonl` that was converted from it."""
+    data, _ = run_files(tmp_path, start_model)
+    coco, converted = tmp_path / "val.json", tmp_path / "val.jsonl"
+    coco.write_text(text)
+    shutil.copy(data, converted)
+    with pytest.raises(SystemExit) as caught:
+        call("--checkpoint", start_model, "--data", data, "--output", coco, "--backend", "hf")()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith(f"{coco}: exists, and no evaluation wrote it") and not asked
+    assert error.count("\n") == 1 and (coco.read_text(), converted.read_bytes()) == (text, data.read_bytes())
+
+
 def test_bad_lines_are_left_out_where_the_config_says_so_DAT_3(start_model, tmp_path, asked, capsys) -> None:
     """DAT-3: as in training."""
     data, config = run_files(tmp_path, start_model)

@@ -248,15 +248,15 @@ def test_answers_complete_a_partial_annotation_TGT_12(tmp_path, answers, monkeyp
     lines[2] |= {"gt": [thread, thin, corner], "pred": [], "response": "[", "finish_reason": "length"}
     lines[1] |= {"response": "[", "finish_reason": "length"}
     answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "completed.jsonl", "--complete")
+    run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "again.jsonl", "--complete")
     assert "1 answers that failed or were cut off" in capsys.readouterr().out
-    loaded = load_samples([str(tmp_path / "completed.jsonl")], "find")[0]
+    loaded = load_samples([str(tmp_path / "again.jsonl")], "find")[0]
     assert [sample.id for sample in loaded] == ["a", "c"]
     boxes = [bounding_box(obj) for obj in loaded[1].objects]
     assert boxes == [(10, 7, 30, 8), (0, 500, 1, 503), (998, 998, 999, 999)]
     answers[0].write_text(json.dumps(lines[2]) + "\n")
     with pytest.raises(SystemExit):
-        run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "completed.jsonl", "--complete")
+        run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "none.jsonl", "--complete")
     assert "no line has `annotated`" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(monkeypatch, answers[0], "--output", tmp_path / "out", "--complete")
@@ -335,6 +335,29 @@ def test_inputs_are_never_overwritten(tmp_path, answers, monkeypatch, capsys):
         run(monkeypatch, answers[0], "--output", like)
     assert f"{like} is a file; --to coco writes a folder" in capsys.readouterr().err
     assert before == (answers[0].read_text(), like.read_text())
+
+
+def test_files_that_export_did_not_write_are_never_overwritten(tmp_path, answers, monkeypatch, capsys):
+    """The user's COCO files often have these names. COCO files of its own, which name answers, may be written again."""
+    run(monkeypatch, answers[0], "--output", tmp_path / "own")
+    run(monkeypatch, answers[0], "--output", tmp_path / "own")
+    theirs = users_file(tmp_path / "theirs.json", answers[1])
+    wrong = {"instances.json": theirs.read_text(), "predictions.json": "{", "results.json": "[]"}
+    for name, text in wrong.items():
+        file = tmp_path / name.removesuffix(".json") / name
+        file.parent.mkdir()
+        file.write_text(text)
+        with pytest.raises(SystemExit) as end:
+            run(monkeypatch, answers[0], "--output", file.parent)
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.count("\n") == 1 and list(file.parent.iterdir()) == [file]
+        assert error.startswith(f"{file}: exists, and this program did not write it;") and file.read_text() == text
+    (data := tmp_path / "train.jsonl").write_text("{}\n")
+    for output, message in ((data, "train.jsonl: exists; it would"), (tmp_path, "is a folder; --to jsonl")):
+        with pytest.raises(SystemExit) as end:
+            run(monkeypatch, answers[0], "--to", "jsonl", "--output", output)
+        assert end.value.code == 2 and message in capsys.readouterr().err
+    assert data.read_text() == "{}\n"
 
 
 SUPERVISION = """
