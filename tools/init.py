@@ -29,6 +29,7 @@ from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import ConfigError, exit_with, load_config
 from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import Plan, at_least_one, format_plan, make_plan
+from utils.config.rollout import MAX_IMAGE_PIXELS
 from utils.data.encoding import grid_of, load_processor, num_prompt_tokens
 from utils.data.prompts import THINKS, leaves_thinking_open
 from utils.data.samples import DataError, LineReader, Sample, load_samples
@@ -59,6 +60,7 @@ class DataFacts:
     objects_max: int
     width_max: int
     height_max: int
+    pixels_max: int  # of a line's images together, as a server counts them
     prompt_max: int
     answer_max: int
     segment_mean: int  # prompt and true answer
@@ -289,6 +291,7 @@ def measure(samples: Sequence[Sample], num_lines: int, processor: Any, form: Ans
         objects_max=max(numbers),
         width_max=max(width for _, width in sizes),
         height_max=max(height for height, _ in sizes),
+        pixels_max=max(sum(height * width for height, width in sample.image_sizes) for sample in samples),
         prompt_max=max(prompts),
         answer_max=max(answers),
         segment_mean=math.ceil((sum(prompts) + sum(answers)) / len(samples)),
@@ -377,6 +380,7 @@ def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any], devi
     same with the next engine of `learners_of`. Raises ValueError with what the last one lacked, and leaves no file.
     """
     settings = settings | {"device_gib": device_gib, "share": engine_share(device_gib)}
+    settings["max_image_pixels"] = data.pixels_max if data.pixels_max > MAX_IMAGE_PIXELS else None
     longest = data.prompt_max + new_tokens(data) + data.answer_max
     error: ConfigError | None = None
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import make_plan
+from utils.config.rollout import MAX_IMAGE_PIXELS
 from utils.data.encoding import load_processor, num_prompt_tokens
 from utils.data.images import ImageStore
 from utils.data.samples import load_samples
@@ -47,6 +48,7 @@ DATA = DataFacts(
     objects_max=60,
     width_max=1920,
     height_max=1080,
+    pixels_max=1920 * 1080,
     prompt_max=1100,
     answer_max=1300,
     segment_mean=1000,
@@ -368,6 +370,19 @@ def test_a_trial_on_cpu_is_one_that_server_and_learner_accept_FAM_2(tmp_path, fa
     cfg = load_config("train.yaml")
     assert problems_of(resolve(cfg, 0), token=None) == []
     assert load_tokenizer(cfg, is_main=True)[1] is not None
+
+
+def test_a_server_takes_the_largest_images_SRV_10(tmp_path, start_model, monkeypatch):
+    """SRV-10: it counts the pixels of a sample's images together; the learner refuses a config with a lower limit."""
+    monkeypatch.chdir(tmp_path)
+    for side, expected in ((2000, MAX_IMAGE_PIXELS), (3000, 2 * 3000 * 3000)):
+        Image.new("L", (side, side)).save(f"{side}.png")
+        line = {"images": [f"{side}.png"] * 2, "prompt": "<image><image>find", "objects": []}
+        Path(f"{side}.jsonl").write_text(json.dumps(line | {"width": side, "height": side}) + "\n")
+        arguments = ["--data", f"{side}.jsonl", "--model", str(start_model), "--gpus", "2"]
+        monkeypatch.setattr(sys, "argv", ["init", *arguments])
+        main()
+        assert load_config(f"{side}.yaml").server_settings().max_image_pixels == expected
 
 
 def test_many_folders_of_images_become_those_above_SRV_5(tmp_path):
