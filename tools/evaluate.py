@@ -68,6 +68,7 @@ def main() -> None:
         check_not_inputs([output, output.with_suffix(".jsonl")], {"--data": args.data, "--config": args.config})
         check_output(output, args.data, args.limit)
         check_checkpoint(Path(args.checkpoint), rm.answer_format)
+        make_writable(output)
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
         reader = LineReader(data.prompt, data.object_order, rm.format, grid_of(processor, rm.format))
         samples = load_samples([args.data], skipped=skipped, reader=reader)[0][: args.limit]
@@ -145,6 +146,8 @@ def check_output(output: Path, data: str, limit: int | None) -> None:
     """Raise ValueError if `output` holds the scores of another data file (files in different folders often share a
     name) or of another `--limit`, or no evaluation wrote it or the file of the answers beside it."""
     beside = output.with_suffix(".jsonl")
+    if output.is_dir():
+        raise ValueError(f"--output: {output} is a folder; name a file")
     if not output.exists():
         if beside.exists():  # data, most likely: no evaluation wrote it
             raise ValueError(f"{beside}: exists, and would be overwritten; name another --output, or delete it")
@@ -163,6 +166,19 @@ def check_output(output: Path, data: str, limit: int | None) -> None:
     if held and (Path(held).resolve() != Path(data).resolve() or held_limit != limit):
         what = f"{held}, " + ("all samples" if held_limit is None else f"--limit {held_limit}")
         raise ValueError(f"{output}: holds the scores of {what}; delete it or name another file with --output")
+
+
+def make_writable(output: Path) -> None:
+    """Make the folder of `output`. Raises ValueError where the scores or the answers could not be written."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for path in (output, output.with_suffix(".jsonl")):
+            is_new = not path.exists()
+            path.open("a").close()
+            if is_new:
+                path.unlink()
+    except OSError as error:
+        raise ValueError(f"{output}: cannot be written ({error}); name another file with --output") from None
 
 
 def check_checkpoint(folder: Path, answer_format: str) -> None:
@@ -362,7 +378,6 @@ def _pixel_box(object_: Object, sample: Sample) -> dict[str, Any]:
 
 
 def write(output: Path, result: dict[str, Any], predictions: Sequence[dict[str, Any]]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=2) + "\n")
     lines = (json.dumps(record) + "\n" for record in sorted(predictions, key=lambda record: record["id"]))
     output.with_suffix(".jsonl").write_text("".join(lines))

@@ -66,19 +66,29 @@ def main() -> None:
         print(f"{args.answers}: answers without a score; each counts as 1.0 (the backend gave no log-probabilities)")
     for record in records:
         record["pred"] = [found for found in record["pred"] if found.get("score", 1.0) >= args.min_score]
-    if args.to == "jsonl":
-        whole = [record for record in records if is_whole(record) or args.complete and "annotated" not in record]
-        if num_cut := len(records) - len(whole):
-            print(f"{args.answers}: {num_cut} answers that failed or were cut off are left out: they list too little")
-        if args.complete:
-            if not any("annotated" in record for record in whole):
-                exit_with(f"{args.answers}: no line has `annotated`, so the annotation is complete: drop --complete")
-            whole = [record | {"pred": completed(record)} for record in whole]
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(sample_line(record, args.output.parent)) + "\n" for record in whole]
-        args.output.write_text("".join(lines))
-        print(f"{len(lines)} images: {args.output}")
-        return
+    try:
+        (write_jsonl if args.to == "jsonl" else write_coco)(args, records)
+    except OSError as error:
+        exit_with(f"--output {args.output}: cannot be written ({error}); name another place")
+
+
+def write_jsonl(args: argparse.Namespace, records: Sequence[Record]) -> None:
+    """Write the answers as annotation. Raises OSError."""
+    whole = [record for record in records if is_whole(record) or args.complete and "annotated" not in record]
+    if num_cut := len(records) - len(whole):
+        print(f"{args.answers}: {num_cut} answers that failed or were cut off are left out: they list too little")
+    if args.complete:
+        if not any("annotated" in record for record in whole):
+            exit_with(f"{args.answers}: no line has `annotated`, so the annotation is complete: drop --complete")
+        whole = [record | {"pred": completed(record)} for record in whole]
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(sample_line(record, args.output.parent)) + "\n" for record in whole]
+    args.output.write_text("".join(lines))
+    print(f"{len(lines)} images: {args.output}")
+
+
+def write_coco(args: argparse.Namespace, records: Sequence[Record]) -> None:
+    """Write the COCO files. Raises OSError."""
     with_file = [record for record in records if record["images"] and not record["images"][0].startswith("data:")]
     if num_bare := len(records) - len(with_file):
         print(

@@ -99,11 +99,14 @@ def main() -> None:
 
 
 def write_report(run_dir: Path, output: Path | None = None, num_images: int = NUM_IMAGES) -> Path:
-    """Write the report and return its path. Raises ValueError where there is no run."""
+    """Write the report and return its path. Raises ValueError where there is no run, or no writing."""
     output = output or run_dir / "report.html"
     page = render(read_run(run_dir, num_images))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8", errors="replace")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{output}: cannot be written ({error}); name another file with --output") from None
     return output
 
 

@@ -385,6 +385,22 @@ def test_a_file_that_no_evaluation_wrote_is_not_overwritten(start_model, tmp_pat
     assert error.count("\n") == 1 and (coco.read_text(), converted.read_bytes()) == (text, data.read_bytes())
 
 
+def test_an_output_that_cannot_be_written_ends_before_any_answer(start_model, tmp_path, asked, capsys) -> None:
+    """Hours of answers would be lost. The probe leaves nothing behind."""
+    data, _ = run_files(tmp_path, start_model)
+    for name in ("folder.json", "answers.jsonl"):
+        (tmp_path / name).mkdir()
+    cases = {data / "x.json": "cannot be written", tmp_path / "folder.json": "is a folder; name a file"}
+    for output, message in (cases | {tmp_path / "answers.json": "exists"}).items():
+        with pytest.raises(SystemExit) as caught:
+            call("--checkpoint", start_model, "--data", data, "--output", output, "--backend", "hf")()
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and f"{output.stem}.json" in error and message in error, error
+        assert error.count("\n") == 1 and not asked
+    evaluate.make_writable(tmp_path / "new/x.json")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_bad_lines_are_left_out_where_the_config_says_so_DAT_3(start_model, tmp_path, asked, capsys) -> None:
     """DAT-3: as in training."""
     data, config = run_files(tmp_path, start_model)

@@ -360,6 +360,16 @@ def test_files_that_export_did_not_write_are_never_overwritten(tmp_path, answers
     assert data.read_text() == "{}\n"
 
 
+@pytest.mark.parametrize("form", ["coco", "jsonl"])
+def test_an_output_that_cannot_be_written_is_one_message(tmp_path, answers, monkeypatch, capsys, form):
+    output = answers[0] / "below a file"
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, answers[0], "--to", form, "--output", output)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1
+    assert error.startswith(f"--output {output}: cannot be written") and error.endswith("; name another place\n")
+
+
 SUPERVISION = """
 import json, sys
 sys.path.append(sys.argv[1])

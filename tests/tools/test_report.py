@@ -411,6 +411,16 @@ def test_no_run_is_one_message_with_status_2(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2 and "not a run directory" in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_is_one_message_with_status_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tools.report.read_run", lambda *given: {})
+    monkeypatch.setattr("tools.report.render", lambda view: "page")
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith(f"{tmp_path}: cannot be written (") and error.count("\n") == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # in a browser
 
