@@ -33,10 +33,11 @@ from torch import nn
 from tqdm import tqdm
 
 from tools.convert import check_not_inputs
+from tools.lengths import prompt_lengths
 from utils.answer_format import COORD_TOKENS
 from utils.config.load import exit_with, load_config_or_exit
 from utils.config.schema import Data, Model, RolloutMatching
-from utils.data.encoding import encode_prompt, grid_of, load_processor, num_prompt_tokens, prompt_chat
+from utils.data.encoding import encode_prompt, grid_of, load_processor, prompt_chat
 from utils.data.mistakes import BadLine, ProblemCounts
 from utils.data.samples import DataError, LineReader, Sample, labels_in_both, load_samples
 from utils.dist import Ranks
@@ -74,6 +75,7 @@ def main() -> None:
         samples = load_samples([args.data], skipped=skipped, reader=reader)[0][: args.limit]
         samples = [replace(own, annotated=labels_in_both(own.annotated, annotated)) for own in samples]
         table = TokenTable.from_tokenizer(processor.tokenizer, rm.format)
+        prompt_lengths(samples, processor)
     except (DataError, ValueError, OSError) as error:
         exit_with(str(error))
     if skipped:
@@ -209,7 +211,7 @@ def generate_with_vllm(
 
     ranks = Ranks()
     ranks.open()
-    longest = max(num_prompt_tokens(sample, processor) for sample in samples)
+    longest = max(prompt_lengths(samples, processor))
     llm = start_engine(
         model,
         ranks.device,

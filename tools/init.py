@@ -24,13 +24,14 @@ import jinja2
 
 from tools.coco import LeftOut, coco_items
 from tools.convert import Report, convert, find_image
+from tools.lengths import prompt_lengths
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import ConfigError, exit_with, load_config
 from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import Plan, at_least_one, format_plan, make_plan
 from utils.config.rollout import MAX_IMAGE_PIXELS
-from utils.data.encoding import grid_of, load_processor, num_prompt_tokens
+from utils.data.encoding import grid_of, load_processor
 from utils.data.prompts import THINKS, leaves_thinking_open
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.families import Family, family_in
@@ -275,9 +276,9 @@ def _file_of(image: dict[str, Any], folder: Path) -> Path | None:
 
 
 def measure(samples: Sequence[Sample], num_lines: int, processor: Any, form: AnswerFormat) -> DataFacts:
-    """Look at all samples; none of their images is opened."""
+    """Look at all samples; none of their images is opened. Raises DataError for prompts that cannot be encoded."""
     table = TokenTable.from_tokenizer(processor.tokenizer, form)
-    prompts = [num_prompt_tokens(sample, processor) for sample in samples]
+    prompts = prompt_lengths(samples, processor)
     answers = [len(table.encode(form.write(sample.objects))) + 1 for sample in samples]  # with the end token
     numbers = [len(sample.objects) for sample in samples]
     sizes = [size for sample in samples for size in sample.image_sizes] or [(0, 0)]

@@ -414,6 +414,20 @@ def test_bad_lines_are_left_out_where_the_config_says_so_DAT_3(start_model, tmp_
     assert len(asked) == json.loads(output.read_text())["num_images"] == 6
 
 
+def test_prompts_that_cannot_be_encoded_are_named_before_any_answer_DAT_3(start_model, tmp_path, asked, capsys) -> None:
+    """DAT-3: Qwen's processor takes no image of sides in a ratio above 200."""
+    data, config = run_files(tmp_path, start_model)
+    Image.new("RGB", (2000, 8)).save(tmp_path / "data/thin.png")
+    line = {"images": ["thin.png"], "width": 2000, "height": 8, "objects": []}
+    data.write_text(data.read_text() + 2 * (json.dumps(line) + "\n"))
+    with pytest.raises(SystemExit) as caught:
+        where = ["--checkpoint", start_model, "--data", data, "--config", config, "--output", tmp_path / "out.json"]
+        call(*where, "--backend", "hf")()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and not asked and error.count("\n") == 2
+    assert all(f"{data}:{number}: the prompt cannot be encoded (absolute aspect" in error for number in (7, 8)), error
+
+
 def test_failed_requests_are_counted_CON_3(capsys) -> None:
     """CON-3: to the scores they look like empty answers."""
     failed = RolloutResult([], [], "", None, None, error="out of memory")

@@ -429,3 +429,8 @@ def test_mistakes_in_the_data_are_named_DAT_3(tmp_path, start_model, monkeypatch
     (tmp_path / "train.jsonl").write_text('{"images": ["none.png"], "width": 5, "height": 5, "objects": []}\n')
     assert "train.jsonl:1" in refused(monkeypatch, capsys, tmp_path, start_model)
     assert not (tmp_path / "train.yaml").exists()
+    Image.new("RGB", (2000, 8)).save(tmp_path / "thin.png")
+    line = {"images": ["thin.png"], "width": 2000, "height": 8, "objects": []}
+    (tmp_path / "train.jsonl").write_text(json.dumps(line) + "\n")
+    told = "train.jsonl:1: the prompt cannot be encoded (absolute aspect ratio"
+    assert told in refused(monkeypatch, capsys, tmp_path, start_model)
