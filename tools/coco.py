@@ -74,6 +74,10 @@ def coco_items(path: Path, name: str) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path}: not valid JSON: {error}") from None
 
 
+def no_coco_file(path: Path) -> str:
+    return f'{path}: not a COCO file: {{"images": [...], "annotations": [...], "categories": [...]}}'
+
+
 class CocoFile:
     """An annotation file, its annotations grouped by image on disk. A context manager.
 
@@ -131,9 +135,7 @@ class CocoFile:
             (json.dumps({"unusable": SHARED}),),
         )
         if not self.num_images:
-            raise ValueError(
-                f'{self.path}: not a COCO file: {{"images": [...], "annotations": [...], "categories": [...]}}'
-            )
+            raise ValueError(no_coco_file(self.path))
         annotations = _rows(self._objects(), "image_id", _OBJECT_KEYS)
         db.executemany("INSERT INTO annotations VALUES (?, ?)", annotations)
         db.execute("CREATE INDEX by_image ON annotations (image)")

@@ -22,7 +22,7 @@ from typing import Any
 
 import jinja2
 
-from tools.coco import LeftOut, coco_items
+from tools.coco import LeftOut, coco_items, no_coco_file
 from tools.convert import Report, convert, find_image
 from tools.lengths import prompt_lengths
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
@@ -41,6 +41,7 @@ from utils.parsing import TokenTable
 SPLITS = {"train": 0.95, "val": 0.05}  # of a COCO file that comes alone
 MAX_PIXELS = 1 << 20  # of an image, as in the presets
 ROWS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12000)  # lengths of a packed row
+MAX_LINE_BYTES = 64 << 20  # a longer first line is that of a large COCO file; it is not parsed to find out
 MAX_ROOTS = 20  # folders of images that are named one by one
 FILL = 0.9  # of a row that a micro-step's samples take on average
 SAMPLES_PER_STEP = 32
@@ -190,7 +191,7 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
         beside = data.with_name("val".join(data.name.rsplit("train", 1)))
         missing = f"there is no {beside}" if beside != data else f'{data.name} has no "train" that "val" could replace'
         val = val or (beside if beside != data and beside.exists() else None)
-    if train.suffix == ".jsonl":
+    if train.suffix == ".jsonl" or has_sample_lines(train):
         if val is None:
             _say_no_val(missing)
         return train, val
@@ -214,6 +215,23 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
     return outputs[0], outputs[1]
 
 
+def has_sample_lines(file: Path) -> bool:
+    """Whether the first line of a file that is not blank is a sample (DAT-1): JSON Lines have other endings, too."""
+    with file.open("rb") as opened:
+        line = b""
+        while not line.strip() and (line := opened.readline(MAX_LINE_BYTES + 1)):
+            pass
+    if len(line) > MAX_LINE_BYTES:
+        return False
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(row, dict) or {"images", "annotations"} <= row.keys() and not {"objects", "summary"} & row.keys():
+        return False
+    return not row.keys().isdisjoint(("images", "messages", "objects"))
+
+
 def _say_no_val(reason: str) -> None:
     print(f"# no validation data: {reason}. Name a file with --val FILE; without one the run does not evaluate.")
 
@@ -228,7 +246,8 @@ def _convert(file: Path, images: Path | None, output: Path, splits: dict[str, fl
 
 def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:
     """The data file of a split in a folder (or its `annotations/`): by name, or the only one."""
-    found = sorted(folder.glob("*.jsonl")) or sorted([*folder.glob("*.json"), *folder.glob("annotations/*.json")])
+    lines = [path for path in folder.glob("*") if path.suffix.lower() in (".jsonl", ".ndjson")]
+    found = sorted(lines) or sorted([*folder.glob("*.json"), *folder.glob("annotations/*.json")])
     named = [path for path in found if split in path.stem]
     named = [path for path in named if path.stem.startswith("instances")] or named  # of COCO's several files
     if len(named) > 1:  # a_train_val.jsonl is split off a_train.json
@@ -248,6 +267,8 @@ def _images_of(annotations: Path, images: Path | None) -> Path:
     Then the one near it or near the file that holds most of them; of several alike the one whose name is in that of the
     file, as train2017 in instances_train2017.json."""
     first = list(itertools.islice(coco_items(annotations, "images"), 20))
+    if not first:
+        raise ValueError(no_coco_file(annotations))
     if images is not None and any(_file_of(image, images) for image in first):
         return images
     near = [annotations.parent, annotations.parent.parent, *([images.parent] if images is not None else [])]

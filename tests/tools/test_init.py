@@ -248,6 +248,27 @@ def test_data_are_found_in_folders_and_beside_each_other(tmp_path, capsys):
         find_data(tmp_path / "none", None, None)
 
 
+@pytest.mark.parametrize("ending", ["json", "ndjson", "JSONL", "txt"])
+def test_lines_of_samples_need_no_ending_DAT_1(tmp_path, start_model, monkeypatch, ending):
+    """DAT-1: `tools.check_jsonl` takes such a file and names this program; training takes it, too."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 64)).save("a.png")
+    line = {"images": ["a.png"], "width": 64, "height": 64, "objects": [], "annotations": "a key of the user's"}
+    Path(f"train.{ending}").write_text("\n\ufeff" * (ending == "txt") + json.dumps(line) + "\n")
+    monkeypatch.setattr(sys, "argv", ["init", "--data", f"train.{ending}", "--model", str(start_model), "--gpus", "4"])
+    main()
+    assert load_config("train.yaml").custom.train_jsonl[0].path == f"train.{ending}"
+    if ending != "txt":
+        assert find_data(tmp_path, None, None)[0] == tmp_path / f"train.{ending}"
+
+
+@pytest.mark.parametrize("text", ['[{"data": {"image": "a.png"}}]', '{"id": 1, "annotations": []}\n', "5", "{}"])
+def test_a_json_file_of_another_program_is_no_coco_file(tmp_path, start_model, monkeypatch, capsys, text):
+    """A task list of Label Studio, for example. Its images are not looked for."""
+    (tmp_path / "tasks.json").write_text(text)
+    assert "tasks.json: not a COCO file: {" in refused(monkeypatch, capsys, tmp_path, start_model, "tasks.json")
+
+
 @pytest.mark.parametrize(
     ("train", "val"),
     [
