@@ -25,7 +25,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, dropwhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -182,7 +182,7 @@ def ids_like(file: Path, records: Sequence[Record]) -> Ids:
     Raises OSError, and ValueError (or what items without names or ids raise) for what is no COCO file, for a label of
     the ground truth or an image that it does not have, and where it is open which one is meant.
     """
-    given = json.loads(file.read_text())
+    given = json.loads(file.read_text(encoding="utf-8-sig"))
     if not isinstance(given, dict) or not {"images", "categories"} <= given.keys():
         raise ValueError("no COCO file: it has no images and categories")
     names = [category["name"] for category in given["categories"]]
@@ -204,11 +204,12 @@ def ids_like(file: Path, records: Sequence[Record]) -> Ids:
 
 
 def _images_like(given: Sequence[dict[str, Any]], records: Sequence[Record]) -> list[Any]:
-    """Return the id of each record's image: its path ends in that image's `file_name`, or in the last name of LVIS's
-    `coco_url`."""
+    """Return the id of each record's image: its path ends in that image's `file_name`, without leading "..", or in the
+    last name of LVIS's `coco_url`."""
     by_name: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {}
     for image in given:
-        parts = Path(image.get("file_name") or image.get("coco_url", "").rpartition("/")[2]).parts
+        name = image.get("file_name") or image.get("coco_url", "").rpartition("/")[2]
+        parts = tuple(dropwhile(lambda part: part == "..", Path(name).parts))
         if parts:
             by_name.setdefault(parts[-1], []).append((parts, image))
     paths = [Path(record["images"][0]) for record in records]
@@ -219,8 +220,8 @@ def _images_like(given: Sequence[dict[str, Any]], records: Sequence[Record]) -> 
     for path, record, own in zip(paths, records, found, strict=True):
         if len(own) > 1 or files.setdefault(own[0]["id"], path) != path:
             raise ValueError(f"its file names do not tell images apart: {own[0].get('file_name')!r}, {path}")
-        size = own[0].get("width", record["width"]), own[0].get("height", record["height"])
-        if size != (record["width"], record["height"]):
+        size = own[0].get("width"), own[0].get("height")
+        if size not in ((record["width"], record["height"]), (None, None)):
             rule = "another size there; boxes would not fit (an image that EXIF turns, or a resized one)"
             raise ValueError(f"{path}: {record['width']} x {record['height']}, but {size[0]} x {size[1]} there: {rule}")
     return [own[0]["id"] for own in found]

@@ -185,6 +185,16 @@ def test_images_are_found_by_url_and_by_bare_names_too(tmp_path, answers, monkey
     assert [(item["id"], item["sample"]) for item in written["images"]] == [(5, "a"), (6, "b"), (7, "c")]
 
 
+def test_the_users_file_may_be_any_that_the_conversion_reads(tmp_path, answers, monkeypatch):
+    """With a byte order mark, sizes that are null, and names that lead out of the file's folder."""
+    images = [{"id": USER_IDS[x], "file_name": f"../{x}/{x}.png", "width": None, "height": None} for x in SIZES]
+    theirs = users_file(tmp_path / "x.json", answers[1], images=images)
+    theirs.write_text("\ufeff" + theirs.read_text())
+    run(monkeypatch, answers[0], "--output", tmp_path / "out", "--like", theirs)
+    written = json.loads((tmp_path / "out/instances.json").read_text())
+    assert [(item["id"], item["sample"]) for item in written["images"]] == [(USER_IDS[x], x) for x in SIZES]
+
+
 def test_answers_without_scores_get_one_and_it_is_said_TGT_14(tmp_path, answers, monkeypatch, capsys):
     """TGT-14."""
     file = answers[0]
