@@ -78,8 +78,12 @@ def write_jsonl(args: argparse.Namespace, records: Sequence[Record]) -> None:
     if num_cut := len(records) - len(whole):
         print(f"{args.answers}: {num_cut} answers that failed or were cut off are left out: they list too little")
     if args.complete:
-        if not any("annotated" in record for record in whole):
+        partial = ["annotated" in record for record in records]
+        if not any(partial):
             exit_with(f"{args.answers}: no line has `annotated`, so the annotation is complete: drop --complete")
+        if not any("annotated" in record for record in whole):
+            what = f"the {sum(partial)} answers to partly annotated images failed or were cut off"
+            exit_with(f"{args.answers}: {what}; raise max_new_tokens and evaluate again")
         whole = [record | {"pred": completed(record)} for record in whole]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(sample_line(record, args.output.parent)) + "\n" for record in whole]

@@ -268,6 +268,12 @@ def test_answers_complete_a_partial_annotation_TGT_12(tmp_path, answers, monkeyp
     with pytest.raises(SystemExit):
         run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "none.jsonl", "--complete")
     assert "no line has `annotated`" in capsys.readouterr().err
+    lines[0] |= {"response": "", "finish_reason": None}
+    answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(SystemExit):
+        run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "none.jsonl", "--complete")
+    told = "the 2 answers to partly annotated images failed or were cut off; raise max_new_tokens and evaluate again\n"
+    assert capsys.readouterr().err == f"{answers[0]}: {told}" and not (tmp_path / "none.jsonl").exists()
     with pytest.raises(SystemExit):
         run(monkeypatch, answers[0], "--output", tmp_path / "out", "--complete")
 
