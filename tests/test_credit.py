@@ -116,6 +116,9 @@ def test_rewards_of_the_text_count_in_full_for_every_decision_GRP_8() -> None:
 BROKEN = '{"objects": [{"desc": "red car", "bbox_2d": [1]}, ' + format_objects([A, B])[len('{"objects": [') :]
 
 
+LEFT_OVER = format_objects([A, B])[:-2] + ", junk junk" + "]}"
+
+
 @pytest.mark.parametrize("text", [format_objects([A, B]), BROKEN, format_objects([A, B])[:-2], format_objects([])])
 def test_every_token_belongs_to_its_decision_GRP_8(text: str) -> None:
     """GRP-8: object tokens hold label and coordinates of their object; separators go on; the end closes."""
@@ -129,6 +132,14 @@ def test_every_token_belongs_to_its_decision_GRP_8(text: str) -> None:
     assert words[close_decision(len(objects))].endswith("]}<stop>" if is_closed else "")
     assert '"objects"' in words[REST] and ("bbox_2d" in words[REST]) == (text is BROKEN)
     assert ("<stop>" in words[REST]) != is_closed
+
+
+def test_malformed_text_before_the_closing_is_the_rest_GRP_8():
+    """GRP-8: as it is before an object; the baselines of missed objects are no matter of its own."""
+    assert completion_of(LEFT_OVER).parsed.closed
+    words = words_of(LEFT_OVER, credit(LEFT_OVER, [A, B]))
+    assert "junk junk" in words[REST] and "junk" not in words[close_decision(2)]
+    assert words[close_decision(2)].endswith("]}<stop>")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ def test_a_teacher_may_have_more_rows_than_the_policy_TGT_16(k):
     token_ids, logprobs = reported(teacher, k)
     assert (token_ids >= own).any(1).sum() > 4
     found = truncated_kl(policy, token_ids, logprobs)
+    assert (token_ids[:, -1] >= own).any()
+    assert truncated_kl(policy, token_ids.flip(1), logprobs.flip(1)).allclose(found, atol=1e-6)  # in any order
     for i, ids in enumerate(token_ids.numpy()):
         shared = ids[ids < own]
         ours, theirs = (bucketed(own_logits[i].detach().double().numpy(), shared) for own_logits in (policy, teacher))

@@ -193,6 +193,10 @@ def token_decisions(completion: Completion, num_tokens: int) -> np.ndarray:
     if parsed.closed:
         header, close = table.format.header.match(data), close_decision(len(parsed.objects))
         assert header is not None, "a closed answer has a header"
-        assign(close, len(parsed.prefix_bytes) or header.end(), len(data))
+        start = len(parsed.prefix_bytes) or header.end()
+        endings = (end.search(data, start) for end in table.format.ends)
+        if not table.format.tags and data[start : (begin := min(end.start() for end in endings if end))].strip():
+            start = begin  # behind malformed text
+        assign(close, start, len(data))
         found[len(ids) :] = close
     return found

@@ -170,7 +170,8 @@ def truncated_kl(logits: Tensor, token_ids: Tensor, logprobs: Tensor) -> Tensor:
         logprobs: float32[Nu, K], the teacher's of these; at most one part in a million above probability one together.
     """
     is_ours = token_ids < logits.shape[1]
-    token_ids = token_ids.where(is_ours, token_ids[:, :1]).clamp(max=logits.shape[1] - 1)
+    first = token_ids.gather(1, is_ours.int().argmax(dim=1, keepdim=True))  # of ours: it stands for the others
+    token_ids = token_ids.where(is_ours, first).clamp(max=logits.shape[1] - 1)
     logprobs = logprobs.masked_fill(~is_ours, -torch.inf)
     log_q, p = logits.float().log_softmax(dim=1), logprobs.exp()
     kl = (torch.xlogy(p, p) - p * log_q.gather(1, token_ids)).sum(dim=1)
