@@ -640,7 +640,7 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
         )
         policy = SimpleNamespace(client=object(), generate=generate)
         parts = {"cfg": cfg, "data": data, "policy": policy, "place": lambda segment: segment}
-        session = SimpleNamespace(**parts, timed=lambda part: nullcontext())
+        session = SimpleNamespace(**parts, timed=lambda part: nullcontext(), num_steps=1)
         run = grpo_of(session, {"slow": slow})
         Session.prefetch(session, run)
         return run
