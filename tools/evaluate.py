@@ -38,6 +38,7 @@ from utils.answer_format import COORD_TOKENS
 from utils.config.load import exit_with, load_config_or_exit
 from utils.config.schema import Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, prompt_chat
+from utils.data.images import as_file
 from utils.data.mistakes import BadLine, ProblemCounts
 from utils.data.samples import DataError, LineReader, Sample, labels_in_both, load_samples
 from utils.dist import Ranks
@@ -91,8 +92,12 @@ def main() -> None:
     result, predictions = score(samples, responses, table, rm.eval.iou_threshold, rm.eval.new_labels)
     about = {"checkpoint": args.checkpoint, "data": args.data, "limit": args.limit, "config": args.config}
     about["backend"] = backend
-    write(output, about | {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold} | result, predictions)
     show(result, f"{args.checkpoint} on {len(samples)} images ({backend}, {model.dtype}, greedy)")
+    about |= {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold}
+    try:
+        write(output, about | result, predictions)
+    except OSError as error:  # a full disk; the scores stand above
+        exit_with(f"{output}: the scores or the answers cannot be written: {error}")
     print(f"scores: {output}   responses: {output.with_suffix('.jsonl')}")
     print(f"for other tools: python -m tools.export {shlex.quote(str(output.with_suffix('.jsonl')))} --output DIR")
 
@@ -380,9 +385,14 @@ def _pixel_box(object_: Object, sample: Sample) -> dict[str, Any]:
 
 
 def write(output: Path, result: dict[str, Any], predictions: Sequence[dict[str, Any]]) -> None:
+    """Write scores and answers; images that are embedded in the data are written to files, which the answers name.
+    Raises OSError."""
     output.write_text(json.dumps(result, indent=2) + "\n")
-    lines = (json.dumps(record) + "\n" for record in sorted(predictions, key=lambda record: record["id"]))
-    output.with_suffix(".jsonl").write_text("".join(lines))
+    folder = output.with_name(f"{output.stem}_images")
+    with output.with_suffix(".jsonl").open("w", encoding="utf-8") as file:
+        for record in sorted(predictions, key=lambda record: record["id"]):
+            images = [as_file(image, folder) for image in record["images"]]
+            file.write(json.dumps(record | {"images": images}) + "\n")
 
 
 def show(result: dict[str, Any], title: str) -> None:

@@ -23,6 +23,7 @@ from utils.data.images import (
     EXIF_ORIENTATION,
     ImageRefused,
     ImageStore,
+    as_file,
     as_sent,
     find_in_shard,
     image_size,
@@ -405,3 +406,17 @@ def test_srv_5_a_server_opens_no_shards(tmp_path):
     path = shard(tmp_path / "000.tar", a=Image.new("RGB", (4, 4)))
     with pytest.raises(ValueError, match="cannot read image"):
         ImageStore([tmp_path]).open(f"{path}/a.png")
+
+
+def test_an_embedded_image_becomes_one_file_LRN_7(tmp_path, root, monkeypatch):
+    """LRN-7: the answers of an evaluation name a file with the same bytes, however often they are written."""
+    uri = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    monkeypatch.chdir(tmp_path)
+    path = Path(as_file(uri, Path("kept")))
+    assert path.is_absolute() and path.suffix == ".png" and path.read_bytes() == png()
+    written = path.stat().st_mtime_ns
+    assert as_file(uri, tmp_path / "kept") == str(path) and path.stat().st_mtime_ns == written
+    assert list(path.parent.iterdir()) == [path]
+    assert as_file(str(root / "a.png"), tmp_path / "other") == str(root / "a.png") and not Path("other").exists()
+    with pytest.raises(OSError, match="bad base64"):
+        as_file("data:image/png;base64,@@@", tmp_path)

@@ -1,5 +1,6 @@
 """Curves, progress lines and run.json (LOG-2 to LOG-5)."""
 
+import base64
 import errno
 import io
 import json
@@ -19,6 +20,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.config.test_load import edited
+from tests.data.test_images import png
 from tests.run.test_rollout_log import Calls, Rank, call
 from utils.config.load import build_config
 from utils.run.monitor import (
@@ -133,7 +135,12 @@ def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp
         **{"monitor": monitor, "run_dir": tmp_path, "metric": "f1", "validation": {}, "collapsed": set()},
     )
     metrics = {f"seconds/{part}": 1.0 for part in LOGGED_PARTS} | {"train/tokens_per_s": 9.0}
-    Session.log_evaluation(session, 0, score, [])
+    embedded = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    answers = [{"id": "a", "images": [embedded, "/b.png"]}, {"id": "b", "images": []}]
+    Session.log_evaluation(session, 0, score, answers)
+    lines = [json.loads(line)["images"] for line in (tmp_path / "eval/step_000000.jsonl").read_text().splitlines()]
+    (kept,) = (tmp_path / "eval/images").iterdir()
+    assert lines == [[str(kept), "/b.png"], []] and kept.read_bytes() == png()
     labels = {"cat": {"num_gt": 3, "f1": 0.75}, "dog": {"num_gt": 1, "f1": 0.5}}
     Session.log_evaluation(session, 5, score | {"f1": 0.75}, [], {"labels": labels})
     assert tables == [(5, "eval/labels", ["label", "num_gt", "f1"], [["cat", 3, 0.75], ["dog", 1, 0.5]])]

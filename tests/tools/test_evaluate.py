@@ -1,5 +1,6 @@
 """`tools.evaluate`: the program on a small model, its counts from its own files, COCO's scores by hand."""
 
+import base64
 import json
 import os
 import shutil
@@ -399,6 +400,37 @@ def test_an_output_that_cannot_be_written_ends_before_any_answer(start_model, tm
         assert error.count("\n") == 1 and not asked
     evaluate.make_writable(tmp_path / "new/x.json")
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_embedded_images_become_files_beside_the_answers_LRN_7(start_model, tmp_path, asked) -> None:
+    """LRN-7: a line of the answers names them; hundreds of kilobytes each would be there at every evaluation."""
+    data, config = run_files(tmp_path, start_model, num_images=2)
+    first, second = map(json.loads, data.open())
+    content = (data.parent / first["images"][0]).read_bytes()
+    first["images"] = ["data:image/png;base64," + base64.b64encode(content).decode()]
+    data.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    output = tmp_path / "out.json"
+    where = ["--checkpoint", start_model, "--config", config, "--backend", "hf"]
+    call(*where, "--data", data, "--output", output)()
+    (kept,) = (tmp_path / "out_images").iterdir()
+    assert kept.read_bytes() == content
+    images = [json.loads(line)["images"] for line in output.with_suffix(".jsonl").open()]
+    assert images == [[str(kept)], [str(data.parent / second["images"][0])]]
+
+
+def test_a_full_disk_ends_with_2_behind_the_scores(start_model, tmp_path, asked, capsys, monkeypatch) -> None:
+    data, config = run_files(tmp_path, start_model)
+    output = tmp_path / "out.json"
+
+    def fill(*_: Any) -> None:
+        (tmp_path / "out.jsonl").symlink_to("/dev/full")
+
+    monkeypatch.setattr(evaluate, "show", lambda result, title: (print(title), fill()))
+    with pytest.raises(SystemExit) as caught:
+        call("--checkpoint", start_model, "--config", config, "--backend", "hf", "--data", data, "--output", output)()
+    told = capsys.readouterr()
+    assert caught.value.code == 2 and " on 6 images (hf, float32, greedy)" in told.out
+    assert told.err == (f"{output}: the scores or the answers cannot be written: [Errno 28] No space left on device\n")
 
 
 def test_bad_lines_are_left_out_where_the_config_says_so_DAT_3(start_model, tmp_path, asked, capsys) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import http.client
 import io
 import os
@@ -17,6 +18,7 @@ import tarfile
 import threading
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -270,6 +272,23 @@ def as_sent(image: str) -> str:
     """The image as a rollout server takes it, which opens no shards: a path, or bytes in a `data:` URI."""
     found = image if isinstance(image, ShardImage) else None if image.startswith("data:") else find_in_shard(image)
     return f"data:image;base64,{base64.b64encode(found.read()).decode()}" if found else image
+
+
+def as_file(image: str, folder: Path) -> str:
+    """The path of an image; one that is embedded in the data (`data:`) is written below `folder`, once. Raises an
+    OSError that names it as `open_image` does, or the file that cannot be written."""
+    if not image.startswith("data:"):
+        return image
+    with _opened(image) as opened:
+        kind = str(opened.format).lower()
+    content = base64.b64decode(image.partition(",")[2])
+    path = folder.absolute() / f"{hashlib.sha256(content).hexdigest()[:32]}.{kind}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{uuid.uuid4().hex}")  # other ranks may write the same image
+        partial.write_bytes(content)
+        partial.replace(path)
+    return str(path)
 
 
 _reading_shards = threading.Lock()

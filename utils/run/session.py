@@ -17,6 +17,7 @@ import torch
 from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import Config, exit_with
 from utils.data.encoding import EncodedPrompt, encode_prompt
+from utils.data.images import as_file
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
 from utils.dist import DistributedError, Ranks, capture_error
@@ -26,7 +27,14 @@ from utils.packing import Batch
 from utils.parsing import TokenTable
 from utils.rollout.backend import RolloutResult, RolloutSampling
 from utils.rollout.teacher import Teacher
-from utils.run.monitor import Monitor, collapse_warnings, comparable_scores, first_evaluation, write_evaluation
+from utils.run.monitor import (
+    Monitor,
+    collapse_warnings,
+    comparable_scores,
+    evaluation_file,
+    first_evaluation,
+    write_evaluation,
+)
 from utils.run.policy import Policy
 from utils.run.prefetch import Prefetcher, Stages
 from utils.run.records import LOGGED_PARTS, Timer
@@ -329,8 +337,14 @@ class Session:
         more: Mapping[str, Any] | None = None,
     ) -> None:
         """Write an evaluation to disk and to the curves, `responses` of all ranks together (collective). `more` stands
-        in the file only."""
-        gathered = [response for part in self.ranks.gather(responses) for response in part]
+        in the file only. Images that are embedded in the data are written to files, which the answers name."""
+
+        def name_images() -> list[dict[str, Any]]:
+            return [own | {"images": [as_file(image, folder) for image in own["images"]]} for own in responses]
+
+        folder = evaluation_file(self.run_dir, step).with_name("images")
+        named = self.on_all_ranks(name_images, f"writing the images of the evaluation at step {step}")
+        gathered = [response for part in self.ranks.gather(named) for response in part]
 
         def write() -> None:
             metrics = {f"eval/{name}": value for name, value in result.items()}
