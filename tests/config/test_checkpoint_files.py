@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.families import BUILDERS, build_family
-from utils.config.checkpoint_files import checkpoint_problems
+from utils.config.checkpoint_files import adapter_problems, checkpoint_problems
 from utils.config.memory import model_size
 from utils.config.schema import Tuner
 from utils.families import family_in
@@ -142,6 +142,30 @@ def test_CFG_16_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: Any, pat
     with pytest.raises(OSError, match="config.json"):
         family_in(path)
     assert checkpoint_problems(tmp_path / "my" / "own")[0].startswith("no such folder; correct it")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", None, "holds no adapter_config.json or no adapter_model.safetensors; name the folder"),
+        ("adapter_model.safetensors", None, "holds no adapter_config.json or no adapter_model.safetensors; name the"),
+        ("adapter_config.json", b"", "adapter_config.json is cut off or damaged; download it again"),
+        ("adapter_config.json", b"{", "adapter_config.json cannot be read as JSON (Expecting property name"),
+        ("adapter_config.json", b"[]", "adapter_config.json is no JSON object; save the adapter again"),
+        ("adapter_model.safetensors", POINTER, "adapter_model.safetensors is a Git LFS pointer"),
+        ("adapter_model.safetensors", shard()[:-1], "adapter_model.safetensors is cut off or damaged"),
+    ],
+)
+def test_CFG_3_an_adapter_that_is_not_there_or_not_whole(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    """CFG-3."""
+    assert adapter_problems(tmp_path / "gone") == ["no such folder; correct it (checkpoint-N/adapter of a run)"]
+    assert adapter_problems(Path("gone"))[0].startswith(f"no such folder (looked in {Path.cwd()}/gone; paths are")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(shard())
+    assert adapter_problems(tmp_path) == []
+    (tmp_path / name).unlink() if content is None else (tmp_path / name).write_bytes(content)
+    (found,) = adapter_problems(tmp_path)
+    assert found.startswith(message)
 
 
 @pytest.mark.parametrize("content", [POINTER, b"", b"short"])

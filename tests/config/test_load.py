@@ -175,6 +175,9 @@ def test_CFG_1_a_home_folder_that_no_shell_has_expanded(tmp_path: Path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, top="a: 1")
     assert resolve_yaml("~/top.yaml")[0] == {"a": 1}
+    for odd in ("~nobody-of-this-name/top.yaml", "~nobody.yaml"):
+        with pytest.raises(ConfigError, match=f"{odd}.*no such file"):
+            resolve_yaml(odd)
 
 
 def test_CFG_2_a_mapping_replaces_a_scalar_and_the_other_way_round(tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ def test_CFG_16_the_plan_remarks_on_steps_that_a_short_run_never_comes_to(
         ({"type": "lora", "rank": 2}, 2 * (8 + 4), 8 * 4),  # q_proj only: A is [2, 4], B is [8, 2]
         ({"type": "lora", "rank": 2, "use_dora": True}, 2 * (8 + 4) + 8, 8 * 4),
         ({"type": "lora", "rank": 2, "modules_to_save": ["embed_tokens"]}, 2 * (8 + 4) + 12, 8 * 4 + 12),
+        ({"type": "lora", "rank": 2, "modules_to_save": ["lm_head"]}, 2 * (8 + 4) + 12, 8 * 4 + 12),  # tied to them
         ({"type": "lora", "rank": 2, "modules_to_save": ["merger"]}, 2 * (8 + 4) + 8, 8 * 4 + 8),  # it holds the layer
         ({"type": "lora", "rank": 1, "freeze_vit": False, "target_modules": ["qkv"]}, 6 + 5, 6 * 5),
         ({"type": "lora", "rank": 1, "target_modules": r".*\.q_proj"}, 8 + 4, 8 * 4),

@@ -411,15 +411,36 @@ def test_CFG_17_modules_to_save_stand_beside_adapters() -> None:
         ("vit_lr", "visual.patch_embed", False),
         ("vit_lr", "patch_embed", False),
         ("vit_lr", "merger", True),
+        ("embed_lr", "merger", True),
+        ("embed_lr", "embed_tokens", False),
+        ("embed_lr", "lm_head", False),
     ],
 )
 def test_CFG_17_a_rate_of_modules_that_train_in_a_frozen_part(key: str, module: str, is_refused: bool) -> None:
     """CFG-17: `modules_to_save` are trained there, at the part's rate."""
     data = edited(tuner={"type": "lora", "modules_to_save": [module]}, **{f"training__{key}": 1e-5})
     if is_refused:
-        assert f"training.{key}=1e-05: the " in (found := only_problem(data)) and " is frozen; set " in found
+        assert f"training.{key}=1e-05: the " in (found := only_problem(data)) and " frozen; set " in found
     else:
         build_config(data)
+
+
+@pytest.mark.parametrize(
+    ("tuner", "way_out"),
+    [
+        ({}, None),
+        ({"freeze_llm": True, "freeze_vit": False}, "freeze_llm: false"),
+        ({"type": "lora"}, "modules_to_save: [embed_tokens]"),
+    ],
+)
+def test_CFG_17_a_rate_of_embeddings_that_do_not_train(tuner: dict[str, Any], way_out: str | None) -> None:
+    """CFG-17."""
+    data = edited(tuner=tuner, training__embed_lr=1e-5)
+    if way_out is None:
+        build_config(data)
+    else:
+        told = f"training.embed_lr=1e-05: the embeddings are frozen; set tuner.{way_out}, or embed_lr: null"
+        assert told in only_problem(data)
 
 
 @pytest.mark.parametrize(
@@ -565,7 +586,8 @@ def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
         ({"sequence_parallel_size": 2}, "sequence parallelism is not supported"),
         ([], "must hold a JSON object"),
         (None, "must hold a JSON object"),
-        ({"zero_optimization": None}, "and so must its zero_optimization"),
+        ({"zero_optimization": None}, "zero_optimization=null must be a JSON object"),
+        ({"fp16": True}, "fp16=true must be a JSON object"),
         ({"zero_optimization": {"stage": 7}}, "says zero_optimization.stage=7, which must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "3"}}, 'says zero_optimization.stage="3", which must'),
         ({"zero_optimization": {"stage": True}}, "says zero_optimization.stage=true, which must"),
@@ -576,6 +598,44 @@ def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(content))
     assert message in only_problem(edited(deepspeed=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "content", "message"),
+    [
+        ("bfloat16", {"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow is not supp"),
+        ("float16", {"fp16": {"auto_cast": True}}, "fp16.auto_cast is not supported; delete it"),
+        ("float16", {"fp16": {"loss_scale": -1}}, "fp16.loss_scale=-1: Value error, fp16.loss_scale must be >= 0"),
+        (
+            "bfloat16",
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param has no effect at stage 2; set stage: 3 or higher, or delete it",
+        ),
+        (
+            "bfloat16",
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer has no effect at stage 0; set stage: 1 or higher, or delete it",
+        ),
+    ],
+)
+def test_CFG_17_what_a_deepspeed_json_cannot_change(tmp_path: Path, dtype: str, content: Any, message: str) -> None:
+    """CFG-17, CFG-16, LRN-12: at the launch; float32 master weights, steps that are skipped, memory that is planned."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    cfg = build_config(edited(deepspeed=str(path), model__dtype=dtype))
+    with pytest.raises(ConfigError) as caught:
+        engine_json(cfg, 1)
+    assert len(caught.value.problems) == 1 and message in caught.value.problems[0], caught.value.problems
+
+
+def test_CFG_17_a_deepspeed_json_sets_the_loss_scale_of_float16(tmp_path: Path) -> None:
+    """CFG-17: and in bfloat16 its section for float16, as other trainers ship it, is left alone."""
+    path, scale = tmp_path / "ds.json", {"loss_scale": 0, "initial_scale_power": 8, "min_loss_scale": 2}
+    path.write_text(json.dumps({"fp16": scale | {"enabled": "auto", "auto_cast": False}}))
+    assert "fp16" not in engine_json(build_config(edited(deepspeed=str(path))), 1)
+    path.write_text(json.dumps({"fp16": scale | {"enabled": "auto"}}))
+    found = engine_json(build_config(edited(deepspeed=str(path), model__dtype="float16")), 1)
+    assert found["fp16"] == scale | {"enabled": True}
 
 
 @pytest.mark.parametrize("content", [{}, {"zero_optimization": {}}, {"zero_optimization": {"offload_param": None}}])

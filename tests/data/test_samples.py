@@ -489,3 +489,19 @@ def test_a_form_in_pixels_needs_the_processor_FAM_4(tmp_path):
     reader = LineReader("List.", form=QWEN2_5VL, grid_of=grid_of(BUILDERS["qwen2_5_vl"]()[0], QWEN2_5VL))
     with pytest.raises(DataError, match="the image cannot be resized: absolute aspect ratio"):
         load_samples([path], reader=reader)
+
+
+def test_an_image_whose_coordinates_the_form_cannot_write_is_a_mistake_FAM_4_DAT_3(tmp_path):
+    """FAM-4, DAT-3: named with its line; the index of lengths would have met it without one."""
+    Image.new("RGB", (60, 10)).save(tmp_path / "b.png")
+    objects = [{"desc": "ship", "bbox_2d": [55, 1, 59, 9]}]
+    path = write(tmp_path, {"images": ["b.png"], "width": 60, "height": 10, "objects": objects})
+    for factor, is_refused in ((166, False), (167, True)):  # 60 * 166 = 9960
+        grid = lambda height, width, factor=factor: (factor * width, factor * height)  # noqa: E731
+        reader = LineReader("List.", form=QWEN2_5VL, grid_of=grid)
+        if is_refused:
+            told = "d.jsonl:1: the model sees the image with coordinates up to 10020, and qwen2_5vl writes none above"
+            with pytest.raises(DataError, match=told):
+                load_samples([path], reader=reader)
+        else:
+            assert load_samples([path], reader=reader)[0][0].grid == (9960, 1660)

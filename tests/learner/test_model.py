@@ -461,6 +461,37 @@ def test_an_existing_adapter_that_cannot_be_merged_is_refused_at_start_lrn_2(sta
         apply_tuner(load_model(start, "float32", "sdpa"), ours)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda own: {name.replace("language_model.", ""): tensor for name, tensor in own.items()}, "missing adapter"),
+        (lambda own: {name: tensor for name, tensor in own.items() if ".layers.0." in name}, "missing adapter keys"),
+        (lambda own: {name: tensor[:2].clone() for name, tensor in own.items()}, "size mismatch"),
+        (lambda own: b"{", "[Hh]eader"),
+    ],
+)
+def test_an_adapter_whose_weights_do_not_fit_is_refused_lrn_2(start, tmp_path, change, message):
+    """LRN-2: PEFT would only warn and train on from nothing."""
+    tuner, file = {"type": "lora", "rank": 4}, tmp_path / "adapter_model.safetensors"
+    apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**tuner)).save_pretrained(tmp_path)
+    content = change(load_file(file))
+    file.write_bytes(content) if isinstance(content, bytes) else save_file(content, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"(?s)tuner.adapter_path={tmp_path}: .*({message})"):
+        apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**tuner, adapter_path=str(tmp_path)))
+
+
+def test_an_unfrozen_part_without_an_adapter_is_told_lrn_2(start, tmp_path):
+    """LRN-2: names of layers elsewhere, or an adapter that has none there. Its rate would do nothing."""
+    names = {"type": "lora", "rank": 4, "target_modules": ["q_proj"]}
+    open_parts = {"freeze_vit": False, "freeze_aligner": False}
+    with pytest.raises(ValueError, match="tuner.freeze_(vit|aligner)=false: tuner.target_modules has no layer in it"):
+        apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**names, **open_parts))
+    apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**names)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tuner.freeze_vit=false: tuner.adapter_path has no layer in it"):
+        apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**names, freeze_vit=False, adapter_path=str(tmp_path)))
+    apply_tuner(load_model(start, "float32", "sdpa"), Tuner(type="lora", rank=4, **open_parts))
+
+
 def test_an_adapter_in_a_frozen_part_stays_active_but_frozen_lrn_2(start, tmp_path):
     """LRN-2."""
     tuner = {"type": "lora", "rank": 4}

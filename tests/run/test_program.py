@@ -311,6 +311,19 @@ def test_CFG_16_a_checkpoint_that_is_not_whole_stops_before_servers_are_waited_f
     assert status == 2 and f'model.{key}="models/mine": no such folder (looked in {Path.cwd()}/models/mine;' in error
 
 
+def test_CFG_3_an_adapter_that_is_not_there_stops_before_servers_are_waited_for(
+    folder, start_model, server, start, monkeypatch
+):
+    """CFG-3: PEFT would look for it on the Hub, after the model has been loaded."""
+    monkeypatch.setattr(setup, "check_ranks", lambda *_: pytest.fail("went on"))
+    config = write_config(folder, start_model, server)
+    written = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump(written | {"tuner": {"type": "lora", "adapter_path": "me/adapter"}}))
+    status, _, error = start(train_stage2, config)
+    assert status == 2 and 'tuner.adapter_path="me/adapter": no such folder (looked in' in error, error
+    assert start(train_stage2, config, "--dry-run")[::2] == (0, "")
+
+
 def test_ROL_7_rows_longer_than_the_colocated_engine_can_hold_are_told_before_anything_starts(
     folder, start_model, server, start, monkeypatch
 ):

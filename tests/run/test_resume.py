@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -372,6 +373,22 @@ def test_the_samples_of_a_step_must_stay_LRN_5(tmp_path, ranks, batch, accumulat
         choose_checkpoint(tmp_path, "auto", config_of(batch, accumulation), ranks)
 
 
+def test_what_the_deepspeed_file_says_of_optimizer_shards_must_stay_LRN_5(tmp_path, ranks, caplog):
+    """LRN-5: under the same name; other knobs may change. Earlier versions kept the name alone."""
+
+    def config_of(**zero: Any) -> dict:
+        return CONFIG | {"deepspeed_file": {"zero_optimization": {"stage": 2} | zero}}
+
+    save(tmp_path, 2, ranks, config=config_of())
+    for zero in ({"stage": 3}, {"offload_optimizer": {"device": "cpu"}}):
+        with pytest.raises(ValueError, match=r"has other settings: deepspeed_file.zero_optimization.\w+(.device)? was"):
+            choose_checkpoint(tmp_path, "auto", config_of(**zero), ranks)
+    assert choose_checkpoint(tmp_path, "auto", config_of(reduce_bucket_size=5), ranks).step == 2
+    assert "deepspeed_file.zero_optimization.reduce_bucket_size has changed from null to 5" in caplog.text
+    save(tmp_path, 4, ranks)
+    assert choose_checkpoint(tmp_path, "auto", config_of(stage=3), ranks).step == 4
+
+
 def test_settings_that_may_change_are_named_in_the_log_LRN_5(tmp_path, ranks, caplog):
     """LRN-5."""
     save(tmp_path, 2, ranks)
@@ -513,7 +530,8 @@ def test_a_refused_run_directory_ends_the_program_with_status_2_LRN_5(tmp_path, 
 
     from utils.run.setup import claim_run_dir
 
-    cfg = SimpleNamespace(training=SimpleNamespace(output_dir=str(tmp_path)), model_dump=lambda **_: CONFIG)
+    training, path = SimpleNamespace(output_dir=str(tmp_path)), tmp_path / "ds.json"
+    cfg = SimpleNamespace(training=training, model_dump=lambda **_: CONFIG, deepspeed_path=lambda: path)
     lock, checkpoint = claim_run_dir(cfg, "auto", ranks)
     assert checkpoint is None
     with pytest.raises(SystemExit) as ended:

@@ -45,6 +45,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     run.policy.engine = SimpleNamespace(mode="full", fallback=None)
     run.policy.rollout_log.calls_ahead.return_value = []
     run.eval_settings.return_value = {"metric": "f1"}
+    run.settings = {"deepspeed_file": {}}
     run.run_id, run.inputs, run.ranks.device = "abc", {"digests": {}}, torch.device("cpu")
     Session._save(run, SimpleNamespace(state_dict=lambda: {"ahead": []}))
     found.state = torch.load(tmp_path / "rank.pt", weights_only=True)
@@ -56,6 +57,7 @@ def test_a_checkpoint_is_written_with_limit_record_and_models_LRN_5_LRN_6(saving
     facts, run = saving.facts, saving.run
     assert (facts["save_total_limit"], facts["eval_settings"]) == (2, {"metric": "f1"})
     assert (facts["run_id"], facts["inputs"]) == ("abc", {"digests": {}})
+    assert facts["config"] == {"deepspeed_file": {}}
     pixels = run.cfg.model.image_min_pixels, run.cfg.model.image_max_pixels
     assert facts["save_merged"] == (run.learner.model, "models/start", tmp_path / "merged", run.ranks, pixels)
     assert facts["save_adapter"] == (run.learner.model, tmp_path / "adapter", run.ranks)

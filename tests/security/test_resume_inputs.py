@@ -8,6 +8,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,9 @@ def test_finding_7_resume_refuses_other_files_by_name_LRN_12(launch, model, tmp_
 def test_finding_7_all_programs_refuse_LRN_12(launch, model, tmp_path, name):
     """LRN-12: GRPO and stage 1, data and base checkpoint in one message; unchanged files go on without a word."""
     status, _, error = launch(name, 1)
+    kept = read_manifest(tmp_path / "run" / "checkpoint-1").config["deepspeed_file"]
+    assert kept == json.loads((tmp_path / "run" / "run.json").read_text())["deepspeed_file"]
+    assert kept["zero_optimization"]["stage"] == 2  # the file's content: its name alone would hide a change
     assert status == 0, error
     status, _, error = launch(name, 2, "--resume", "auto")
     assert status == 0, error
@@ -235,3 +239,23 @@ def test_finding_9_a_refused_second_start_writes_nothing_LRN_5(launch, tmp_path)
     lock.close()
     status, _, error = launch("stage2", 2, "--resume", "auto", "--accept-changes", "data")
     assert status == 0 and (tmp_path / "run" / "skipped.jsonl").read_text() == "", error
+
+
+def test_a_start_policy_or_an_adapter_elsewhere_must_stay_as_it_was_LRN_12(model, tmp_path):
+    """LRN-12: by its path, which is a setting; another one, or a checkpoint of a version without it, is no change."""
+    other, adapter = (shutil.copytree(model, tmp_path / name) for name in ("reference", "adapter"))
+
+    def found(reference: str | None = None) -> inputs.Digests:
+        own = SimpleNamespace(path=str(model), reference_path=reference)
+        cfg = SimpleNamespace(model=own, tuner=SimpleNamespace(adapter_path=str(adapter)))
+        return inputs._describe_model(cfg)
+
+    without, old = found(), found(str(other))
+    scale(other)
+    scale(adapter)
+    changed = inputs._changes(old, found(str(other)), "base_model")
+    assert [line.split(" (")[0] for line in changed] == [
+        f"{where}/model.safetensors has other content" for where in (adapter, other)
+    ]
+    assert inputs._changes({name: own for name, own in old.items() if "/" not in name}, without, "base_model") == []
+    assert found(str(model)).keys() == without.keys()

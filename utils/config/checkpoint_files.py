@@ -55,6 +55,24 @@ def checkpoint_problems(folder: Path, with_processor: bool = True) -> list[str]:
     return found
 
 
+def adapter_problems(folder: Path) -> list[str]:
+    """List why no adapter (PEFT) can be loaded from a folder, in the form of `checkpoint_problems`."""
+    if not folder.is_dir():
+        looked = f" (looked in {folder.absolute()}; paths are relative to the working directory)"
+        return [f"no such folder{looked * (not folder.is_absolute())}; correct it (checkpoint-N/adapter of a run)"]
+    config, weights = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+    there = [name for name in weights if (folder / name).exists()]
+    if not (folder / config).is_file() or not there:
+        return [f"holds no {config} or no {weights[0]}; name the folder that PEFT saved the adapter in"]
+    found = [f"{name} {fault}" for name in (config, *there) if (fault := _fault(folder / name))]
+    try:
+        if not found and not isinstance(json.loads((folder / config).read_bytes()), dict):
+            found.append(f"{config} is no JSON object; save the adapter again")
+    except ValueError as error:
+        found.append(f"{config} cannot be read as JSON ({error}); save the adapter again")
+    return found
+
+
 def _absence(path: Path) -> str:
     """Say that a folder is not there, and how to get it: a Hub name is known by its form, a release by its name."""
     looked = f" (looked in {path.absolute()}; paths are relative to the working directory)" * (not path.is_absolute())

@@ -4,6 +4,7 @@
 files through `resolve_yaml`. Nothing here touches a model, a device or the network, and the import is fast.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -102,7 +103,9 @@ def resolve_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key
         ConfigError: a missing file, a cycle, broken YAML; the message holds the chain of files that led there.
     """
     problems: list[str] = []
-    data, origin = _resolve(Path(path).expanduser(), (), problems)  # no shell expands the ~ of CONFIG="~/x.yaml"
+    with contextlib.suppress(RuntimeError):  # no such user
+        path = Path(path).expanduser()  # no shell expands the ~ of CONFIG="~/x.yaml"
+    data, origin = _resolve(Path(path), (), problems)
     if problems:
         raise ConfigError(problems)
     return data, origin
@@ -412,6 +415,11 @@ def _set_aside(data: dict[str, Any], keys: Keys) -> None:
         parent[keys[-1]] = {} if not found.examples else found.examples[0]
 
 
+def settings_on_record(cfg: Config) -> dict[str, Any]:
+    """The resolved config as checkpoints keep it, and what the DeepSpeed file holds, which it only names."""
+    return cfg.model_dump(mode="json", by_alias=True) | {"deepspeed_file": read_deepspeed(cfg)[0]}
+
+
 def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
     """Return the argument of `deepspeed.initialize(config=...)`: the JSON's engine knobs, and batch geometry, clipping
     and dtype from the YAML. The trainer hands its own optimizer to `initialize`, which DeepSpeed is told to accept.
@@ -423,7 +431,10 @@ def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
         raise ConfigError(found)
     raw, training = read_deepspeed(cfg)[0], cfg.training
     knobs = {key: value for key, value in raw.items() if key not in ("optimizer", "scheduler", "bf16", "fp16")}
-    half = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}.get(cfg.model.dtype, {})
+    half = {"bfloat16": "bf16", "float16": "fp16"}.get(cfg.model.dtype)
+    scaling = (
+        {half: raw.get(half, {}) | {"enabled": True}} if half else {}
+    )  # in float16 the JSON may set the loss scale
     ours = {
         "train_batch_size": world_size * training.samples_per_rank,
         "train_micro_batch_size_per_gpu": training.per_device_train_batch_size,
@@ -433,4 +444,4 @@ def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    return knobs | half | ours
+    return knobs | scaling | ours

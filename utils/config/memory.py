@@ -71,6 +71,9 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
         shapes = {}
     if not shapes:
         return None
+    if not any("lm_head" in name for name in shapes):  # tied to the embeddings: who names one trains both
+        saved = ["embed_tokens" if name == "lm_head" else name for name in tuner.modules_to_save]
+        tuner = tuner.model_copy(update={"modules_to_save": saved})
     trainable = {name: _trainable(name, shape, tuner) for name, shape in shapes.items()}
     can_change = sum(prod(shapes[name]) for name, number in trainable.items() if number)
     adapted = [shape for name, shape in shapes.items() if tuner.use_dora and _is_adapted(name, shape, tuner)]

@@ -257,7 +257,7 @@ def _flash_attention_has_its_dtype(cfg: Config) -> Found:
         yield "model.attn_implementation", "needs model.dtype: bfloat16 or float16; set one of them, or use sdpa"
 
 
-@_rule("tuner", "training.vit_lr", "training.aligner_lr")
+@_rule("tuner", "training.vit_lr", "training.aligner_lr", "training.embed_lr")
 def _tuner_is_consistent(cfg: Config) -> Found:
     tuner = cfg.tuner
     if tuner.use_dora and tuner.type != "lora":
@@ -281,6 +281,9 @@ def _tuner_is_consistent(cfg: Config) -> Found:
         yield "training.vit_lr", "the vision tower is frozen; set tuner.freeze_vit: false, or vit_lr: null"
     if tuner.freeze_aligner and cfg.training.aligner_lr is not None and parts <= {"embeddings"}:
         yield "training.aligner_lr", "the aligner is frozen; set tuner.freeze_aligner: false, or aligner_lr: null"
+    if cfg.training.embed_lr is not None and "embeddings" not in parts and (tuner.type == "lora" or tuner.freeze_llm):
+        way_out = "freeze_llm: false" if tuner.type == "full" else "modules_to_save: [embed_tokens]"
+        yield "training.embed_lr", f"the embeddings are frozen; set tuner.{way_out}, or embed_lr: null"
 
 
 @_rule(f"{RM}.async", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.sync")
@@ -435,9 +438,12 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"there is no {path}; use a name from ds_configs/ ({known}) or a path to a .json"]
     except (OSError, ValueError, RecursionError) as error:
         return {}, [f"{path} cannot be read as JSON: {error}; correct it"]
-    if not isinstance(raw, dict) or not isinstance(zero := raw.get("zero_optimization", {}), dict):
-        return {}, [f"{path} must hold a JSON object, and so must its zero_optimization; correct it"]
-    stage = zero.get("stage", 0)
+    if not isinstance(raw, dict):
+        return {}, [f"{path} must hold a JSON object; correct it"]
+    for section in ("zero_optimization", "bf16", "fp16"):
+        if not isinstance(raw.get(section, {}), dict):
+            return {}, [f"{path}: {section}={brief(raw[section])} must be a JSON object; correct it"]
+    stage = raw.get("zero_optimization", {}).get("stage", 0)
     if type(stage) is not int or stage not in range(4):
         return {}, [f"{path} says zero_optimization.stage={brief(stage)}, which must be 0, 1, 2 or 3; correct it"]
     return raw, []
@@ -445,6 +451,17 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
 
 def _without_auto(value: Any) -> Any:
     return {k: _without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, dict) else value
+
+
+# In a DeepSpeed JSON, of float16.
+_LOSS_SCALE = {
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+}
 
 
 @_rule("deepspeed", "training", "model.dtype")
@@ -508,7 +525,8 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     yield from _deepspeed_is_readable(cfg)
     yield from _deepspeed_agrees(cfg)
     raw, _ = read_deepspeed(cfg)
-    yield from _zero_problems(raw.get("zero_optimization", {}), cfg.deepspeed_path())
+    yield from _refused_by_deepspeed(raw, cfg.deepspeed_path())
+    yield from _without_effect(raw, cfg)
     if cfg.is_colocate and cfg.model.dtype == "float16" and value_at(raw, ("zero_optimization", "stage")) == 3:
         # vLLM moves the process to a CUDA stream of its own; ZeRO-3 looks for overflows behind the default one.
         yield "model.dtype", "float16 under ZeRO-3 misses overflows beside a colocated engine; use bfloat16, or zero2"
@@ -518,16 +536,31 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Found:
         yield "deepspeed", f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"
 
 
-def _zero_problems(zero: dict[str, Any], path: Path) -> Found:
+def _refused_by_deepspeed(raw: dict[str, Any], path: Path) -> Found:
     """Find the values that DeepSpeed refuses."""
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # seconds, which the server need not wait
 
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValidationError as error:
-        for item in error.errors(include_url=False, include_context=False):
-            key = ".".join(map(str, ("zero_optimization", *item["loc"])))
-            yield "deepspeed", f"{path}: {key}={brief(item['input'])}: {item['msg']}; correct it, or delete it"
+    for section, checked in (("zero_optimization", DeepSpeedZeroConfig), ("fp16", DeepSpeedFP16Config)):
+        try:
+            checked(**raw.get(section, {}))
+        except ValidationError as error:
+            for item in error.errors(include_url=False, include_context=False):
+                key = ".".join(map(str, (section, *item["loc"])))
+                yield "deepspeed", f"{path}: {key}={brief(item['input'])}: {item['msg']}; correct it, or delete it"
+
+
+def _without_effect(raw: dict[str, Any], cfg: Config) -> Found:
+    """Find settings that this ZeRO stage ignores, and those of number formats that would change what the trainer
+    promises: float32 master weights, and steps that are skipped where the gradient is not finite."""
+    path, zero = cfg.deepspeed_path(), raw.get("zero_optimization", {})
+    for knob, lowest in (("offload_param", 3), ("offload_optimizer", 1)):
+        if value_at(zero, (knob, "device"), "none") != "none" and zero.get("stage", 0) < lowest:
+            rule = f"has no effect at stage {zero.get('stage', 0)}; set stage: {lowest} or higher, or delete it"
+            yield "deepspeed", f"{path}: zero_optimization.{knob} {rule}"
+    half = {"bfloat16": "bf16", "float16": "fp16"}.get(cfg.model.dtype, "")
+    for key in raw.get(half, {}).keys() - {"enabled"} - (_LOSS_SCALE if half == "fp16" else set()):
+        yield "deepspeed", f"{path}: {half}.{key} is not supported; delete it"
 
 
 @_rule("custom.train_jsonl", "custom.val_jsonl", "custom.trainer_variant")

@@ -319,9 +319,13 @@ def _grid(reader: LineReader, sizes: list[tuple[int, int]] | None) -> Grid:
     if reader.grid_of is None or not sizes:
         return (reader.form.max_bin, reader.form.max_bin)
     try:
-        return reader.grid_of(*sizes[0])
+        grid = reader.grid_of(*sizes[0])
     except ValueError as error:
         raise _Mistake("size", f"the image cannot be resized: {error}") from None
+    if max(grid) > (limit := reader.form.max_bin):
+        rule = f"and {reader.form.name} writes none above {limit}; lower model.image_max_pixels"
+        raise _Mistake("size", f"the model sees the image with coordinates up to {max(grid)}, {rule}")
+    return grid
 
 
 def _read_annotated(row: dict[str, Any]) -> frozenset[str] | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from utils.config.schema import Training, Tuner
 from utils.families import PARTS, family_in, family_of, part_of
 from utils.packing import Batch, PositionIds
 from utils.sync.merged_weights import MergedWeights
+
+Loaded = TypeVar("Loaded")
 
 
 def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementation: str = "sdpa") -> nn.Module:
@@ -92,8 +95,14 @@ def apply_tuner(model: nn.Module, tuner: Tuner) -> nn.Module:
         for name, parameter in model.named_parameters():
             if ".lora_" in name and part_of(name) in frozen:
                 parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = {part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained:
         raise ValueError("nothing is left to train; set one of tuner.freeze_llm, freeze_vit, freeze_aligner to false")
+    for part in {"vit", "aligner"} - frozen - trained:
+        if any(part_of(name) == part for name, _ in model.named_parameters()):
+            source = "target_modules" if tuner.adapter_path is None else "adapter_path"
+            why = f"tuner.{source} has no layer in it, so it would not be trained"
+            raise ValueError(f"tuner.freeze_{part}=false: {why}; name one, or set tuner.freeze_{part}: true")
     return model
 
 
@@ -157,7 +166,7 @@ def _load_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     from peft import LoraConfig, PeftConfig, PeftModel
 
     where, was_tied = f"tuner.adapter_path={tuner.adapter_path}", _is_tied(model)
-    saved = PeftConfig.from_pretrained(tuner.adapter_path)
+    saved = _of_peft(where, lambda: PeftConfig.from_pretrained(tuner.adapter_path))
     if not isinstance(saved, LoraConfig):
         raise ValueError(f"{where} is {saved.peft_type.value}; use LoRA or DoRA")
     pairs = {
@@ -170,16 +179,23 @@ def _load_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     if wrong:
         raise ValueError(f"{where} does not fit: {'; '.join(wrong)}")
     saved.lora_dropout = tuner.dropout
-    loaded = PeftModel.from_pretrained(
-        model, tuner.adapter_path, config=saved, is_trainable=True, autocast_adapter_dtype=False
-    )
-    try:
-        MergedWeights(loaded)  # here, not at the first sync or checkpoint
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    how = {"config": saved, "is_trainable": True, "autocast_adapter_dtype": False}
+    with warnings.catch_warnings():  # PEFT starts what the file lacks anew, and only warns
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        loaded = _of_peft(where, lambda: PeftModel.from_pretrained(model, tuner.adapter_path, **how))
+    _of_peft(where, lambda: MergedWeights(loaded))  # here, not at the first sync or checkpoint
     if was_tied and not _is_tied(loaded):  # the merged checkpoint's config would say tied of two tensors
         raise ValueError(f"{where} unties the embeddings from the head; make it with PEFT's ensure_weight_tying=True")
     return loaded
+
+
+def _of_peft(where: str, work: Callable[[], Loaded]) -> Loaded:
+    """Return `work()`; whatever it raises is told of the folder: safetensors and torch have errors of their own."""
+    try:
+        return work()
+    except Exception as error:
+        text = str(error) if len(str(error)) < 400 else f"{str(error)[:400]}..."
+        raise ValueError(f"{where}: {text}") from error
 
 
 def _is_tied(model: nn.Module) -> bool:

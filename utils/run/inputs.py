@@ -27,7 +27,8 @@ Digests = dict[str, dict[str, dict[str, Any]]]  # kind -> file -> {"bytes", "bla
 
 
 def digests(cfg: Config) -> Digests:
-    """Digests of all data files, by their paths, and of the files in `model.path`, by their names.
+    """Digests of all data files, by their paths, and of the files in `model.path`, by their names; those of a start
+    policy or an adapter elsewhere by their paths.
 
     Every byte counts but in safetensors files, where the header and three blocks of 64 KiB of each tensor count (first,
     middle, last; a tensor of up to 192 KiB as a whole).
@@ -90,8 +91,13 @@ class KnownDigests:
 
 
 def _describe_model(cfg: Config) -> dict[str, dict[str, Any]]:
-    files = [path for path in sorted(Path(cfg.model.path).glob("*")) if path.suffix in _MODEL_FILES]
-    return {path.name: _describe(path) for path in files}
+    others = {folder for folder in (cfg.model.reference_path, cfg.tuner.adapter_path) if folder} - {cfg.model.path}
+    found = {path.name: _describe(path) for path in _model_files(cfg.model.path)}
+    return found | {str(path): _describe(path) for folder in sorted(others) for path in _model_files(folder)}
+
+
+def _model_files(folder: str) -> list[Path]:
+    return [path for path in sorted(Path(folder).absolute().glob("*")) if path.suffix in _MODEL_FILES]
 
 
 def _state(path: str) -> str:
@@ -200,7 +206,7 @@ def _changes(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]], kin
         for name in sorted(old.keys() & new.keys())
         if old[name] != new[name]
     ]
-    if kind == "base_model":
-        lines += [f"{name} is gone" for name in sorted(old.keys() - new.keys())]
-        lines += [f"{name} is new" for name in sorted(new.keys() - old.keys())]
+    if kind == "base_model":  # a path is another setting, too: `reference_path` may change
+        lines += [f"{name} is gone" for name in sorted(old.keys() - new.keys()) if "/" not in name]
+        lines += [f"{name} is new" for name in sorted(new.keys() - old.keys()) if "/" not in name]
     return lines

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from utils.config.checkpoint_files import checkpoint_problems
+from utils.config.checkpoint_files import adapter_problems, checkpoint_problems
 from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
 from utils.config.plan import add_plan_arguments, print_dry_run
 from utils.dist import capture_error
@@ -82,6 +82,9 @@ def model_problems(cfg: Config, may_be_absent: bool = False) -> list[str]:
         if not may_be_absent or os.path.isdir(folder)
         for rule in checkpoint_problems(Path(folder), with_processor=key == "model.path")
     ]
+    adapter = cfg.tuner.adapter_path
+    if adapter is not None and (not may_be_absent or os.path.isdir(adapter)):
+        found += [problem(cfg, "tuner.adapter_path", rule) for rule in adapter_problems(Path(adapter))]
     if cfg.is_colocate and not found and os.path.isdir(start):
         longest = longest_sequence(read_config(start))
         if longest and (cfg.global_max_length or 0) > longest:

@@ -54,6 +54,10 @@ FIXED = (
     "training.seed",
     "training.packing",
     "deepspeed",
+    *(
+        f"deepspeed_file.zero_optimization.{key}"
+        for key in ("stage", "offload_optimizer.device", "offload_param.device")
+    ),
 )
 
 # Their product must stay: positions in the data and the schedule count steps of so many samples. Where micro-steps are
@@ -359,6 +363,8 @@ def check_compatible(checkpoint: Checkpoint, config: Mapping[str, Any], world_si
         )
     old, new = _flatten(checkpoint.config), _flatten(json.loads(json.dumps(config, default=str)))
     changed = {key: (old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    if "deepspeed_file" not in checkpoint.config:  # of an earlier version
+        changed = {key: values for key, values in changed.items() if not key.startswith("deepspeed_file.")}
     fixed = [key for key in sorted(changed) if any(key == name or key.startswith(f"{name}.") for name in FIXED)]
     sizes = {math.prod(flat.get(key, 1) for key in BATCH) for flat in (old, new)}
     if len(sizes) > 1 or any(flat.get(AHEAD) for flat in (old, new)):

@@ -115,6 +115,7 @@ class Session:
     collapsed: set[str] = field(default_factory=set)  # signs of collapse that the last step showed
     prefetcher: Prefetcher | None = None
     stop: StopRequest = field(default_factory=StopRequest)
+    settings: dict[str, Any] = field(default_factory=dict)  # resolved, for the manifest: `settings_on_record`
 
     @property
     def run_dir(self) -> Path:
@@ -406,8 +407,8 @@ class Session:
             save_merged(self.learner.model, self.cfg.model.path, folder / "merged", self.ranks, pixels)
             save_adapter(self.learner.model, folder / "adapter", self.ranks)
 
-        config, limit = self.cfg.model_dump(mode="json", by_alias=True), self.cfg.training.save_total_limit
-        facts = {"run_id": self.run_id, "config": config, "inputs": self.inputs}
+        limit = self.cfg.training.save_total_limit
+        facts = {"run_id": self.run_id, "config": self.settings, "inputs": self.inputs}
         kept = {"save_total_limit": limit, "eval_settings": self.eval_settings()}
         with self.timed("save"):
             write_checkpoint(self.run_dir, self.steps_done, self.ranks, write, **facts, **kept)

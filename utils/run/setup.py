@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset
 
 from utils import targets
 from utils.answer_format import COORD_TOKENS
-from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
+from utils.config.load import Config, ConfigError, check_launch, exit_with, problem, settings_on_record
 from utils.config.plan import step_remarks
 from utils.config.rules import length_limit
 from utils.config.schema import RM, RS, ServerAddress
@@ -157,6 +157,7 @@ def open_session(
         teacher=teacher,
         steps_done=steps_done,
         owes_evaluation=owes_evaluation,
+        settings=settings_on_record(cfg),
     )
 
 
@@ -199,7 +200,7 @@ def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLoc
         rule = "does not see what rank 0 writes there; choose a directory that all nodes share"
         exit_with(f"training.output_dir={run_dir}: {blind} {rule}", ranks.is_main)
     try:
-        return lock, choose_checkpoint(run_dir, resume, cfg.model_dump(mode="json", by_alias=True), ranks)
+        return lock, choose_checkpoint(run_dir, resume, settings_on_record(cfg), ranks)
     except ValueError as error:
         exit_with(str(error), ranks.is_main)
 
@@ -233,6 +234,7 @@ def open_records(
         facts: dict[str, Any] = {"launch": launch_command(cfg._origin.file), "run_id": run_id}
         facts["sync"] = {"mode": engine.mode, "fallback": engine.fallback}
         facts |= {"world_size": ranks.world_size, "server_world_sizes": client.world_sizes if client else []}
+        facts["deepspeed_file"] = settings_on_record(cfg)["deepspeed_file"]
         facts["accepted_changes"] = inputs["accepted_changes"]
         if checkpoint is not None:
             facts["resumed_from"] = dict(checkpoint=checkpoint.path, step=checkpoint.step, run_id=checkpoint.run_id)
