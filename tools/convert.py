@@ -40,7 +40,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,9 +49,10 @@ from typing import Any
 from PIL import Image
 
 from tools.coco import CocoFile, LeftOut, Options, convert_object, valid_id
-from tools.formats import READERS, SEVERAL_LINES_PER_IMAGE, Annotations
+from tools.formats import NO_LABELS, READERS, SEVERAL_LINES_PER_IMAGE, Annotations
 from utils.data.images import EXIF_ORIENTATION, FORMATS, image_size
 from utils.data.samples import SURROGATE, map_ahead
+from utils.geometry import normal_label
 
 UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
 INCOMPLETE = "an object's category is not in the file's list"
@@ -59,7 +60,7 @@ NOT_EXHAUSTIVE = "not_exhaustive_category_ids"
 UNKNOWN_GAP = f"{NOT_EXHAUSTIVE} has one that is not in the file's list"
 STRAY = "their image is not in the file's list"
 # Why the image shows no such object, or none that the user wants; all other reasons leave a gap in the annotation.
-NO_GAP = ("category not chosen", "degenerate", "outside the image", "smaller than")
+NO_GAP = ("category not chosen", "degenerate", "outside the image", "smaller than", "listed twice")
 
 # ---- one image -----------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,10 @@ def convert_image(
                 if not str(reason).startswith(NO_GAP):
                     gaps.add(categories.get(category))
                 continue
-            objects.append(turned(converted, orientation, *stored))
+            if (found := turned(converted, orientation, *stored)) in objects:
+                result.objects_left_out.append("listed twice: same label, same place")
+                continue
+            objects.append(found)
             result.remarks.extend(remarks)
         if UNLISTED in result.objects_left_out and "neg_category_ids" not in image:
             raise LeftOut(INCOMPLETE)  # its line would call the rest complete; LVIS's says what is annotated
@@ -128,19 +132,27 @@ def convert_image(
             raise LeftOut("its question is not UTF-8: it holds half of a surrogate pair")
     except LeftOut as reason:
         return Converted(image_id, None, str(reason))
+    if "remark" in image:
+        result.remarks.append(image["remark"])
     result.row = {"id": str(image_id), "images": [shown], "width": width, "height": height, "objects": objects}
     if "messages" in image:
         result.row["messages"] = image["messages"]
     if "neg_category_ids" in image:
         absent = {categories.get(category) for category in negative}
-        known = {item["desc"] for item in objects} | absent
-        result.row["annotated"] = sorted(known - {None} - {categories.get(category) for category in incomplete})
+        known = {item["desc"] for item in objects} | absent - {None}
+        result.row["annotated"] = _without(known, {categories.get(category) for category in incomplete})
     else:
         known = complete_for.union(item["desc"] for item in objects)
         gaps |= known & {categories[category] for category in not_exhaustive}  # of a category not chosen: no gap
         if gaps:
-            result.row["annotated"] = sorted(known - gaps)
+            result.row["annotated"] = _without(known, gaps)
     return result
+
+
+def _without(names: Collection[str], left_out: Collection[str | None]) -> list[str]:
+    """Names that are none of `left_out`, as training compares labels: a gap in "Person" is one in "person", too."""
+    gaps = {normal_label(name) for name in left_out if name is not None}
+    return sorted(name for name in names if normal_label(name) not in gaps)
 
 
 def _category_ids(image: dict[str, Any], key: str) -> set[int | str]:
@@ -204,10 +216,14 @@ def _checked_size(image: dict[str, Any], path: Path, exif: str | None) -> tuple[
 
 
 def _in_pixels(item: dict[str, Any], width: int, height: int) -> dict[str, Any]:
-    """Return an annotation in pixels whose numbers are parts of `unit` of the image's sides."""
-    unit = item.get("unit")
+    """Return an annotation in pixels whose numbers are parts of `unit` of the image's sides. Raises LeftOut for numbers
+    that are none, most likely pixels."""
+    unit, rings = item.get("unit"), item.get("segmentation")
     if not unit:
         return item
+    numbers = itertools.chain(*(own for own in (item.get("bbox"), *(rings or [])) if isinstance(own, list)))
+    if any(abs(number) > 2 * unit for number in numbers if isinstance(number, int | float)):
+        raise LeftOut(f"malformed: not in parts of {unit}; in pixels?")
 
     def scaled(numbers: Any) -> Any:
         sides = itertools.cycle((width, height))
@@ -215,7 +231,6 @@ def _in_pixels(item: dict[str, Any], width: int, height: int) -> dict[str, Any]:
             [x * side / unit for x, side in zip(numbers, sides, strict=False)] if isinstance(numbers, list) else numbers
         )
 
-    rings = item.get("segmentation")
     return item | {"bbox": scaled(item.get("bbox")), "segmentation": rings and [scaled(ring) for ring in rings]}
 
 
@@ -272,7 +287,7 @@ class Report:
         lines.append(f"images without objects: {self.num_empty}")
         if self.num_not_exhaustive:
             lines.append(f"images not exhaustively annotated for some category: {self.num_not_exhaustive}")
-        for what in ("images left out", "objects left out", "objects changed"):
+        for what in ("images", "images left out", "objects left out", "objects changed"):
             found = [(reason, entry) for (kind, reason), entry in self.reasons.items() if kind == what]
             for reason, (count, first) in sorted(found, key=lambda item: -item[1][0]):
                 lines.append(f"{what}: {reason}: {count}" + ("" if first is None else f" (first: image {first})"))
@@ -388,7 +403,7 @@ def _count(report: Report, converted: Converted, target: str) -> None:
     for reason in converted.objects_left_out:
         report.note("objects left out", reason, converted.image_id)
     for remark in converted.remarks:
-        report.note("objects changed", remark, converted.image_id)
+        report.note("images" if remark == NO_LABELS else "objects changed", remark, converted.image_id)
 
 
 def split_of(name: int | str, splits: dict[str, float] | None, seed: int) -> str | None:

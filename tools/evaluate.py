@@ -117,14 +117,14 @@ def parse_args() -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def json_file(text: str) -> str:
     if not text.endswith(".json"):
-        raise ValueError  # the responses go to .jsonl next to it
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .json; the answers go beside it, into .jsonl")
     return text
 
 

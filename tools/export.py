@@ -114,7 +114,8 @@ def write_coco(args: argparse.Namespace, records: Sequence[Record]) -> None:
     for name, content in files.items():
         (args.output / name).write_text(json.dumps(content) + "\n")
     names = ", ".join(str(args.output / name) for name in files)
-    print(f"{len(records)} images: {names}; file names are below {folder}")
+    num_written = sum(number is not None for number in ids.images)
+    print(f"{num_written} images: {names}; file names are below {folder}")
     if not args.like:
         own = args.output / "instances.json"
         print(f"ids are those of {own} only; to evaluate against your own COCO file, take its ids with --like FILE")
@@ -165,7 +166,8 @@ def read(path: Path) -> list[Record]:
 
 @dataclass(frozen=True)
 class Ids:
-    """`images`: of each record; `category_of`: by label, as labels are compared; `names`: of categories, as written."""
+    """`images`: of each record, None to leave it out; `category_of`: by label, as labels are compared; `names`: of
+    categories, as written."""
 
     images: list[Any]
     category_of: dict[str, Any]
@@ -201,7 +203,9 @@ def ids_like(file: Path, records: Sequence[Record]) -> Ids:
         shown = f"{made_up[0]!r}{_and_more(sorted(set(made_up)))}"
         remarks.append(f"{len(made_up)} predicted objects left out; their labels are no category there: {shown}")
     images = _images_like(given["images"], records)
-    if num_left := len(given["images"]) - len(set(images)):
+    if num_turned := images.count(None):
+        remarks.append(f"{num_turned} answers left out: EXIF turns their images, whose size there is the stored one")
+    if num_left := len(given["images"]) - len({*images} - {None}):
         rule = "evaluate these images only (params.imgIds), or their objects count as missed"
         remarks.append(f"{num_left} of its {len(given['images'])} images have no answer; {rule}")
     return Ids(images, category_of, names, remarks)
@@ -209,7 +213,7 @@ def ids_like(file: Path, records: Sequence[Record]) -> Ids:
 
 def _images_like(given: Sequence[dict[str, Any]], records: Sequence[Record]) -> list[Any]:
     """Return the id of each record's image: its path ends in that image's `file_name`, without leading "..", or in the
-    last name of LVIS's `coco_url`."""
+    last name of LVIS's `coco_url`. None for an image that EXIF turns, where the file gives the stored size."""
     by_name: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {}
     for image in given:
         name = image.get("file_name") or image.get("coco_url", "").rpartition("/")[2]
@@ -225,10 +229,11 @@ def _images_like(given: Sequence[dict[str, Any]], records: Sequence[Record]) -> 
         if len(own) > 1 or files.setdefault(own[0]["id"], path) != path:
             raise ValueError(f"its file names do not tell images apart: {own[0].get('file_name')!r}, {path}")
         size = own[0].get("width"), own[0].get("height")
-        if size not in ((record["width"], record["height"]), (None, None)):
-            rule = "another size there; boxes would not fit (an image that EXIF turns, or a resized one)"
+        if size not in ((record["width"], record["height"]), (record["height"], record["width"]), (None, None)):
+            rule = "another size there; boxes would not fit (a resized image)"
             raise ValueError(f"{path}: {record['width']} x {record['height']}, but {size[0]} x {size[1]} there: {rule}")
-    return [own[0]["id"] for own in found]
+    turned = [own[0].get("width") not in (record["width"], None) for record, own in zip(records, found, strict=True)]
+    return [None if is_turned else own[0]["id"] for is_turned, own in zip(turned, found, strict=True)]
 
 
 def _labels(records: Sequence[Record], side: str) -> set[str]:
@@ -242,7 +247,7 @@ def _and_more(found: Sequence[str]) -> str:
 def coco_files(records: Sequence[Record], ids: Ids) -> tuple[Path, dict[str, Any]]:
     """Return the folder that images are named below, and the content of each file by name."""
     folder = Path(os.path.commonpath([Path(record["images"][0]).parent for record in records] or ["."]))
-    numbered = list(zip(ids.images, records, strict=True))
+    numbered = [(number, own) for number, own in zip(ids.images, records, strict=True) if number is not None]
     images = [_image(number, record, folder, ids.category_of) for number, record in numbered]
     images = list({image["id"]: image for image in images}.values())  # several answers may be to one of `--like`
     categories = [{"id": id_, "name": name} for id_, name in zip(ids.category_of.values(), ids.names, strict=True)]

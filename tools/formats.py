@@ -33,6 +33,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SPELT = re.compile(r'"bbox_2d"|<\|box_start\|>|<box>')  # what each box of an answer has once
 _EMPTY = re.compile(r"(```(json)?)?\s*\[\s*\]\s*(```)?|\s*")
 _JSON, _OPENED = json.JSONDecoder(), re.compile(r"[\[{]")
+NO_LABELS = "no label file, so that they count as images without objects"
 COPY = "says what another XML file says"
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found")
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -165,8 +166,9 @@ def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
     names = sorted(_names_below(images, IMAGE_SUFFIXES))
     for name in names:
         candidates = ((folder / name).with_suffix(suffix) for suffix in (".txt", ".TXT"))
-        text = next((_read(labels) for labels in candidates if labels.is_file()), "")
-        yield str(name.with_suffix("")), {"file_name": str(name)}, _yolo_objects(text, keypoints)
+        text = next((_read(labels) for labels in candidates if labels.is_file()), None)
+        image = {"file_name": str(name)} | ({"remark": NO_LABELS} if text is None else {})
+        yield str(name.with_suffix("")), image, _yolo_objects(text or "", keypoints)
     stems = {name.with_suffix("") for name in names}
     without_image = (name for name in _names_below(folder, (".txt",)) if name.with_suffix("") not in stems)
     for name in sorted(without_image):  # to be counted, unless it is something else, such as classes.txt
@@ -211,7 +213,8 @@ def _yolo_object(line: str, keypoints: int) -> dict[str, Any]:
     if len(coords) in (4, 4 + keypoints):
         x, y, width, height = coords[:4]
         return item | {"bbox": [x - width / 2, y - height / 2, width, height]}
-    is_outline = not keypoints and len(coords) >= 6 and len(coords) % 2 == 0
+    # Beyond 1 are the visibilities of pose labels whose data.yaml is not there.
+    is_outline = not keypoints and len(coords) >= 6 and len(coords) % 2 == 0 and max(coords) < 1.1
     return item | ({"segmentation": [coords]} if is_outline else {"bbox": line})
 
 

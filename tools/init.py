@@ -187,6 +187,9 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
         val = val or (beside if beside != train else None)  # trainval.jsonl
     elif not data.is_file():
         raise ValueError(f"--data {data}: no such file or folder")
+    elif data.suffix.lower() in (".yaml", ".yml", ".xml", ".txt"):
+        kind = "voc" if data.suffix.lower() == ".xml" else "yolo"
+        raise ValueError(f"--data {data}: convert it first: python -m tools.convert --from {kind} --help")
     else:
         beside = data.with_name("val".join(data.name.rsplit("train", 1)))
         missing = f"there is no {beside}" if beside != data else f'{data.name} has no "train" that "val" could replace'
@@ -258,6 +261,11 @@ def _pick(folder: Path, split: str, or_none: bool = False) -> Path | None:
         return None
     if len(found) == 1:
         return found[0]
+    if not found and (nested := sorted(folder.glob("*/*.json"))):
+        raise ValueError(f"--data {folder}: no JSON file in it; name one below it, such as {nested[0]}, or its folder")
+    for kind, pattern in (("voc", "*.xml"), ("yolo", "*.yaml"), ("yolo", "classes.txt")):
+        if not found and (next(folder.glob(pattern), None) or next(folder.glob(f"*/{pattern}"), None)):
+            raise ValueError(f"--data {folder}: convert it first: python -m tools.convert --from {kind} --help")
     names = ", ".join(path.name for path in found[:5]) or "none"
     raise ValueError(f"--data {folder}: which file to train on? found {names}; name one")
 

@@ -211,6 +211,10 @@ def test_tgt_12_annotated_labels_of_a_line(tmp_path):
     sample = load_one(tmp_path, annotated=["Cat ", "dog"])
     assert sample.annotated == frozenset({"cat", "dog"}) and sample.extra == {}
     assert load_one(tmp_path).annotated is None and load_one(tmp_path, annotated=[]).annotated == frozenset()
+    for misspelt in ("anotated", "annotaded", "annotate"):  # the line would count as complete
+        (problem,) = problems_of(write(tmp_path, line(**{misspelt: ["cat"]})))
+        assert f"{misspelt}: unknown key; did you mean annotated?" in problem
+    assert load_one(tmp_path, annotation="x", annotations=[], notes="").annotated is None
     (problem,) = problems_of(write(tmp_path, line(annotated="cat")))
     assert "annotated: must be a list of labels" in problem
 

@@ -109,7 +109,25 @@ def test_crowds_categories_sizes(tmp_path):
         "crowd": 1, "category not chosen": 1, "smaller than 4 px": 1,
     }  # fmt: skip
     rows, report = converted(tmp_path, items, keep_crowd=True)
-    assert len(rows[0]["objects"]) == 4 and "annotated" not in rows[0]
+    assert len(rows[0]["objects"]) == 3 and "annotated" not in rows[0]  # the crowd's box is the other cat's
+
+
+def test_DAT_1_an_object_that_is_listed_twice_is_written_once(tmp_path):
+    """DAT-1: the second one would be a missed object, which teaches the model to repeat itself."""
+    rows, report = converted(tmp_path, [annotation(), annotation(id=2), annotation(category_id=2)])
+    assert len(rows[0]["objects"]) == 2 and "annotated" not in rows[0]
+    assert report.count("objects left out", "listed twice: same label, same place") == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"neg_category_ids": [3], "not_exhaustive_category_ids": []}])
+def test_TGT_12_a_gap_is_one_in_all_spellings_of_a_label(tmp_path, more):
+    """TGT-12: as training compares labels; a crowd of Cats may be of cats."""
+    categories = [{"id": 1, "name": "cat"}, {"id": 2, "name": "Cat"}, {"id": 3, "name": "owl"}]
+    images = [{"id": 1, "file_name": "1.png", "width": WIDTH, "height": HEIGHT} | more]
+    items = [annotation(), annotation(category_id=2, iscrowd=1, bbox=[50, 0, 50, 80])]
+    path = coco_file(tmp_path, items, images, categories=categories)
+    convert(path, tmp_path, tmp_path / "d.jsonl")
+    assert json.loads((tmp_path / "d.jsonl").read_text())["annotated"] == ["owl"]
 
 
 def test_TGT_12_DAT_1_a_line_without_an_object_that_the_image_shows_is_complete_for_the_others_only(tmp_path):
@@ -460,7 +478,7 @@ def several_entries(folder: Path, entries: dict[int, dict]) -> list[dict]:
 
 
 def test_limits(tmp_path):
-    items = [annotation(i) for i in range(5) for _ in range(i)]  # image i has i objects
+    items = [annotation(i, bbox=[0, 0, 9, k + 1]) for i in range(5) for k in range(i)]  # image i has i objects
     rows, report = converted(tmp_path, items, many_images(tmp_path, 5), max_objects=3, skip_empty=True)
     assert [row["id"] for row in rows] == ["1", "2", "3"]
     assert report.reasons == {(IMAGES, "more than 3 objects"): (1, 4), (IMAGES, "no objects"): (1, 0)}
@@ -624,7 +642,7 @@ def run_tool(monkeypatch, *args: object) -> None:
 
 
 def test_the_program(tmp_path, monkeypatch, capsys):
-    path, out = coco_file(tmp_path, [annotation(), annotation(iscrowd=1)]), tmp_path / "d.jsonl"
+    path, out = coco_file(tmp_path, [annotation(), annotation(iscrowd=1, bbox=[0, 0, 9, 9])]), tmp_path / "d.jsonl"
     args = ["--from", "coco", "--annotations", path, "--images", tmp_path, "--output", out]
     run_tool(monkeypatch, *args)
     assert capsys.readouterr().out.splitlines() == [
@@ -648,7 +666,10 @@ def test_the_program(tmp_path, monkeypatch, capsys):
 def test_the_program_passes_limits_and_seed_on(tmp_path, monkeypatch):
     """`convert` itself is tested above."""
     items = [annotation(i) for i in range(40)]
-    path, out = coco_file(tmp_path, [*items, annotation(7)], many_images(tmp_path, 40)), tmp_path / "d.jsonl"
+    path, out = (
+        coco_file(tmp_path, [*items, annotation(7, bbox=[0, 0, 9, 9])], many_images(tmp_path, 40)),
+        tmp_path / "d.jsonl",
+    )
     splits, options = "a=0.5,b=0.5", Options(max_objects=1)
     args = ["--from", "coco", "--annotations", path, "--images", tmp_path, "--output", out]
     run_tool(monkeypatch, *args, "--max-objects", 1, "--splits", splits, "--seed", 5)
@@ -682,7 +703,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     head, _, tail = path.read_text().partition('"annotations": [')
     with path.open("w") as file:
         file.write(head + '"annotations": [')
-        file.write(", ".join(item % (i % num_images) for i in range(num_objects)))
+        objects = (item.replace("[[80", f"[[{80 + i // num_images}") for i in range(num_objects))  # all differ
+        file.write(", ".join(text % (i % num_images) for i, text in enumerate(objects)))
         file.write(tail)
     assert path.stat().st_size > 60e6
     done = subprocess.run([sys.executable, "-c", PEAK, str(path), "30"], capture_output=True, text=True, check=True)

@@ -433,6 +433,20 @@ def test_a_full_disk_ends_with_2_behind_the_scores(start_model, tmp_path, asked,
     assert told.err == (f"{output}: the scores or the answers cannot be written: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (("--limit", "0"), "argument --limit: '0' is not a number from 1 on"),
+        (("--batch-size", "many"), "argument --batch-size: 'many' is not a number from 1 on"),
+        (("--output", "x.txt"), "argument --output: 'x.txt' must end in .json; the answers go beside it, into .jsonl"),
+    ],
+)
+def test_options_that_cannot_be_name_their_rule(capsys, arguments, rule) -> None:
+    with pytest.raises(SystemExit) as caught:
+        call("--checkpoint", "m", "--data", "d", *arguments)()
+    assert caught.value.code == 2 and rule in capsys.readouterr().err
+
+
 def test_bad_lines_are_left_out_where_the_config_says_so_DAT_3(start_model, tmp_path, asked, capsys) -> None:
     """DAT-3: as in training."""
     data, config = run_files(tmp_path, start_model)

@@ -157,7 +157,7 @@ REST = [{"id": 6, "file_name": "b/b.png"}, {"id": 7, "coco_url": "http://x/val/c
     [
         ({"images": [IMAGE | {"file_name": "elsewhere/a.png"}, *REST]}, r"no image has the file name of \S+/a/a.png\n"),
         ({"images": REST[1:]}, r"no image has the file name of \S+/a/a.png \(and 1 more\)"),
-        ({"images": [IMAGE | {"file_name": "a.png", "width": 100, "height": 200}, *REST]}, "200 x 100, but 100 x 200"),
+        ({"images": [IMAGE | {"file_name": "a.png", "width": 100, "height": 201}, *REST]}, "200 x 100, but 100 x 201"),
         ({"images": [IMAGE | {"file_name": name} for name in ("a.png", "a/a.png")] + REST}, "do not tell images apart"),
         (
             {"categories": [{"id": 1, "name": "cat"}]},
@@ -175,6 +175,21 @@ def test_what_the_users_file_does_not_have_is_told(tmp_path, answers, monkeypatc
     error = capsys.readouterr().err
     assert end.value.code == 2 and re.search(message, error) and error.startswith(f"--like {theirs}: "), error
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_to_images_that_exif_turns_are_left_out_where_the_file_has_the_stored_size(
+    tmp_path, answers, monkeypatch, capsys
+):
+    """Their boxes there may be of the stored image; all other answers are written."""
+    images = [IMAGE | {"file_name": "a/a.png", "width": 100, "height": 200}, *REST]
+    theirs = users_file(tmp_path / "instances_val.json", answers[1], images=images)
+    run(monkeypatch, answers[0], "--output", tmp_path / "out", "--like", theirs)
+    told = capsys.readouterr().out
+    assert "2 images: " in told and "1 answers left out: EXIF turns their images" in told
+    assert "1 of its 3 images have no answer" in told
+    written = json.loads((tmp_path / "out/instances.json").read_text())
+    assert [image["id"] for image in written["images"]] == [6, 7]
+    assert {found["image_id"] for found in json.loads((tmp_path / "out/results.json").read_text())} <= {6, 7}
 
 
 def test_images_are_found_by_url_and_by_bare_names_too(tmp_path, answers, monkeypatch):

@@ -15,10 +15,11 @@ from PIL import Image, ImageOps
 from tests.packages import folder_with
 from tools.coco import SHARED, Options
 from tools.convert import INCOMPLETE, convert, main
-from tools.formats import COPY
+from tools.formats import COPY, NO_LABELS
 from utils.data.images import EXIF_ORIENTATION, image_size, open_image
 from utils.data.samples import load_samples
 
+NO_LABELS_OF_IMAGES = "images", NO_LABELS
 WIDTH, HEIGHT = 100, 80
 CAT = {"desc": "cat", "bbox_2d": [10, 20, 40, 60]}
 DOG = {"desc": "dog", "bbox_2d": [0, 0, 50, 40]}
@@ -109,7 +110,7 @@ def test_DAT_1_annotations_in_subfolders_and_with_endings_in_capitals_are_read(f
         (folder / "labels" / name).write_text("0 0.25 0.5 0.3 0.5\n")
     assert rows_of(folder, "yolo", folder / "labels")["c.png"] == [CAT]
     report = convert(folder / "labels", folder / "images", folder / "d.jsonl", kind="yolo")
-    assert report.reasons == {("images left out", "no such image file"): (1, "sub/lost")}
+    assert report.reasons == {("images left out", "no such image file"): (1, "sub/lost"), NO_LABELS_OF_IMAGES: (3, "a")}
 
 
 def test_copies_of_pascal_voc_files_do_no_harm_DAT_1(folder):
@@ -174,6 +175,22 @@ def test_DAT_1_the_box_of_yolos_pose_labels_is_read(folder, shape, keypoints):
     (folder / "data.yaml").write_text("names: [cat]\nkpt_shape: 17\n")
     with pytest.raises(ValueError, match="data.yaml: kpt_shape: must be .number of keypoints"):
         rows_of(folder, "yolo", folder / "labels")
+
+
+def test_DAT_1_numbers_beyond_one_make_no_outline_and_pixels_no_fractions(folder):
+    """DAT-1, TGT-12: keypoints without kpt_shape, and labels in pixels: the image shows these objects, so that its line
+    is not complete for their class."""
+    (folder / "labels").mkdir()
+    (folder / "labels" / "classes.txt").write_text("cat\ndog\n")
+    for line in ("0 0.25 0.5 0.3 0.5 0.1 0.2 2 0.3 0.4 2", "0 25 40 30 40"):
+        (folder / "labels" / "a.txt").write_text(f"{line}\n1 0.25 0.25 0.5 0.5\n")
+        assert rows_of(folder, "yolo", folder / "labels") == {"a.png": [DOG], "b.png": []}
+        assert json.loads((folder / "data.jsonl").read_text().splitlines()[0])["annotated"] == ["dog"]
+    row = {"images": ["a.png"], "objects": {"ref": ["cat", "dog"], "bbox": [[10, 20, 40, 60], [0, 0, 0.5, 0.5]]}}
+    row["objects"]["bbox_type"] = "norm1"
+    (folder / "swift.jsonl").write_text(json.dumps(row))
+    assert rows_of(folder, "swift", folder / "swift.jsonl") == {"a.png": [DOG]}
+    assert json.loads((folder / "data.jsonl").read_text())["annotated"] == ["dog"]
 
 
 def test_DAT_1_yolos_images_in_linked_folders_are_read_and_labels_without_image_are_counted(folder):
@@ -372,7 +389,7 @@ def test_DAT_1_ms_swift_keeps_its_question(folder):
     """DAT-1: with the names that its markers stand for."""
     asked = {"role": "user", "content": "<image>Find <ref-object>."}
     answer = {"role": "assistant", "content": "<ref-object><bbox>"}
-    objects = {"ref": ["cat", "cat"], "bbox": [[10, 20, 40, 60]] * 2}
+    objects = {"ref": ["cat", "cat"], "bbox": [[10, 20, 40, 60], [10, 20, 40, 61]]}
     rows = [
         {"id": name, "images": ["a.png"], "messages": turns, "objects": objects}
         for name, turns in (
@@ -392,7 +409,7 @@ def test_DAT_1_ms_swift_keeps_its_question(folder):
 def test_DAT_1_questions_in_columns_of_their_own_are_kept(folder):
     """DAT-1: ms-swift's `query`, `response`, `history` and `system`; LLaMA-Factory also has `system`."""
     line = {"query": "<image>Find every <ref-object> that sleeps", "response": "<ref-object><bbox>"}
-    line |= {"images": ["a.png"], "objects": {"ref": ["cat", "cat"], "bbox": [BOX, BOX]}}
+    line |= {"images": ["a.png"], "objects": {"ref": ["cat", "cat"], "bbox": [BOX, [0, 0, 9, 9]]}}
     asked = {"role": "user", "content": "<image>Find every cat that sleeps"}
     told = {"role": "system", "content": "Be brief."}
     rows = [{"id": "query"}, {"id": "system", "system": "Be brief."}, {"id": "two", "history": [["Find owls", "none"]]}]

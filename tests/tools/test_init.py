@@ -97,6 +97,27 @@ def refused(monkeypatch, capsys, cwd: Path, model: Path, data: str = "train.json
     return capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "data", "told"),
+    [
+        ("Annotations/a.xml", "set", "--data set: convert it first: python -m tools.convert --from voc --help"),
+        ("data.yaml", "set", "--data set: convert it first: python -m tools.convert --from yolo --help"),
+        ("data.yaml", "set/data.yaml", "set/data.yaml: convert it first: python -m tools.convert --from yolo --help"),
+        ("labels/classes.txt", "set", "convert it first: python -m tools.convert --from yolo --help"),
+        (
+            "train/_annotations.coco.json",
+            "set",
+            "set: no JSON file in it; name one below it, such as set/train/_annotations.coco.json, or its folder",
+        ),
+    ],
+)
+def test_data_in_another_form_are_told_how_to_convert(tmp_path, start_model, monkeypatch, capsys, file, data, told):
+    path = tmp_path / "set" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("x")
+    assert told in refused(monkeypatch, capsys, tmp_path, start_model, data)
+
+
 def test_a_new_user_with_a_coco_file_and_a_model_CFG_16(tmp_path, start_model, monkeypatch, capsys):
     """CFG-16, CFG-15, PCK-7, SRV-5: the config loads and its plan works; every sample fits; rows are not too full; the
     server may read every image; and the learner's own dry run, with the file as written, agrees."""

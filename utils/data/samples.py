@@ -6,6 +6,7 @@ samples; `utils.data.encoding` makes token ids and pixels of them.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
@@ -330,7 +331,9 @@ def _grid(reader: LineReader, sizes: list[tuple[int, int]] | None) -> Grid:
 
 def _read_annotated(row: dict[str, Any]) -> frozenset[str] | None:
     value = row.get("annotated")
-    if value is None:
+    if value is None:  # a misspelt one would make the line complete for all labels
+        for key in difflib.get_close_matches("annotated", row.keys() - FORMAT_KEYS, 1, cutoff=0.87):
+            raise _Mistake("annotated", f"{key}: unknown key; did you mean annotated? Otherwise give it another name")
         return None
     if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
         raise _Mistake("annotated", "annotated: must be a list of labels; leave it out where annotation is complete")
