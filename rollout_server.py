@@ -8,9 +8,11 @@ Endpoints: utils/server/app.py. Ctrl-C or SIGTERM ends it with all its processes
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from utils.config.load import ConfigError, exit_with, load_config_or_exit
 from utils.config.plan import add_plan_arguments, print_dry_run
@@ -63,9 +65,17 @@ def main() -> None:
         again = f"after fixing this, start again with: python rollout_server.py --config {args.config}{index}"
         exit_with("\n".join([*told, again]))
 
+    for number in (signal.SIGTERM, signal.SIGINT):  # while it loads; asyncio would wait for the whole model
+        signal.signal(number, stop_loading)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(launch, server_socket, token))
     end_now()
+
+
+def stop_loading(number: int, frame: object) -> NoReturn:
+    """End at once: nothing is to be saved, and the kernel ends the engines with this process."""
+    os.write(2, b"\nrollout server: stopped while loading\n")  # not print, which the signal may have interrupted
+    os._exit(128 + number)
 
 
 async def serve(launch: Launch, server_socket: socket.socket, token: str | None) -> None:

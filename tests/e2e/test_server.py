@@ -709,8 +709,10 @@ def _ignore(function, *args) -> None:
         pass
 
 
-def test_loading_server_says_so_and_dies_with_its_engines(folder, start_model):
-    """SRV-6, SRV-7: 503 while loading; SIGKILL at that moment leaves no process either."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_loading_server_says_so_and_dies_with_its_engines(folder, start_model, number):
+    """SRV-6, SRV-7: 503 while loading; SIGKILL at that moment leaves no process either, and Ctrl-C does not wait for
+    the model."""
     server = Server(folder, start_model)
     try:
         assert wait_until(lambda: _status(server) == 503, 60)
@@ -718,8 +720,8 @@ def test_loading_server_says_so_and_dies_with_its_engines(folder, start_model):
         front = psutil.Process(server.process.pid)
         assert wait_until(lambda: len(front.children(recursive=True)) >= 2, START_S)
         server.children = front.children(recursive=True)
-        server.process.kill()
-        server.process.wait()
+        server.process.send_signal(number)
+        assert server.process.wait(15) == (130 if number == signal.SIGINT else -number)
         assert wait_until(lambda: not alive(server.children), 30), alive(server.children)
     finally:
         server.end()

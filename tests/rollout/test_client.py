@@ -345,7 +345,7 @@ def test_dis_1_world_sizes_are_asked_once():
 def test_dis_2_too_small_servers_stop_before_any_rollout():
     """DIS-2."""
     with setting(1, ready=False, decode_batch_size=1, world_size=2) as (client, _):
-        with pytest.raises(ValueError, match="decode_batch_size=1 on 1 rollout device.* 2 learners"):
+        with pytest.raises(RolloutError, match="decode_batch_size=1 on 1 rollout device.* 2 learners"):
             client.wait_ready()
 
 

@@ -313,3 +313,26 @@ def test_the_engine_sleeps_and_wakes_once_per_step_ROL_7(monkeypatch):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_a_rank_whose_engine_does_not_wake_still_takes_part_in_every_gather_SYN_3_ROL_7(monkeypatch):
+    """SYN-3, ROL-7: under ZeRO-3 the others are in the gathers of the merge, or in the forward of a group."""
+
+    def wake_up() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    shared, ranks = [], Ranks()
+    monkeypatch.setattr(ranks, "raise_on_all_ranks", lambda error, where: shared.append((type(error), where)))
+    engine = engine_on(SimpleNamespace(wake_up=wake_up, generate=None), ranks, monkeypatch)
+    engine.sleeps, engine.is_awake, gathered = True, False, []
+    engine.weights.tensors = lambda: iter(gathered.append(name) or (name, torch.zeros(1)) for name in "ab")
+    engine.sync("run:1")
+    assert gathered == ["a", "b"] and shared[0] == (torch.OutOfMemoryError, "weight sync run:1")
+    engine.is_awake, engine.tensor_parallel_size = False, 2
+    monkeypatch.setattr(engine, "_gather_group", lambda own: (own, slice(None)))
+    request = RolloutRequest("s", [], [], [])
+    with pytest.raises(TypeError):  # what comes behind: here the shared error does not raise
+        engine.generate([request], RolloutSampling(), RolloutContext(0, 0, 0, "run:1"))
+    assert shared[-1] == (torch.OutOfMemoryError, "preparing the engine")
+    assert engine.generate([], RolloutSampling(), RolloutContext(0, 0, 0, "run:1")) == []
+    assert shared[-1] == (type(None), "preparing the engine")  # also a group without requests takes part

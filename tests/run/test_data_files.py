@@ -285,3 +285,6 @@ def test_dat_6_the_probe_of_a_sync_sends_images_of_shards_as_bytes(tmp_path, mon
     probe = setup.make_probe(None, sample, processor, None, learner, lambda segments: segments)
     (sent,) = probe.infer_request["images"]
     assert sent == as_sent(sample.images[0]) and sent.startswith("data:")
+    long = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda *_, **__: list(range(20))))
+    probe = setup.make_probe(None, sample, long, None, learner, lambda segments: segments)
+    assert probe.token_ids == list(range(7))  # 10, less the prompt's two and one that the engine makes

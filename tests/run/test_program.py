@@ -189,6 +189,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         layout: Any = None,
         save: Callable[..., None] = lambda *_: None,
         check_model: Callable[..., None] = lambda *_: None,
+        probe: Callable[..., None] = lambda *_: None,
     ) -> tuple[int, str, str]:
         gc.collect()  # the lock of a start that was refused before this one
         monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", "--config", str(config), *arguments])
@@ -199,7 +200,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         monkeypatch.setattr(setup, "make_weight_sync", lambda *_: sync or NoSync())
         monkeypatch.setattr(setup, "make_layout", layout or (lambda *_: (lambda segment: segment, lambda row: row)))
         monkeypatch.setattr(setup, "check_model", check_model)
-        monkeypatch.setattr(setup, "make_probe", lambda *_: None)
+        monkeypatch.setattr(setup, "make_probe", probe)
         monkeypatch.setattr(Session, "_save", save)
         monkeypatch.setattr(StopRequest, "install", lambda self: requests.append(self))
         with pytest.raises(SystemExit) as ended:
@@ -309,6 +310,22 @@ def test_CFG_16_a_checkpoint_that_is_not_whole_stops_before_servers_are_waited_f
     assert refused("models/mine", "--dry-run")[::2] == (0, "")
     status, _, error = refused("models/mine")
     assert status == 2 and f'model.{key}="models/mine": no such folder (looked in {Path.cwd()}/models/mine;' in error
+
+
+def test_SYN_7_the_probe_of_a_sync_is_a_sample_that_is_generated_for(folder, start_model, server, start, monkeypatch):
+    """SYN-7, SRV-5: of a file that is only trained on, nobody knows whether the server may read its images."""
+    probed, (train, other) = [], (folder / "data" / name for name in ("train.jsonl", "forced.jsonl"))
+    other.write_text("".join(json.dumps(json.loads(line) | {"id": "forced"}) + "\n" for line in train.open()))
+
+    def probe(cfg: Any, sample: Any, *_: Any) -> None:
+        probed.append(sample.id)
+        raise KeyboardInterrupt
+
+    data = [{"path": str(other), "teacher_forced_ratio": 1.0}, str(train)]
+    config = write_config(folder, start_model, server, data=data, training={"output_dir": str(folder / "probed")})
+    with pytest.raises(KeyboardInterrupt):
+        start(train_stage2, config, probe=probe)
+    assert len(probed) == 1 and probed[0] != "forced"
 
 
 def test_CFG_3_an_adapter_that_is_not_there_stops_before_servers_are_waited_for(

@@ -691,6 +691,26 @@ def test_requests_use_the_lora_slot_until_a_full_update_has_the_adapter_merged_i
     asyncio.run(run())
 
 
+def test_an_adapter_goes_on_after_a_failed_update_that_touched_no_weights_CON_4_SYN_10():
+    """CON-4, SYN-10: a server that froze in it is used again; what the engine holds besides is as loaded."""
+
+    async def run():
+        llm, engine, updates = make()
+        adapter = UPDATE.model_copy(update={"names": ["base_model.model.x.lora_A.weight"]})
+        await updates.init(INIT)
+        llm.missing = ["v"]  # an adapter's tensors are none of the engine's own
+        await updates.start(START)
+        await updates.update(adapter)
+        await updates.abort(OwnedCall(run_id="a"))
+        assert engine.weights.state == "dirty"
+        await updates.start(START)
+        await updates.update(adapter)
+        await updates.finish(FINISH)
+        assert engine.weights.state == "idle"
+
+    asyncio.run(run())
+
+
 OWNED = ("close_communicator", "start_weight_update", "update_weights", "finish_weight_update", "abort_weight_update")
 
 

@@ -185,7 +185,10 @@ class RolloutClient:
             raise RolloutError(UNREACHABLE.format(limit=limit, servers="\n".join(lines), ways_out=self.ways_out))
         self._check_same(found)
         world_sizes = [health["world_size"] for health in found]
-        check_capacity(self.decode_batch_size, sum(world_sizes), self.world_size, self.capacity_key)
+        try:
+            check_capacity(self.decode_batch_size, sum(world_sizes), self.world_size, self.capacity_key)
+        except ValueError as error:
+            raise RolloutError(str(error)) from None
         old = self.boot_ids or [None] * len(found)
         self.boot_ids = [health["boot_id"] for health in found]
         self.world_sizes = world_sizes

@@ -90,8 +90,7 @@ class ColocateEngine(Engine):
         """
         self.ranks.fence()
         start = time.monotonic()
-        self._wake()
-        error = capture_error(self._weight_rpc, "start")
+        error = capture_error(self._wake) or capture_error(self._weight_rpc, "start")
         for bucket in self._buckets():  # to the end even after an error: other ranks are in the same gathers
             error = error or capture_error(self._weight_rpc, "load", {"weights": bucket})
         error = error or capture_error(self._finish)
@@ -120,11 +119,19 @@ class ColocateEngine(Engine):
         submitted, own = self._gather_group(
             [(request.messages, request.images, call_seed(seed, index)) for index, request in enumerate(requests)]
         )
+        params, prompts = [sampling_params(sampling, seed) for _, _, seed in submitted], []
+
+        def prepare() -> None:
+            prompts.extend(vllm_prompt(self.processor, messages, images) for messages, images, _ in submitted)
+            self._wake()
+
+        error = capture_error(prepare) if submitted else None
+        if self.tensor_parallel_size > 1:  # or the others of a group would wait in its forward
+            self.ranks.raise_on_all_ranks(error, "preparing the engine")
+        elif error is not None:
+            raise error
         if not submitted:
             return []
-        prompts = [vllm_prompt(self.processor, messages, images) for messages, images, _ in submitted]
-        params = [sampling_params(sampling, seed) for _, _, seed in submitted]
-        self._wake()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         results = [read_output(output, self.version) for output in outputs[own]]
         check_versions(requests, results, context)

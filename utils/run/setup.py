@@ -130,7 +130,9 @@ def open_session(
     place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
     if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
         exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
-    probe = make_probe(cfg, datasets[0][0], processor, table, learner, collate)
+    # Of the files that are generated for: only their images are known to be the server's to read.
+    asked = [file for file, is_asked in with_generation(cfg, datasets, val_files) if is_asked and len(file)]
+    probe = make_probe(cfg, (asked or datasets)[0][0], processor, table, learner, collate)
     engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
     steps_done = checkpoint.step if checkpoint else 0
@@ -596,13 +598,15 @@ def make_probe(
     learner: Learner,
     collate: Callable[[list[Segment]], Batch],
 ) -> Probe:
-    """Probe with the first training sample and its objects as the response, or with any text where there are no
-    coordinate tokens: fixed, and it runs through every module."""
+    """Probe with a sample and its objects as the response, as far as the engine has room, or with any text where there
+    are no coordinate tokens: fixed, and it runs through every module."""
     prompt = encode_prompt(sample, processor)
     if table is None:
         token_ids = processor.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     else:
         token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
+    if (room := length_limit(cfg)[1] - len(prompt.prompt_token_ids) - 1) < len(token_ids):
+        token_ids = token_ids[: int(room)]
     segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
     request = {"messages": prompt_chat(sample), "images": list(map(as_sent, sample.images))}
     logprobs = partial(learner.last_logprobs, collate([segment]), len(token_ids))

@@ -69,7 +69,10 @@ def end_with(error: Exception, run_dir: Path, config: str, step: int | None, ver
         version: of the weights that generate.
     """
     is_stop = isinstance(error, Stopped)
-    is_plain = step is None and isinstance(error.__cause__, RolloutError)  # a server that is not there says it all
+    # Before the first step: a server that is not there, or a port that is taken, says it all; on the other ranks the
+    # error has no cause, and rank 0 tells it.
+    causes = (RolloutError, ConnectionError, *((type(None),) if isinstance(error, DistributedError) else ()))
+    is_plain = step is None and isinstance(error.__cause__, causes)
     if not is_stop and not is_plain:
         traceback.print_exception(error)
     stands_in = os.environ.get("RANK") == "1" and not isinstance(error, DistributedError | Stopped)
