@@ -166,8 +166,8 @@ class RolloutClient:
         weights yet.
 
         Raises:
-            RolloutError: lists all servers if one did not respond in `timeout_s`; names one that came back different; says
-                that they are too small for this many learners (DIS-2).
+            RolloutError: lists all servers if one did not respond in `timeout_s`; names one that came back different;
+                says that they are too small for this many learners (DIS-2).
         """
         deadline, stopped = time.monotonic() + self.timeout_s, threading.Event()
         with ThreadPoolExecutor(len(self.servers)) as pool:
