@@ -51,6 +51,8 @@ class StandIn:
         self.names: list[str] = []  # of the last update
         self._lock = threading.Lock()
         self.run_tokens: dict[int, str] = {}
+        self.limits: dict[str, list[float]] = {}  # seconds that each call had
+        self.start_s = 0.0  # that a start takes
 
     def url(self, index: int) -> str:
         return f"http://server{index}"
@@ -63,6 +65,9 @@ class StandIn:
     def post(self, index: int, path: str, body: dict, timeout_s: float) -> dict:
         with self._lock:
             self.events.append(f"{index} {path}")
+            self.limits.setdefault(path, []).append(timeout_s)
+        if path == "/start_weight_update/":
+            time.sleep(self.start_s)
         if path == self.fail_at and index == 1:
             raise ConnectionError(f"{self.url(index)}{path} refused")
         if path == "/update_weights/":
@@ -119,6 +124,16 @@ def sync_with(server: StandIn, verify: str = "first", probe: Probe | None = None
     assert isinstance(sync.transport, GlooTransport)
     sync.transport = server
     return sync
+
+
+def test_the_calls_of_a_sync_have_its_seconds_together_SYN_3(weights):
+    """SYN-3: a server that takes long to start and freezes then would hold the ranks for twice the limit."""
+    server = StandIn(weights)
+    server.start_s = 0.6
+    sync_with(server).sync("run:0")
+    assert all(4.9 < limit <= 5 for limit in server.limits["/start_weight_update/"])
+    for path in ("/update_weights/", "/finish_weight_update/"):
+        assert len(server.limits[path]) == 2 and all(1 <= limit <= 4.4 for limit in server.limits[path]), path
 
 
 def test_a_sync_is_fence_send_fence_and_all_servers_take_part_at_once_SYN_2_SYN_11(weights):

@@ -222,8 +222,10 @@ class WeightSync:
                 self._update_all(pool, version, entries, verify)
             except Exception:
                 self.transport.close()
-                for index in range(len(self.addresses)):
-                    capture_error(self.client.post, index, "/abort_weight_update/", {"run_id": self.run_id}, 10.0)
+                with ThreadPoolExecutor(len(self.addresses)) as aborts:  # a frozen server costs its 10 s once
+                    for index in range(len(self.addresses)):
+                        body = {"run_id": self.run_id}
+                        aborts.submit(capture_error, self.client.post, index, "/abort_weight_update/", body, 10.0)
                 raise
 
     def _update_all(self, pool: ThreadPoolExecutor, version: str, entries: list[WeightEntry], verify: bool) -> None:
@@ -236,11 +238,15 @@ class WeightSync:
             "digest": verify,
         }
         servers = range(len(self.addresses))
+        deadline = time.monotonic() + self.timeout_s  # of all calls together (SYN-3)
+
+        def left() -> float:
+            return max(deadline - time.monotonic(), 1.0)
 
         def start_and_receive(index: int) -> dict[str, Any]:
             """While the server finishes its requests and prepares, the first bucket is packed here."""
-            self.client.post(index, "/start_weight_update/", {**label, "pause": self.on_running}, self.timeout_s)
-            return self.client.post(index, "/update_weights/", metadata, self.timeout_s)
+            self.client.post(index, "/start_weight_update/", {**label, "pause": self.on_running}, left())
+            return self.client.post(index, "/update_weights/", metadata, left())
 
         def raise_early() -> None:
             for future in receiving:
@@ -257,9 +263,7 @@ class WeightSync:
                     future.result()  # a server's own error says more than a broken connection
             raise
         answers = [future.result() for future in receiving]
-        finished = list(
-            pool.map(lambda i: self.client.post(i, "/finish_weight_update/", label, self.timeout_s), servers)
-        )
+        finished = list(pool.map(lambda i: self.client.post(i, "/finish_weight_update/", label, left()), servers))
         self.ledger.update(digests)
         if len(entries) == len(self.weights.entries):
             self._parameters = [answer["parameters"] for answer in answers]
