@@ -60,7 +60,7 @@ def test_a_rendezvous_ends_2_s_before_its_call_CFG_8(weights, timeout_s, join_s)
     assert WeightSync(weights, ranks, None, address, **options).transport.open_timeout_s == join_s
 
 
-def test_calls_of_a_sync_have_its_limit_and_those_that_end_it_10_s_SYN_3(weights, monkeypatch):  # noqa: F811
+def test_calls_of_a_sync_share_its_limit_and_those_that_end_it_10_s_SYN_3(weights, monkeypatch):  # noqa: F811
     """SYN-3: `sync.timeout_s` is 5 here."""
     server, limits = StandIn(weights, fail_at="/finish_weight_update/"), {}
     post = server.post
@@ -70,7 +70,8 @@ def test_calls_of_a_sync_have_its_limit_and_those_that_end_it_10_s_SYN_3(weights
         sync.sync("run:0")
     sync.close()
     assert limits.pop("/abort_weight_update/") == limits.pop("/close_communicator/") == 10.0
-    assert limits == dict.fromkeys(["/start_weight_update/", "/update_weights/", "/finish_weight_update/"], 5)
+    assert list(limits) == ["/start_weight_update/", "/update_weights/", "/finish_weight_update/"]
+    assert all(4.5 < limit <= 5 for limit in limits.values())
 
 
 def test_an_infer_call_is_tried_three_times_1_5_and_3_s_apart_CON_3():
