@@ -130,7 +130,8 @@ def test_the_calls_of_a_sync_have_its_seconds_together_SYN_3(weights):
     """SYN-3: a server that takes long to start and freezes then would hold the ranks for twice the limit."""
     server = StandIn(weights)
     server.start_s = 0.6
-    sync_with(server).sync("run:0")
+    sync_with(server, probe=Probe({}, [5, 6], lambda: np.array([-1.0, -2.0]))).sync("run:0")
+    assert server.limits["/probe/"] == [5, 5]  # the weights are in force by then
     assert all(4.9 < limit <= 5 for limit in server.limits["/start_weight_update/"])
     for path in ("/update_weights/", "/finish_weight_update/"):
         assert len(server.limits[path]) == 2 and all(1 <= limit <= 4.4 for limit in server.limits[path]), path
