@@ -187,7 +187,7 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
         val = val or (beside if beside != train else None)  # trainval.jsonl
     elif not data.is_file():
         raise ValueError(f"--data {data}: no such file or folder")
-    elif data.suffix.lower() in (".yaml", ".yml", ".xml", ".txt"):
+    elif data.suffix.lower() in (".yaml", ".yml", ".xml", ".txt") and not has_sample_lines(data):
         kind = "voc" if data.suffix.lower() == ".xml" else "yolo"
         raise ValueError(f"--data {data}: convert it first: python -m tools.convert --from {kind} --help")
     else:
