@@ -288,3 +288,5 @@ def test_dat_6_the_probe_of_a_sync_sends_images_of_shards_as_bytes(tmp_path, mon
     long = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda *_, **__: list(range(20))))
     probe = setup.make_probe(None, sample, long, None, learner, lambda segments: segments)
     assert probe.token_ids == list(range(7))  # 10, less the prompt's two and one that the engine makes
+    monkeypatch.setattr(setup, "length_limit", lambda cfg: ("global_max_length", 2))
+    assert setup.make_probe(None, sample, long, None, learner, lambda segments: segments).token_ids == [0]

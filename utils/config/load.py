@@ -432,9 +432,8 @@ def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
     raw, training = read_deepspeed(cfg)[0], cfg.training
     knobs = {key: value for key, value in raw.items() if key not in ("optimizer", "scheduler", "bf16", "fp16")}
     half = {"bfloat16": "bf16", "float16": "fp16"}.get(cfg.model.dtype)
-    scaling = (
-        {half: raw.get(half, {}) | {"enabled": True}} if half else {}
-    )  # in float16 the JSON may set the loss scale
+    # In float16 the JSON may set the loss scale.
+    scaling = {half: raw.get(half, {}) | {"enabled": True}} if half else {}
     ours = {
         "train_batch_size": world_size * training.samples_per_rank,
         "train_micro_batch_size_per_gpu": training.per_device_train_batch_size,

@@ -526,7 +526,7 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     yield from _deepspeed_agrees(cfg)
     raw, _ = read_deepspeed(cfg)
     yield from _refused_by_deepspeed(raw, cfg.deepspeed_path())
-    yield from _without_effect(raw, cfg)
+    yield from _not_supported(raw, cfg)
     if cfg.is_colocate and cfg.model.dtype == "float16" and value_at(raw, ("zero_optimization", "stage")) == 3:
         # vLLM moves the process to a CUDA stream of its own; ZeRO-3 looks for overflows behind the default one.
         yield "model.dtype", "float16 under ZeRO-3 misses overflows beside a colocated engine; use bfloat16, or zero2"
@@ -550,8 +550,8 @@ def _refused_by_deepspeed(raw: dict[str, Any], path: Path) -> Found:
                 yield "deepspeed", f"{path}: {key}={brief(item['input'])}: {item['msg']}; correct it, or delete it"
 
 
-def _without_effect(raw: dict[str, Any], cfg: Config) -> Found:
-    """Find settings that this ZeRO stage ignores, and those of number formats that would change what the trainer
+def _not_supported(raw: dict[str, Any], cfg: Config) -> Found:
+    """Find settings that this ZeRO stage ignores, and those of number formats that would break what the trainer
     promises: float32 master weights, and steps that are skipped where the gradient is not finite."""
     path, zero = cfg.deepspeed_path(), raw.get("zero_optimization", {})
     for knob, lowest in (("offload_param", 3), ("offload_optimizer", 1)):

@@ -606,7 +606,7 @@ def make_probe(
     else:
         token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
     if (room := length_limit(cfg)[1] - len(prompt.prompt_token_ids) - 1) < len(token_ids):
-        token_ids = token_ids[: int(room)]
+        token_ids = token_ids[: max(int(room), 1)]
     segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
     request = {"messages": prompt_chat(sample), "images": list(map(as_sent, sample.images))}
     logprobs = partial(learner.last_logprobs, collate([segment]), len(token_ids))
