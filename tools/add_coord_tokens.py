@@ -29,7 +29,7 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoProcessor
 
-from utils.config.load import exit_with
+from utils.config.load import exit_with, reason_of
 from utils.families import family_from
 from utils.geometry import NUM_BINS
 
@@ -78,7 +78,7 @@ def read_config(source: Path) -> dict[str, Any]:
     try:
         config = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {source}: config.json cannot be read: {error}") from None
+        raise ValueError(f"--model {source}: config.json cannot be read: {reason_of(error)}") from None
     try:
         family_from(config)
     except ValueError as error:
@@ -208,7 +208,7 @@ def main() -> None:
     try:
         add_coord_tokens(args.model, args.output, args.seed)
     except (ValueError, OSError) as error:
-        exit_with(str(error))
+        exit_with(error)
     print(f"{args.output}: added {NUM_BINS} coordinate tokens")
     preset = "configs/stage1/qwen3vl_8b_4gpu.yaml"
     print(f"train it on the answer format: make train GPUS=0,1,2,3 CONFIG={preset}, with model.path: {args.output}")

@@ -39,7 +39,6 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -50,6 +49,7 @@ from PIL import Image
 
 from tools.coco import CocoFile, LeftOut, Options, convert_object, valid_id
 from tools.formats import NO_LABELS, READERS, SEVERAL_LINES_PER_IMAGE, Annotations
+from utils.config.load import exit_with
 from utils.data.images import EXIF_ORIENTATION, FORMATS, image_size
 from utils.data.samples import SURROGATE, map_ahead
 from utils.geometry import normal_label
@@ -512,8 +512,7 @@ def main() -> None:
             args.unit,
         )
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        exit_with(error)
     print(report.text())
     written = shlex.quote(next(iter(report.images)))
     print(f"look at it: python -m tools.show_jsonl --data {written} --output sheets")

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from tools.convert import check_not_inputs
 from tools.lengths import prompt_lengths
 from utils.answer_format import COORD_TOKENS
-from utils.config.load import exit_with, load_config_or_exit
+from utils.config.load import exit_with, load_config_or_exit, reason_of
 from utils.config.schema import Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, prompt_chat
 from utils.data.images import as_file
@@ -78,7 +78,7 @@ def main() -> None:
         table = TokenTable.from_tokenizer(processor.tokenizer, rm.format)
         prompt_lengths(samples, processor)
     except (DataError, ValueError, OSError) as error:
-        exit_with(str(error))
+        exit_with(error)
     if skipped:
         problems = ProblemCounts()
         for line in skipped:
@@ -97,7 +97,7 @@ def main() -> None:
     try:
         write(output, about | result, predictions)
     except OSError as error:  # a full disk; the scores stand above
-        exit_with(f"{output}: the scores or the answers cannot be written: {error}")
+        exit_with(f"{output}: the scores or the answers cannot be written: {reason_of(error)}")
     print(f"scores: {output}   responses: {output.with_suffix('.jsonl')}")
     print(f"for other tools: python -m tools.export {shlex.quote(str(output.with_suffix('.jsonl')))} --output DIR")
 
@@ -185,7 +185,7 @@ def make_writable(output: Path) -> None:
             if is_new:
                 path.unlink()
     except OSError as error:
-        raise ValueError(f"{output}: cannot be written ({error}); name another file with --output") from None
+        raise ValueError(f"{output}: cannot be written ({reason_of(error)}); name another file with --output") from None
 
 
 def check_checkpoint(folder: Path, answer_format: str) -> None:

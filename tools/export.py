@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tools.convert import check_not_inputs, relative_path
-from utils.config.load import exit_with
+from utils.config.load import exit_with, reason_of
 from utils.geometry import MAX_BIN, Kind, Object, bins_to_pixels, bounding_box, coco_box, iou_matrix, normal_label
 from utils.scores import label_of
 
@@ -57,11 +57,11 @@ def main() -> None:
         check_not_inputs(written, {"the answers": args.answers, "--like": args.like})
         check_output(args.output, args.to)
     except (OSError, ValueError) as error:
-        exit_with(str(error))
+        exit_with(error)
     try:
         records = read(args.answers)
     except (OSError, ValueError) as error:
-        exit_with(f"{args.answers}: {error}")
+        exit_with(f"{args.answers}: {reason_of(error)}")
     if any("score" not in found for record in records for found in record["pred"]):
         print(f"{args.answers}: answers without a score; each counts as 1.0 (the backend gave no log-probabilities)")
     for record in records:
@@ -69,7 +69,7 @@ def main() -> None:
     try:
         (write_jsonl if args.to == "jsonl" else write_coco)(args, records)
     except OSError as error:
-        exit_with(f"--output {args.output}: cannot be written ({error}); name another place")
+        exit_with(f"--output {args.output}: cannot be written ({reason_of(error)}); name another place")
 
 
 def write_jsonl(args: argparse.Namespace, records: Sequence[Record]) -> None:
@@ -106,7 +106,7 @@ def write_coco(args: argparse.Namespace, records: Sequence[Record]) -> None:
     try:
         ids = ids_like(args.like, records) if args.like else own_ids(records)
     except (OSError, ValueError) as error:
-        exit_with(f"--like {args.like}: {error}")
+        exit_with(f"--like {args.like}: {reason_of(error)}")
     except (AttributeError, KeyError, TypeError) as error:  # of its items
         exit_with(f"--like {args.like}: no COCO file: {type(error).__name__}: {error}")
     args.output.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from tools.convert import Report, convert, find_image
 from tools.lengths import prompt_lengths
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.checkpoint_files import checkpoint_problems
-from utils.config.load import ConfigError, exit_with, load_config
+from utils.config.load import ConfigError, exit_with, load_config, reason_of
 from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import Plan, at_least_one, format_plan, make_plan
 from utils.config.rollout import MAX_IMAGE_PIXELS
@@ -74,7 +74,7 @@ def main() -> None:
     try:
         text, plan = init(args)
     except (ValueError, OSError, DataError) as error:
-        exit_with(str(error))
+        exit_with(error)
     print(text + format_plan(plan) + f"# wrote {args.output}; every line of the data was checked. Start it with:")
     print("\n".join(plan.layout.commands))
 
@@ -149,7 +149,8 @@ def find_family(path: Path) -> Family:
     try:
         return family_in(path)
     except OSError as error:
-        raise ValueError(f"--model {path}: no readable config.json there ({error}); name a checkpoint") from None
+        rule = f"no readable config.json there ({reason_of(error)}); name a checkpoint"
+        raise ValueError(f"--model {path}: {rule}") from None
     except ValueError as error:
         raise ValueError(f"--model {path}: {error}") from None
 

@@ -22,7 +22,7 @@ import jinja2
 from tools import report_charts as charts
 from tools.report_answers import ERRORS, Judged, choose, judge, photo, precision_recall
 from tools.report_charts import Chart, Line
-from utils.config.load import exit_with
+from utils.config.load import exit_with, reason_of
 from utils.config.schema import Config
 from utils.config.section import Section, brief, section_keys, section_of
 from utils.geometry import bins_to_pixels
@@ -95,7 +95,7 @@ def main() -> None:
     try:
         print(write_report(args.run, args.output, args.images))
     except ValueError as error:
-        exit_with(str(error))
+        exit_with(error)
 
 
 def write_report(run_dir: Path, output: Path | None = None, num_images: int = NUM_IMAGES) -> Path:
@@ -131,7 +131,7 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
     try:
         record = json.loads((run_dir / "run.json").read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{run_dir}: not a run directory: run.json cannot be read ({error})") from None
+        raise ValueError(f"{run_dir}: not a run directory: run.json cannot be read ({reason_of(error)})") from None
     notes: dict[str, str] = {}
     finished = _read_json(run_dir / "finished.json")
     evaluations = [(int(path.stem[5:]), _read_json(path)) for path in sorted(run_dir.glob("eval/step_*.json"))]

@@ -10,13 +10,13 @@ caption gives the line, the id and the number of objects.
 import argparse
 import colorsys
 import random
-import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 
+from utils.config.load import exit_with
 from utils.data.images import open_image
 from utils.data.samples import DataError, Sample, read_samples
 from utils.run.draw import draw_objects, sheet, stack, text_panel
@@ -101,8 +101,7 @@ def main() -> None:
         samples = pick_samples(args.data, args.num, args.seed, prompt="(none)")
         paths = show(samples, Path(args.output) / Path(args.data).stem, args.columns, args.side, args.separate)
     except (DataError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        exit_with(error)
     print("\n".join(map(str, paths)))
 
 

@@ -224,10 +224,8 @@ def main() -> None:
     try:
         cfg = load_warmup_config(parser.parse_args().config)
         parts = load_parts(cfg)
-    except ConfigError as error:
+    except (ConfigError, DataError, ValueError, OSError) as error:
         exit_with(error)
-    except (DataError, ValueError, OSError) as error:
-        exit_with(str(error))
     print(f"supervised warm-up of {cfg.model}: {cfg.steps} steps of {cfg.samples_per_step} samples", flush=True)
     train(cfg, parts)
     save(parts, cfg.output_dir)

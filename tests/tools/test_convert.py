@@ -661,6 +661,10 @@ def test_the_program(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             run_tool(monkeypatch, *args, *wrong)
         assert ended.value.code == 2 and words in capsys.readouterr().err
+    absent = str(tmp_path / "absent.json")
+    with pytest.raises(SystemExit):
+        run_tool(monkeypatch, *args, "--annotations", absent)
+    assert capsys.readouterr().err == f"{absent}: No such file or directory\n"
 
 
 def test_the_program_passes_limits_and_seed_on(tmp_path, monkeypatch):

@@ -233,13 +233,19 @@ def build_config(data: dict[str, Any], origin: Origin | None = None) -> Config:
     return cfg
 
 
-def exit_with(error: ConfigError | str, is_main: bool | None = None) -> NoReturn:
+def exit_with(error: Exception | str, is_main: bool | None = None) -> NoReturn:
     """Exit with status 2, after printing the problems on the main rank; None: on the first rank of each node."""
     if os.environ.get("LOCAL_RANK", "0") == "0" if is_main is None else is_main:
-        print(error, file=sys.stderr)
+        file = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        print(file + reason_of(error) if isinstance(error, Exception) else error, file=sys.stderr)
     else:  # the launcher ends all ranks as soon as one has exited, and the main one may be slower
         time.sleep(SILENT_RANKS_WAIT_S)
     raise SystemExit(2)
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says; of the system's, `No such file or directory` alone, without its number and the file."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def dump_yaml(cfg: Config) -> str:
