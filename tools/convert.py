@@ -49,6 +49,7 @@ from PIL import Image
 
 from tools.coco import CocoFile, LeftOut, Options, convert_object, valid_id
 from tools.formats import NO_LABELS, READERS, SEVERAL_LINES_PER_IMAGE, Annotations
+from tools.image_list import ImageList
 from utils.config.load import exit_with
 from utils.data.images import EXIF_ORIENTATION, FORMATS, image_size
 from utils.data.samples import SURROGATE, map_ahead
@@ -58,6 +59,8 @@ UNLISTED = "category not in the file's list"  # of an object, as `convert_object
 INCOMPLETE = "an object's category is not in the file's list"
 NOT_EXHAUSTIVE = "not_exhaustive_category_ids"
 UNKNOWN_GAP = f"{NOT_EXHAUSTIVE} has one that is not in the file's list"
+NOT_CHOSEN = "not in the list (--only)"
+UNKNOWN = "in the list (--only), but not in the annotations"
 STRAY = "their image is not in the file's list"
 # Why the image shows no such object, or none that the user wants; all other reasons leave a gap in the annotation.
 NO_GAP = ("category not chosen", "degenerate", "outside the image", "smaller than", "listed twice")
@@ -305,6 +308,7 @@ def convert(
     kind: str = "coco",
     names: str | os.PathLike | None = None,
     unit: int | None = None,
+    only: str | os.PathLike | None = None,
 ) -> Report:
     """Convert a whole file; outputs appear complete or not at all.
 
@@ -312,6 +316,7 @@ def convert(
         kind: `coco` (LVIS too) or a key of `tools.formats.READERS`, whose class explains `names` and `unit`.
         splits: share of each split, adding up to at most 1; None: one output.
         root: folder that image paths are relative to (default: that of the output).
+        only: file that lists the images to convert; None: all.
 
     Raises:
         ValueError, OSError: an argument or a file cannot be used, or no object is left to write.
@@ -321,7 +326,8 @@ def convert(
         raise ValueError(f"--images {folder}: no such folder")
     targets = {name: output.with_name(f"{output.stem}_{name}{output.suffix}") for name in splits} if splits else {}
     targets = targets or {"": output}
-    check_not_inputs(targets.values(), {"--annotations": annotations, "--names": names})
+    check_not_inputs(targets.values(), {"--annotations": annotations, "--names": names, "--only": only})
+    listed = None if only is None else ImageList(only)
     root = output.parent if root is None else Path(root)
     report = Report({str(target): 0 for target in targets.values()})
     source: CocoFile | Annotations
@@ -345,7 +351,7 @@ def convert(
             return split, convert_image(image_id, *parts, coco.categories, folder, root, options, complete_for)
 
         # In threads, because most of the time goes into reading image headers, often from a network disk.
-        chosen = _in_a_split(coco.images(), splits, seed, report)
+        chosen = _in_a_split(_in_list(coco.images(), listed, report), splits, seed, report)
         for split, converted in map_ahead(work, chosen, max_ahead=32):
             _count(report, converted, str(targets[split]))
             if converted.row is not None:
@@ -356,6 +362,7 @@ def convert(
             report.note("objects left out", STRAY, None, coco.num_strays())
             for reason, number in coco.repeated.items():
                 report.note("images left out", reason, None, number)
+            report.note("images left out", UNKNOWN, None, listed.num_unknown() if listed else 0)
         if not any(report.objects.values()):
             raise ValueError(f"{annotations}: {report.why_empty(kind)}\n{report.text()}")
         for file in files.values():
@@ -370,6 +377,15 @@ def check_not_inputs(outputs: Iterable[Path], inputs: Mapping[str, str | os.Path
     for output, (option, path) in itertools.product(outputs, inputs.items()):
         if path is not None and output.exists() and os.path.exists(path) and output.samefile(path):
             raise ValueError(f"--output: {output} would overwrite {option} {path}; name another place")
+
+
+def _in_list(images: Iterable[tuple[Any, ...]], listed: ImageList | None, report: Report) -> Iterator[tuple[Any, ...]]:
+    """Yield the images that are listed; count the others."""
+    for image in images:
+        if listed is None or (_name_of(json.loads(image[1])) or image[0]) in listed:
+            yield image
+        else:
+            report.note("images left out", NOT_CHOSEN, image[0])
 
 
 def _in_a_split(
@@ -482,6 +498,8 @@ def main() -> None:
         help="e.g. train=0.9,val=0.1; disjoint, by a hash of the image's file name",
     )
     add("--seed", type=int, default=0, help="of the splits")
+    lists = "only the images that it lists, one a line by path or name, as VOC's ImageSets/Main/train.txt does"
+    add("--only", metavar="FILE", help=lists)
     args = parser.parse_args()
     choices = dict(
         geometry=args.geometry,
@@ -510,6 +528,7 @@ def main() -> None:
             kind,
             args.names,
             args.unit,
+            args.only,
         )
     except (ValueError, OSError) as error:
         exit_with(error)

@@ -137,7 +137,8 @@ def _is_own(path: Path) -> bool:
     return not path.name.startswith("._")
 
 
-def _read(path: Path) -> str:
+def read_utf8(path: Path) -> str:
+    """Read a text file, without its byte order mark. Raises OSError, and ValueError where it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -166,7 +167,7 @@ def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
     names = sorted(_names_below(images, IMAGE_SUFFIXES))
     for name in names:
         candidates = ((folder / name).with_suffix(suffix) for suffix in (".txt", ".TXT"))
-        text = next((_read(labels) for labels in candidates if labels.is_file()), None)
+        text = next((read_utf8(labels) for labels in candidates if labels.is_file()), None)
         image = {"file_name": str(name)} | ({"remark": NO_LABELS} if text is None else {})
         yield str(name.with_suffix("")), image, _yolo_objects(text or "", keypoints)
     stems = {name.with_suffix("") for name in names}
@@ -231,7 +232,7 @@ def _yolo_settings(labels: Path, given: Path | None) -> tuple[dict[Any, str], in
     if not isinstance(shape, list) or not all(type(number) is int for number in shape):
         raise ValueError(f"{described}: kpt_shape: must be [number of keypoints, numbers of each]; correct it")
     if path.suffix.lower() not in YAML_SUFFIXES:  # classes.txt, or obj.names of Darknet and CVAT
-        return _class_names(path, enumerate(_read(path).rstrip().splitlines())), math.prod(shape)
+        return _class_names(path, enumerate(read_utf8(path).rstrip().splitlines())), math.prod(shape)
     found = settings.get("names")
     found = dict(enumerate(found)) if isinstance(found, list) else found
     if not isinstance(found, dict) or not all(str(key).isdecimal() for key in found):
@@ -250,7 +251,7 @@ def _class_names(path: Path, found: Iterable[tuple[Any, Any]]) -> dict[Any, str]
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(_read(path))
+        found = yaml.safe_load(read_utf8(path))
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {error}; correct it") from None
     if not isinstance(found, dict):
