@@ -40,10 +40,10 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from PIL import Image
 
@@ -335,15 +335,10 @@ def convert(
         source = CocoFile(annotations, outlines=options.geometry == "poly")
     else:
         source = Annotations(kind, Path(annotations), folder, None if names is None else Path(names), unit)
-    with source as coco, ExitStack() as stack:
+    with source as coco, _written_whole(targets) as files:
         options = replace(options, categories=_chosen(options.categories, coco))
         asks = kind in SEVERAL_LINES_PER_IMAGE  # each line for names of its own
         complete_for = frozenset([] if asks else options.categories or coco.categories.values())
-        output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = {name: target.with_name(target.name + ".partial") for name, target in targets.items()}
-        for path in unfinished.values():
-            stack.callback(path.unlink, missing_ok=True)
-        files = {name: stack.enter_context(path.open("w", encoding="utf-8")) for name, path in unfinished.items()}
 
         def work(item: tuple[str, int | str | None, str, list[str]]) -> tuple[str, Converted]:
             split, image_id, image, found = item
@@ -365,11 +360,23 @@ def convert(
             report.note("images left out", UNKNOWN, None, listed.num_unknown() if listed else 0)
         if not any(report.objects.values()):
             raise ValueError(f"{annotations}: {report.why_empty(kind)}\n{report.text()}")
+    return report
+
+
+@contextmanager
+def _written_whole(targets: Mapping[str, Path]) -> Iterator[dict[str, TextIO]]:
+    """Files to write, by the keys of `targets`; they take these places when the block ends, unless by an error."""
+    with ExitStack() as stack:
+        unfinished = {name: target.with_name(target.name + ".partial") for name, target in targets.items()}
+        for path in unfinished.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.callback(path.unlink, missing_ok=True)
+        files = {name: stack.enter_context(path.open("w", encoding="utf-8")) for name, path in unfinished.items()}
+        yield files
         for file in files.values():
-            file.close()
+            file.close()  # all of them first: the disk may be full
         for name, path in unfinished.items():
             os.replace(path, targets[name])
-    return report
 
 
 def check_not_inputs(outputs: Iterable[Path], inputs: Mapping[str, str | os.PathLike | None]) -> None:
