@@ -12,9 +12,9 @@ first. Where annotation is not complete, images have LVIS's `neg_category_ids` a
 The files number images and categories anew: `results.json` belongs to this `instances.json`. With `--like FILE`, your
 own COCO or LVIS file, all ids are those of FILE, so that `results.json` can be evaluated against it.
 
-JSONL makes the answers annotation: pseudo-labels, or something to look at with `tools.show_jsonl`. Answers that failed
-or were cut off are left out of it: their lines would count as complete. With `--complete` the lines keep the annotation
-of partly annotated data (`annotated`), and answers only add what it does not cover.
+JSONL makes the answers annotation: pseudo-labels, or something to look at with `tools.show_jsonl`. Answers that failed,
+were cut off or do not parse are left out of it: their lines would count as complete. With `--complete` the lines keep
+the annotation of partly annotated data (`annotated`), and answers only add what it does not cover.
 
 Evaluations of GRPO hold rewards, not objects: run `tools.evaluate` on the checkpoint first.
 """
@@ -36,6 +36,7 @@ from utils.scores import label_of
 
 COCO_FILES = ("instances.json", "predictions.json", "results.json")
 SAME_OBJECT_IOU = 0.5  # from there on two objects of an annotation are one, whatever their labels
+UNUSABLE = "failed, were cut off or do not parse"
 Record = dict[str, Any]  # a line that an evaluation writes: `utils.scores.prediction_record`
 
 
@@ -48,6 +49,8 @@ def main() -> None:
     parser.add_argument("--like", type=Path, metavar="FILE.json", help="COCO file to take all ids from")
     parser.add_argument("--complete", action="store_true", help="jsonl: keep the annotation, add what it lacks")
     args = parser.parse_args()
+    if not 0 <= args.min_score <= 1:
+        parser.error("--min-score must be from 0 to 1")
     if args.like and args.to != "coco":
         parser.error("--like is for --to coco")
     if args.complete and args.to != "jsonl":
@@ -75,15 +78,17 @@ def main() -> None:
 def write_jsonl(args: argparse.Namespace, records: Sequence[Record]) -> None:
     """Write the answers as annotation. Raises OSError."""
     whole = [record for record in records if is_whole(record) or args.complete and "annotated" not in record]
-    if num_cut := len(records) - len(whole):
-        print(f"{args.answers}: {num_cut} answers that failed or were cut off are left out: they list too little")
+    if num_left_out := len(records) - len(whole):
+        print(f"{args.answers}: {num_left_out} answers that {UNUSABLE} are left out: they list too little")
+    if records and not whole:
+        exit_with(f"{args.answers}: no answer is left; see parse_rate and truncated_rate of the evaluation")
     if args.complete:
         partial = ["annotated" in record for record in records]
         if not any(partial):
             exit_with(f"{args.answers}: no line has `annotated`, so the annotation is complete: drop --complete")
         if not any("annotated" in record for record in whole):
-            what = f"the {sum(partial)} answers to partly annotated images failed or were cut off"
-            exit_with(f"{args.answers}: {what}; raise max_new_tokens and evaluate again")
+            what = f"the {sum(partial)} answers to partly annotated images {UNUSABLE}"
+            exit_with(f"{args.answers}: {what}; see parse_rate and truncated_rate of the evaluation")
         whole = [record | {"pred": completed(record)} for record in whole]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(sample_line(record, args.output.parent)) + "\n" for record in whole]
@@ -91,9 +96,14 @@ def write_jsonl(args: argparse.Namespace, records: Sequence[Record]) -> None:
     print(f"{len(lines)} images: {args.output}")
 
 
+def _is_file(image: str) -> bool:
+    """Whether an image is a file of its own, neither embedded nor in a tar shard."""
+    return not image.startswith("data:") and (".tar/" not in image or os.path.isfile(image))
+
+
 def write_coco(args: argparse.Namespace, records: Sequence[Record]) -> None:
     """Write the COCO files. Raises OSError."""
-    with_file = [record for record in records if record["images"] and not record["images"][0].startswith("data:")]
+    with_file = [record for record in records if record["images"] and _is_file(record["images"][0])]
     if num_bare := len(records) - len(with_file):
         print(
             f"{args.answers}: {num_bare} answers to no image file are left out: COCO needs one; --to jsonl keeps them"
@@ -114,6 +124,8 @@ def write_coco(args: argparse.Namespace, records: Sequence[Record]) -> None:
     for name, content in files.items():
         (args.output / name).write_text(json.dumps(content) + "\n")
     names = ", ".join(str(args.output / name) for name in files)
+    if not files["results.json"]:
+        print(f"{args.answers}: no objects were predicted; COCO's tools take no results file without any")
     num_written = sum(number is not None for number in ids.images)
     print(f"{num_written} images: {names}; file names are below {folder}")
     if not args.like:
@@ -248,7 +260,8 @@ def coco_files(records: Sequence[Record], ids: Ids) -> tuple[Path, dict[str, Any
     """Return the folder that images are named below, and the content of each file by name."""
     folder = Path(os.path.commonpath([Path(record["images"][0]).parent for record in records] or ["."]))
     numbered = [(number, own) for number, own in zip(ids.images, records, strict=True) if number is not None]
-    images = [_image(number, record, folder, ids.category_of) for number, record in numbered]
+    is_partial = any("annotated" in record for record in records)
+    images = [_image(number, record, folder, ids.category_of, is_partial) for number, record in numbered]
     images = list({image["id"]: image for image in images}.values())  # several answers may be to one of `--like`
     categories = [{"id": id_, "name": name} for id_, name in zip(ids.category_of.values(), ids.names, strict=True)]
     common = {"images": images, "categories": categories}
@@ -259,12 +272,13 @@ def coco_files(records: Sequence[Record], ids: Ids) -> tuple[Path, dict[str, Any
     return folder, dict(zip(COCO_FILES, contents, strict=True))
 
 
-def _image(number: Any, record: Record, folder: Path, category_of: dict[str, Any]) -> dict[str, Any]:
+def _image(number: Any, record: Record, folder: Path, category_of: dict[str, Any], is_partial: bool) -> dict[str, Any]:
+    """An image's entry. `is_partial`: some are annotated in part, so that LVIS's rules hold for all of them."""
     size = {"width": record["width"], "height": record["height"]}
     image = {"id": number, "file_name": os.path.relpath(record["images"][0], folder), "sample": record["id"], **size}
-    if "annotated" in record:
+    if is_partial:
         present = {normal_label(found["desc"]) for found in record["gt"]}
-        annotated = set(record["annotated"])
+        annotated = set(record.get("annotated", category_of))
         image["neg_category_ids"] = [category_of[name] for name in sorted((annotated - present) & category_of.keys())]
         image["not_exhaustive_category_ids"] = [category_of[name] for name in sorted(present - annotated)]
     return image
@@ -313,8 +327,8 @@ def sample_line(record: Record, folder: Path) -> dict[str, Any]:
 
 
 def is_whole(record: Record) -> bool:
-    """Whether an answer ended by itself."""
-    return "response" not in record or record.get("finish_reason") == "stop"
+    """Whether an answer ended by itself, and all of it was read. Earlier versions did not write the latter."""
+    return record.get("parsed", True) and ("response" not in record or record.get("finish_reason") == "stop")
 
 
 def completed(record: Record) -> list[dict[str, Any]]:

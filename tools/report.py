@@ -11,6 +11,7 @@ import argparse
 import base64
 import hashlib
 import json
+import logging
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,15 @@ from tools import report_charts as charts
 from tools.report_answers import ERRORS, Judged, choose, judge, photo, precision_recall
 from tools.report_charts import Chart, Line
 from utils.config.load import exit_with, reason_of
+from utils.config.rlhf import rewards_detections
 from utils.config.schema import Config
 from utils.config.section import Section, brief, section_keys, section_of
 from utils.geometry import bins_to_pixels
+from utils.run.monitor import read_evaluations
 from utils.run.rollout_log import read_rollout_log
 from utils.run.shutdown import newest_checkpoint, resume_command
+
+logger = logging.getLogger(__name__)
 
 NUM_IMAGES, SIDE = 24, 320  # images in the gallery, pixels of the longer side
 MAX_CLASSES = 200  # rows of the table of classes
@@ -92,6 +97,8 @@ def main() -> None:
         "--images", type=int, default=NUM_IMAGES, metavar="N", help="validation images, at most (default %(default)s)"
     )
     args = parser.parse_args()
+    if args.images < 0:
+        parser.error("--images must be 0 or more")
     try:
         print(write_report(args.run, args.output, args.images))
     except ValueError as error:
@@ -134,8 +141,7 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
         raise ValueError(f"{run_dir}: not a run directory: run.json cannot be read ({reason_of(error)})") from None
     notes: dict[str, str] = {}
     finished = _read_json(run_dir / "finished.json")
-    evaluations = [(int(path.stem[5:]), _read_json(path)) for path in sorted(run_dir.glob("eval/step_*.json"))]
-    evaluations = comparable([(step, found) for step, found in evaluations if found], notes)
+    evaluations = comparable([(found["step"], found) for found in read_evaluations(run_dir)], notes)
     if not evaluations:
         notes["scores"] = "This run has not evaluated: custom.val_jsonl with training.eval_steps or eval_at_start."
     return {
@@ -193,8 +199,12 @@ def score_rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 def _best(evaluations: Sequence[Evaluation], config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The best evaluation by the metric that the run chose."""
     best = [(step, scores) for step, scores in evaluations if scores.get("is_best")][-1:]
-    metric = "reward" if config["custom"]["trainer_variant"] == "grpo" else config["training"]["metric_for_best_model"]
+    metric = "reward" if _is_grpo(config) else config["training"]["metric_for_best_model"]
     return {"step": best[0][0], "metric": metric, "value": best[0][1][metric]} if best else None
+
+
+def _is_grpo(config: Mapping[str, Any]) -> bool:
+    return config["custom"]["trainer_variant"] == "grpo"
 
 
 def read_curves(run_dir: Path, notes: dict[str, str]) -> list[Chart]:
@@ -292,12 +302,14 @@ def _resume(run_dir: Path, record: Mapping[str, Any], finished: Mapping[str, Any
     # Earlier versions kept no launch command; which GPUs and nodes they had is not known.
     launch = f"deepspeed --num_gpus {record.get('world_size', 1)} {Path(script).name} --config {config}"
     data = record["config"]["custom"].get("val_jsonl") or record["config"]["custom"]["train_jsonl"]
+    rewards = record["config"]["rlhf"]["reward_funcs"] if _is_grpo(record["config"]) else None
+    is_detection = rewards is None or rewards_detections(rewards)
     scored = f"--checkpoint {shlex.quote(f'{checkpoint}/merged')} --data {shlex.quote(data[0]['path'])}"
     return {
         "checkpoint": checkpoint and str(checkpoint),
         "is_finished": finished is not None,
         "launch": resume_command(record.get("launch", launch), run_dir),
-        "evaluate": f"python -m tools.evaluate {scored} --config {config}",
+        "evaluate": f"python -m tools.evaluate {scored} --config {config}" if is_detection else None,
     }
 
 
@@ -341,10 +353,16 @@ def answers(
 
 def _read_lines(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Records by id, images and how many with these came before: two files may count their lines alike, and an image
-    may have several questions. All evaluations of a run write such records in the same order."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    may have several questions. All evaluations of a run write such records in the same order. None, with a warning, of
+    a damaged file."""
     records, num_before = {}, Counter[tuple[Any, ...]]()
-    for record in map(json.loads, lines):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        found = list(map(json.loads, lines))
+    except ValueError as error:
+        logger.warning("%s cannot be read and is left out: %s", path, error)
+        return {}
+    for record in found:
         key = (record["id"], *record.get("images", []))
         records[*key, num_before[key]] = record
         num_before[key] += 1

@@ -100,6 +100,11 @@ class ParsedAnswer:
     opening: str = ""  # as the model wrote it, up to the first object; empty where the format's own counts
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the answer has its form from the first token to the last: it ended, and every object is valid."""
+        return self.closed and not self.dropped
+
+    @property
     def pred_objects(self) -> list[Object]:
         """Label and geometry of the valid objects, for `iou_matrix`."""
         return [pred.object for pred in self.objects]

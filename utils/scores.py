@@ -91,7 +91,7 @@ def count_sample(
         num_gt=len(gt_objects),
         matched=len(labelled),
         matched_no_label=len(pairs),
-        parsed=int(parsed.closed and not parsed.dropped),
+        parsed=int(parsed.is_whole),
         truncated=int(truncated),
         gated=int(((best > 0) & (best < iou_threshold)).sum()),
         duplicates=_count_later(overlaps.mutual[held][:, held], DUPLICATE_IOU),
@@ -274,7 +274,8 @@ def prediction_record(
 ) -> dict[str, Any]:
     """A validation answer as a JSON record; coordinates norm1000 (0..999), whatever the answer's own grid is. With the
     answer's `logprobs` predictions have a `score`, their confidence (TGT-14). Where annotation is not complete for all
-    labels, `annotated` names those for which it is (TGT-12). `width` and `height` are those of the first image.
+    labels, `annotated` names those for which it is (TGT-12). `width` and `height` are those of the first image;
+    `parsed` says whether all of the answer was read.
 
     Args:
         response: the answer's whole text, which shows why it does not parse; kept with `finish_reason` if given.
@@ -286,7 +287,15 @@ def prediction_record(
     annotated = {} if sample.annotated is None else {"annotated": sorted(sample.annotated)}
     size = dict(zip(("width", "height"), sample.size_px, strict=True))
     written = {} if response is None else {"response": response, "finish_reason": finish_reason}
-    return {"id": sample.id, "images": sample.images, **size, **objects, **annotated, **written}
+    return {
+        "id": sample.id,
+        "images": sample.images,
+        **size,
+        **objects,
+        **annotated,
+        "parsed": parsed.is_whole,
+        **written,
+    }
 
 
 def object_record(obj: Object, grid: Grid) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from utils.run.monitor import (
     comparable_scores,
     evaluation_file,
     first_evaluation,
+    read_evaluations,
     write_evaluation,
     write_run_json,
 )
@@ -276,7 +277,7 @@ def test_an_evaluation_is_on_disk_before_it_has_its_name_LRN_5_LRN_7(tmp_path, m
     synced = []
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
     write_evaluation(tmp_path, 20, {"f1": 0.9}, [], is_best=True)
-    assert synced == [str(evaluation_file(tmp_path, 20).with_suffix(".partial"))]
+    assert synced == [str(evaluation_file(tmp_path, 20).with_suffix(".partial"))] * 2  # answers, then scores
 
 
 def test_an_evaluation_that_cannot_be_read_does_not_count_LRN_5_LRN_7(tmp_path, caplog):
@@ -288,6 +289,8 @@ def test_an_evaluation_that_cannot_be_read_does_not_count_LRN_5_LRN_7(tmp_path, 
     assert comparable_scores(tmp_path, {"metric": "f1"}) == {60: 0.7} and best_steps(tmp_path) == {60}
     assert first_evaluation(tmp_path)["f1"] == 0.7
     assert f"{evaluation_file(tmp_path, 20)} cannot be read and does not count" in caplog.text
+    (tmp_path / "eval" / "step_000080_test.json").write_text("{}")  # of the user
+    assert [scores["step"] for scores in read_evaluations(tmp_path)] == [60]
 
 
 def settings_of(metric: str = "f1", digest: str = "a", **changes: Any) -> dict[str, Any]:
@@ -350,10 +353,11 @@ def test_an_evaluation_is_due_before_the_first_step_and_after_the_last_LRN_7():
 def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):
     """How to watch, look at and score what it made."""
     val = [SimpleNamespace(path="val.jsonl")]
+    custom, origin = SimpleNamespace(val_jsonl=val), SimpleNamespace(file="mine.yaml")
     session = SimpleNamespace(
         ranks=SimpleNamespace(is_main=True, world_size=1),
         timer=SimpleNamespace(seconds={"train": 1.0}),
-        cfg=SimpleNamespace(custom=SimpleNamespace(val_jsonl=val), _origin=SimpleNamespace(file="mine.yaml")),
+        cfg=SimpleNamespace(custom=custom, _origin=origin, is_detection=True),
         policy=SimpleNamespace(engine=SimpleNamespace(ledger=None)),
         **{"num_steps": 7, "run_dir": tmp_path},
     )
@@ -366,3 +370,8 @@ def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):
         f"python -m tools.evaluate --checkpoint {tmp_path}/checkpoint-7/merged --data val.jsonl --config mine.yaml",
     ):
         assert command in text
+    caplog.clear()
+    session.cfg.is_detection = False  # GRPO of something else, which tools.evaluate cannot score
+    with caplog.at_level("INFO"):
+        Session.finish(session)
+    assert "tools.report" in caplog.text and "tools.evaluate" not in caplog.text

@@ -222,11 +222,12 @@ def test_scores_are_those_of_the_answers_on_file_LRN_7(warm_model, tmp_path, cap
     result = json.loads(output.read_text())
     records = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
     assert [record["id"] for record in records] == [json.loads(line)["id"] for line in data.open()]
-    assert set(records[0]) == {"id", "images", "width", "height", "gt", "pred", "response", "finish_reason"}
+    assert set(records[0]) == {"id", "images", "width", "height", "gt", "pred", "parsed", "response", "finish_reason"}
     table = TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(warm_model))
     for record in records:
         parsed = parse_answer(table.encode(record["response"]), table)
         assert [object_record(obj, (999, 999)) for obj in parsed.pred_objects] == record["pred"]
+    assert sum(record["parsed"] for record in records) / 32 == result["parse_rate"]
     num_objects = sum(len(record["pred"]) + len(record["gt"]) for record in records)
     for name, with_label in (("f1", True), ("f1_no_label", False)):
         matched = sum(most_pairs(record["pred"], record["gt"], 0.3, with_label) for record in records)

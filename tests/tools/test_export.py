@@ -56,15 +56,16 @@ def run(monkeypatch, *arguments: object) -> None:
     export.main()
 
 
-@pytest.mark.parametrize("is_partial", [False, True])
-def test_coco_files_have_the_scores_of_the_evaluation_TGT_12_TGT_14(tmp_path, answers, monkeypatch, is_partial):
+@pytest.mark.parametrize("partial", ["", "abc", "bc"])
+def test_coco_files_have_the_scores_of_the_evaluation_TGT_12_TGT_14(tmp_path, answers, monkeypatch, partial):
     """TGT-12, TGT-14: COCO's own evaluation of the files equals `tools.evaluate`'s, in full float precision; where
-    annotation is incomplete by LVIS's rules."""
+    annotation is incomplete by LVIS's rules, which then hold for the complete images as well."""
     file, samples, predictions, scores = answers
-    if is_partial:
-        samples = [replace(sample, annotated=frozenset({"cat", "red car"})) for sample in samples]
-        lines = [json.loads(line) | {"annotated": ["cat", "red car"]} for line in file.open()]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    part = {"cat", "red car"}
+    samples = [replace(own, annotated=frozenset(part)) if own.id in partial else own for own in samples]
+    lines = [json.loads(line) for line in file.open()]
+    lines = [line | ({"annotated": sorted(part)} if line["id"] in partial else {}) for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run(monkeypatch, file, "--output", tmp_path / "out")
     truth = json.loads((tmp_path / "out/instances.json").read_text())
     for category in truth["categories"]:
@@ -74,7 +75,7 @@ def test_coco_files_have_the_scores_of_the_evaluation_TGT_12_TGT_14(tmp_path, an
     results = json.loads((tmp_path / "out/results.json").read_text())
     coco = COCO(truth)
     found = coco.loadRes([item for item in results if item["category_id"] in with_objects])
-    evaluator = COCOeval_faster(coco, found, "bbox", lvis_style=is_partial)
+    evaluator = COCOeval_faster(coco, found, "bbox", lvis_style=bool(partial))
     evaluator.params.maxDets = [1, 10, 100]
     evaluator.run()
     own = coco_scores(samples, predictions, scores)
@@ -236,16 +237,30 @@ def test_jsonl_is_read_back_as_annotation_DAT_1(tmp_path, answers, monkeypatch):
             assert read.coords == pytest.approx(written.coords, abs=0.5)
 
 
-def test_answers_that_failed_or_were_cut_off_are_no_annotation_DAT_1(tmp_path, answers, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        {"pred": [], "response": "", "finish_reason": None},
+        {"response": "[", "finish_reason": "length"},
+        {"pred": [], "response": "I see a cat.", "finish_reason": "stop", "parsed": False},
+    ],
+)
+def test_answers_that_failed_were_cut_off_or_do_not_parse_are_no_annotation_DAT_1(
+    tmp_path, answers, monkeypatch, capsys, unusable
+):
     """DAT-1: training would take their lines for complete. COCO's scores need all."""
     lines = [json.loads(line) for line in answers[0].open()]
-    lines[0] |= {"pred": [], "response": "", "finish_reason": None}
-    lines[1] |= {"response": "[", "finish_reason": "length"}
-    lines[2] |= {"response": "[]", "finish_reason": "stop"}
+    whole = {"response": "[]", "finish_reason": "stop"}  # without `parsed`, as earlier versions wrote it
+    lines = [line | own for line, own in zip(lines, (unusable, unusable, whole), strict=True)]
     answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "pseudo.jsonl")
-    assert "2 answers that failed or were cut off are left out" in capsys.readouterr().out
+    assert "2 answers that failed, were cut off or do not parse are left out" in capsys.readouterr().out
     assert [json.loads(line)["id"] for line in (tmp_path / "pseudo.jsonl").open()] == ["c"]
+    answers[0].write_text(json.dumps(lines[0]) + "\n")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "none.jsonl")
+    assert "no answer is left; see parse_rate" in capsys.readouterr().err and not (tmp_path / "none.jsonl").exists()
+    answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     run(monkeypatch, answers[0], "--output", tmp_path / "out")
     assert len(json.loads((tmp_path / "out/instances.json").read_text())["images"]) == 3
 
@@ -274,7 +289,7 @@ def test_answers_complete_a_partial_annotation_TGT_12(tmp_path, answers, monkeyp
     lines[1] |= {"response": "[", "finish_reason": "length"}
     answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "again.jsonl", "--complete")
-    assert "1 answers that failed or were cut off" in capsys.readouterr().out
+    assert "1 answers that failed, were cut off" in capsys.readouterr().out
     loaded = load_samples([str(tmp_path / "again.jsonl")], "find")[0]
     assert [sample.id for sample in loaded] == ["a", "c"]
     boxes = [bounding_box(obj) for obj in loaded[1].objects]
@@ -287,8 +302,8 @@ def test_answers_complete_a_partial_annotation_TGT_12(tmp_path, answers, monkeyp
     answers[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(SystemExit):
         run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "none.jsonl", "--complete")
-    told = "the 2 answers to partly annotated images failed or were cut off; raise max_new_tokens and evaluate again\n"
-    assert capsys.readouterr().err == f"{answers[0]}: {told}" and not (tmp_path / "none.jsonl").exists()
+    told = "the 2 answers to partly annotated images failed, were cut off or do not parse; see parse_rate and "
+    assert capsys.readouterr().err.startswith(f"{answers[0]}: {told}") and not (tmp_path / "none.jsonl").exists()
     with pytest.raises(SystemExit):
         run(monkeypatch, answers[0], "--output", tmp_path / "out", "--complete")
 

@@ -402,6 +402,26 @@ def test_a_grpo_run_has_rewards_and_no_gallery(tmp_path):
     assert [row["title"] for row in view["scores"]] == ["reward", "truncated answers"]
     assert view["best"] == {"step": 80, "metric": "reward", "value": 0.5}
     assert "no objects" in view["notes"]["gallery"] and "0.250 → 0.500" in render(view)
+    assert view["resume"]["evaluate"] is None and "Score it" not in render(view)  # nothing else can score it
+    config["rlhf"]["reward_funcs"] = ["detection_f1"]
+    write_run_json(tmp_path, config, run_id="a", world_size=2, server_world_sizes=[1])
+    assert "tools.evaluate" in read_run(tmp_path)["resume"]["evaluate"]
+
+
+def test_damaged_evaluations_are_left_out_LRN_5(tmp_path, caplog):
+    """LRN-5: as in the run itself. Files of the user beside them do not count."""
+    config = load_config("configs/demo/stage2.yaml").model_dump(mode="json", by_alias=True)
+    write_run_json(tmp_path, config, run_id="a", world_size=2, server_world_sizes=[1])
+    line = prediction_record(sample_of("a", [], []), parsed([]))
+    for step in (0, 20, 40, 60):
+        write_evaluation(tmp_path, step, {"f1": step / 100}, [line], False)
+    (tmp_path / "eval" / "step_000020.json").write_text("")
+    (tmp_path / "eval" / "step_000060.jsonl").write_text('{"id": "a", "im')
+    (tmp_path / "eval" / "step_000060_test.json").write_text("{}")
+    view = read_run(tmp_path)
+    assert view["ends"] == [0, 60] and view["num_answers"] == 1 and render(view)
+    assert "step_000020.json cannot be read" in caplog.text
+    assert "step_000060.jsonl cannot be read and is left out" in caplog.text
 
 
 def test_no_run_is_one_message_with_status_2(tmp_path, monkeypatch, capsys):

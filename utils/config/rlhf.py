@@ -1,5 +1,6 @@
 """The section of GRPO: connection, sampling, rewards and objective."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -20,6 +21,11 @@ class Ramp(Section):
     start: NonNegative = key(..., "value in the first step", examples=[0.5])
     end: NonNegative = key(..., "value from step `steps` on", examples=[0.75])
     steps: PositiveInt = key(..., "steps over which it changes linearly", examples=[1000])
+
+
+def rewards_detections(reward_funcs: Sequence[str]) -> bool:
+    """Whether some reward reads the answer as objects, as those of `utils.detection_rewards` do."""
+    return any(name.startswith("detection_") for name in reward_funcs)
 
 
 def setting_at(setting: float | Ramp, step: float) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PrivateAttr, model_validator
 
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
-from utils.config.rlhf import Rlhf
+from utils.config.rlhf import Rlhf, rewards_detections
 from utils.config.rollout import Decoding, RolloutServer, Server, ServerAddress, ServerSettings, Vllm
 from utils.config.section import (
     NonNegative,
@@ -345,6 +345,11 @@ class Config(Section):
     @property
     def is_grpo(self) -> bool:
         return self.custom.trainer_variant == "grpo"
+
+    @property
+    def is_detection(self) -> bool:
+        """True if the answers are objects, which `tools.evaluate` can score."""
+        return not (self.is_grpo and self.rlhf) or rewards_detections(self.rlhf.reward_funcs)
 
     @property
     def has_reference(self) -> bool:

@@ -5,6 +5,7 @@ import json
 import logging
 import operator
 import os
+import re
 import subprocess
 import sys
 import time
@@ -163,18 +164,18 @@ def evaluation_file(run_dir: Path, step: int) -> Path:
 
 def first_evaluation(run_dir: Path) -> dict[str, Any]:
     """Scores of the run's first finished evaluation, by an earlier process if there was one. Call it after one."""
-    return _evaluations(run_dir)[0]
+    return read_evaluations(run_dir)[0]
 
 
 def comparable_scores(run_dir: Path, settings: Mapping[str, Any]) -> dict[int, float]:
     """The metric by step, of the finished evaluations that were made with these `Session.eval_settings`."""
-    made = _evaluations(run_dir)
+    made = read_evaluations(run_dir)
     return {scores["step"]: scores[settings["metric"]] for scores in made if scores.get("settings") == settings}
 
 
 def best_steps(run_dir: Path) -> set[int]:
     """The steps whose evaluation was the best up to then."""
-    return {scores["step"] for scores in _evaluations(run_dir) if scores.get("is_best")}
+    return {scores["step"] for scores in read_evaluations(run_dir) if scores.get("is_best")}
 
 
 def is_evaluated(run_dir: Path, step: int) -> bool:
@@ -182,9 +183,10 @@ def is_evaluated(run_dir: Path, step: int) -> bool:
     return _read_scores(evaluation_file(run_dir, step)) is not None
 
 
-def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Scores of the finished evaluations, in order."""
-    return [scores for path in sorted(run_dir.glob("eval/step_*.json")) if (scores := _read_scores(path)) is not None]
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Scores of the finished evaluations, in order; other files in their folder are the user's."""
+    paths = [path for path in sorted(run_dir.glob("eval/step_*.json")) if re.fullmatch(r"step_\d+", path.stem)]
+    return [scores for path in paths if (scores := _read_scores(path)) is not None]
 
 
 def _read_scores(path: Path) -> dict[str, Any] | None:
@@ -207,6 +209,6 @@ def write_evaluation(
     path = evaluation_file(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(answer) + "\n" for answer in sorted(answers, key=lambda answer: answer["id"]))
-    path.with_suffix(".jsonl").write_text("".join(lines))
-    # Last and as a whole: this file says that the evaluation is finished.
+    write_whole(path.with_suffix(".jsonl"), "".join(lines))
+    # Last: this file says that the evaluation is finished.
     write_whole(path, json.dumps({"step": step, "is_best": is_best, **result}, indent=2) + "\n")

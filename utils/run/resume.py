@@ -425,7 +425,7 @@ def drop_records_after(run_dir: Path, step: int, keep_evaluation: bool = True) -
         kept = [line for line in kept if (line["phase"], line["step"]) != unfinished]
         write_whole(log, "".join(json.dumps(line) + "\n" for line in kept))
     for path in [*run_dir.glob("eval/step_*"), *run_dir.glob("dumps/step_*")]:
-        if (found := re.match(r"step_(\d+)", path.name)) and int(found[1]) > step:  # others are not ours
+        if (found := re.fullmatch(r"step_(\d+)(\..*)?", path.name)) and int(found[1]) > step:  # others are not ours
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in ("finished.json", "weights.json"):
         (run_dir / name).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ finish and resume."""
 import json
 import logging
 import math
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -429,10 +430,11 @@ class Session:
         logger.info("seconds on rank 0: %s", seconds)
         checkpoint = self.run_dir / f"checkpoint-{self.num_steps}"
         logger.info("checkpoint: %s; curves: tensorboard --logdir %s", checkpoint, self.run_dir)
-        logger.info("look at it: python -m tools.report %s", self.run_dir)
-        scored = self.cfg.custom.val_jsonl[0].path if self.cfg.custom.val_jsonl else "FILE"
-        how = f"--checkpoint {checkpoint}/merged --data {scored} --config {self.cfg._origin.file}"
-        logger.info("score it: python -m tools.evaluate %s", how)
+        logger.info("look at it: python -m tools.report %s", shlex.quote(str(self.run_dir)))
+        if self.cfg.is_detection:
+            scored = self.cfg.custom.val_jsonl[0].path if self.cfg.custom.val_jsonl else "FILE"
+            how = ["--checkpoint", f"{checkpoint}/merged", "--data", scored, "--config", str(self.cfg._origin.file)]
+            logger.info("score it: python -m tools.evaluate %s", shlex.join(how))
 
     def close(self) -> None:
         """Leave servers and process groups; the servers stay up (GRP-4). What fails is raised when all is done."""
