@@ -222,6 +222,16 @@ def test_what_is_not_annotated_counts_nowhere_TGT_12_LRN_9():
 # ---- TGT-14 ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_match_of_a_label_that_is_not_annotated_counts_everywhere_TGT_12_LRN_9():
+    """TGT-12, LRN-9: the truth may list some of them; without it among the predictions, precision would exceed 1."""
+    result = evaluated(([BLUE, RED], [BLUE, RED]), new_labels=["blue"], annotated=frozenset({"red"}))
+    assert [result[name] for name in ("precision_50", "precision_mean", "f1_50", "f1_new", "f1_old")] == [1.0] * 5
+    counts = count_evaluation(parsed(BLUE), image(BLUE, annotated=frozenset()), 0.5, False)
+    assert label_counts(counts)["blue"] | {"f1": 1.0} == dict(
+        num_gt=1, num_pred=1, matched=1, precision=1, recall=1, f1=1
+    )
+
+
 @pytest.mark.parametrize("form", ["coord_tokens", "qwen3vl"])
 def test_a_confidence_is_the_geometric_mean_over_label_and_coordinates_TGT_14(form):
     """TGT-14: brackets, keys and commas do not count, however unlikely; nor do the tokens of other objects."""
