@@ -393,6 +393,8 @@ def log_step(
     }
     reward = {"reward": metrics["reward"]} if "reward" in metrics else {}  # no answer, no reward
     quality = {"truncated_rate": truncated_rate, "signal_share": signal_share}
+    if "reward/detection_parse" in metrics:
+        quality["parse_rate"] = metrics["reward/detection_parse"]
     session.log_step(step, metrics, quality, **reward, loss=result.losses["total"])
     options, size = session.cfg.rm.monitor_dump, session.cfg.rlhf.num_generations
     if session.ranks.is_main and options.every_steps and step % options.every_steps == 0:

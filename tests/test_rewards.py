@@ -268,6 +268,19 @@ def test_broken_answers_keep_what_is_valid_in_them_grp_5() -> None:
     assert detect([], [RED], "nonsense") == dict.fromkeys(found, 0.0)
 
 
+def test_what_follows_the_answer_is_malformed_grp_5() -> None:
+    """GRP-5: the engine does not stop at every special token, and the parser reads none behind one (TGT-3)."""
+    table, text = make_table("qwen"), format_objects([RED])
+    ids = make_tokenizer("qwen").encode(text, add_special_tokens=False)
+    special = int(np.flatnonzero(table.is_stop)[0])
+    for more, expected in (([], 1.0), ([special, *ids[:5]], 0.0), ([special], 0.0)):
+        completion = Completion(text, [*ids, *more], table)
+        assert score(completion, sample([RED]), load_rewards(["detection_parse", "detection_f1"])).tolist() == [
+            expected,
+            1,
+        ]
+
+
 def test_detection_agrees_with_evaluation_grp_5() -> None:
     """GRP-5, LRN-7: the same counts and ratios, on random scenes."""
     rng = random.Random(1)

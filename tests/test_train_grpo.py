@@ -326,6 +326,27 @@ def test_a_step_whose_requests_all_failed_has_no_rewards_GRP_1_CON_3():
     assert np.isfinite(list(found["metrics"].values())).all() and found["metrics"]["rollout/failed"] == 4
 
 
+@pytest.mark.parametrize("names", [["detection_f1", "detection_parse"], ["detection_f1"]])
+def test_a_step_is_judged_by_the_answers_that_parse_LOG_3(names):
+    """LOG-3: where a reward tells; and by those that were cut off."""
+    segment = SimpleNamespace(text_index=[0, 1], policy_version=None)
+    answers = [
+        Answer(segment, "", np.array([0.0, parses][: len(names)]), [], is_truncated=True) for parses in (0.0, 0.5)
+    ]
+    weighted = WeightedAnswers(answers, [np.zeros(2)] * 2, np.zeros(2), 1.0, np.ones(1, dtype=bool))
+    result = StepResult({"total": 0.0, "policy": 0.0}, 0.0, {"llm": 1e-3}, num_tokens=4, room=100)
+    found, of_step = [], {"seconds": [{}], "num_tokens": [4], "room": [100], "remade": [0], "signal_name": None}
+    session = SimpleNamespace(
+        gather_step=lambda result, **own: {name: [value] for name, value in own.items()} | of_step,
+        log_step=lambda step, metrics, quality, **shown: found.append(quality),
+        cfg=SimpleNamespace(rm=SimpleNamespace(monitor_dump=None), rlhf=SimpleNamespace(num_generations=2)),
+        ranks=SimpleNamespace(is_main=False),
+    )
+    train_grpo.log_step(grpo_of(session, dict.fromkeys(names)), 1, result, weighted, [])
+    parse_rate = {"parse_rate": 0.25} if "detection_parse" in names else {}
+    assert found == [{"truncated_rate": 1.0, "signal_share": 1.0} | parse_rate]
+
+
 def test_an_answer_longer_than_a_row_is_refused_PCK_3(folder, start_model):
     """PCK-3."""
     with pytest.raises(ValueError, match="global_max_length"):

@@ -72,7 +72,8 @@ def main() -> None:
         check_checkpoint(Path(args.checkpoint), rm.answer_format)
         make_writable(output)
         processor = load_processor(args.checkpoint, model.image_min_pixels, model.image_max_pixels)
-        reader = LineReader(data.prompt, data.object_order, rm.format, grid_of(processor, rm.format))
+        grid = grid_of(processor, rm.format)
+        reader = LineReader(data.prompt, data.object_order, rm.format, grid, needs_objects=True)
         samples = load_samples([args.data], skipped=skipped, reader=reader)[0][: args.limit]
         samples = [replace(own, annotated=labels_in_both(own.annotated, annotated)) for own in samples]
         table = TokenTable.from_tokenizer(processor.tokenizer, rm.format)

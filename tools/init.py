@@ -109,7 +109,7 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     train, val = find_data(args.data, args.val, args.images)
     form, reason = answer_form(args.model, family)
     prompt = form.prompt
-    reader = LineReader(prompt, form=form, grid_of=grid_of(load_processor(str(args.model)), form))
+    reader = LineReader(prompt, form=form, grid_of=grid_of(load_processor(str(args.model)), form), needs_objects=True)
     samples = load_samples([train], reader=reader)[0]
     held_out = load_samples([val], reader=reader)[0] if val else []
     max_pixels = pixel_limit(args.model, [*samples, *held_out])

@@ -103,7 +103,7 @@ def load_parts(cfg: WarmupConfig) -> Parts:
     prompt = cfg.data.prompt if "prompt" in cfg.data.model_fields_set else form.prompt
     paths = [file.path for file in cfg.train_jsonl]
     processor = load_processor(cfg.model)
-    reader = LineReader(prompt, cfg.data.object_order, form, grid_of(processor, form))
+    reader = LineReader(prompt, cfg.data.object_order, form, grid_of(processor, form), needs_objects=True)
     datasets = load_samples(paths, skipped=skipped, reader=reader)
     if skipped is not None:
         print(report_skipped(skipped, cfg.output_dir), end="", flush=True)

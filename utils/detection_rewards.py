@@ -24,9 +24,10 @@ LENGTH_MARGIN = 0.2  # share of `max_new_tokens` over which the reward of the le
 
 
 def detection_parse(completion: Completion, sample: Sample) -> float:
-    """The answer is closed and nothing in it was malformed, as in `parse_rate`. The format reward of DeepSeek-R1
-    (arXiv:2501.12948) and of VLM-R1 (arXiv:2504.07615)."""
-    return float(completion.counts(sample)["parsed"])
+    """The answer is closed and nothing in it was malformed, as in `parse_rate`, and nothing follows it: no special
+    token at which the engine does not stop. The format reward of DeepSeek-R1 (arXiv:2501.12948) and of VLM-R1
+    (arXiv:2504.07615)."""
+    return float(completion.counts(sample)["parsed"] and completion.ends_as_parsed)
 
 
 def detection_f1(completion: Completion, sample: Sample) -> float:

@@ -81,6 +81,11 @@ class Completion(str):
             raise ValueError("detection rewards need a tokenizer with coordinate tokens")
         return parse_answer(self.token_ids, self.table)
 
+    @property
+    def ends_as_parsed(self) -> bool:
+        """Whether all tokens belong to the answer: none stands behind one that ends it for the parser."""
+        return self.table is not None and len(self.table.until_stop(self.token_ids)) == len(self.token_ids)
+
     def overlaps(self, sample: Sample) -> Overlaps:
         """Those of the parsed objects with the sample's, shared by all functions and with answers that `holding` makes
         afterwards."""

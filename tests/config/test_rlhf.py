@@ -276,6 +276,18 @@ def test_GRP_6_importance_correction_needs_what_tokens_are_drawn_from() -> None:
     data["custom"]["extra"]["rollout_server"]["vllm_engine_kwargs"] = {"logprobs_mode": "processed_logprobs"}
     build_config(data)
     build_config(grpo(decoding={"temperature": 0.7}, importance_correction_cap=None))
+    build_config(grpo(decoding={"temperature": 0.7}, use_vllm=False))
+    for filtered in ({"top_p": 0.9}, {"top_k": 5}, {"repetition_penalty": 1.1}):
+        assert "need an engine that reports probabilities" in only_problem(grpo(decoding=filtered, use_vllm=False))
+        build_config(grpo(decoding=filtered, use_vllm=False, importance_correction_cap=None))
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_TGT_14_GRP_6_an_engine_reports_no_logits(mode: str) -> None:
+    """TGT-14, GRP-6: confidences and corrections would be made of numbers that are no log-probabilities."""
+    data = grpo()
+    data["custom"]["extra"]["rollout_server"]["vllm_engine_kwargs"] = {"logprobs_mode": mode}
+    assert f"logprobs_mode: {mode} reports no log-probabilities; use raw_logprobs or" in only_problem(data)
 
 
 @pytest.mark.parametrize("path", GRPO_RUNS, ids=lambda path: path.stem)

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 import train_stage2
+from tests.config.test_rlhf import grpo
 from tests.data.test_images import shard
 from tests.data.test_samples import line, write
 from tests.run.test_program import (  # noqa: F401
@@ -163,6 +164,17 @@ def test_dat_6_lines_that_were_fine_are_checked_again_for_other_rewards_GRP_5(tm
     with pytest.raises(SystemExit) as ended:
         load(cfg, ["summary_tversky"])
     assert ended.value.code == 2 and "d.jsonl:1: summary: must be an object" in capsys.readouterr().err
+
+
+def test_dat_1_a_summary_alone_says_nothing_of_objects(tmp_path, capsys):
+    """DAT-1: an answer that lists none would be the best."""
+    cfg = config(tmp_path / "run", write(tmp_path, line(objects=..., summary={})))
+    with pytest.raises(SystemExit):
+        load(cfg)
+    assert "d.jsonl:1: objects: missing; write [] for an image without objects" in capsys.readouterr().err
+    rlhf = build_config(grpo(reward_funcs=["summary_format"])).rlhf
+    custom = cfg.custom.model_copy(update={"trainer_variant": "grpo"})
+    assert len(load(cfg.model_copy(update={"custom": custom, "rlhf": rlhf}))[0][0]) == 1
 
 
 def test_dat_6_lines_that_were_fine_are_checked_again_for_another_answer_format_DAT_3(tmp_path, capsys):

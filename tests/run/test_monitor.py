@@ -20,9 +20,12 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.config.test_load import edited
+from tests.config.test_rlhf import grpo
 from tests.data.test_images import png
 from tests.run.test_rollout_log import Calls, Rank, call
 from utils.config.load import build_config
+from utils.dist import Ranks
+from utils.run.inputs import check_inputs
 from utils.run.monitor import (
     Monitor,
     best_steps,
@@ -298,6 +301,28 @@ def settings_of(metric: str = "f1", digest: str = "a", **changes: Any) -> dict[s
     cfg = build_config(edited(custom__val_jsonl="val.jsonl", **changes))
     inputs = {"digests": {"data": {"val.jsonl": {"bytes": 9, "blake2b": digest}}}}
     return Session.eval_settings(SimpleNamespace(cfg=cfg, metric=metric, inputs=inputs))
+
+
+def test_scores_of_another_reward_are_another_evaluation_GRP_5_LRN_7(tmp_path):
+    """GRP-5, LRN-7: a file of rewards may change under the same names. No other threshold counts than the rewards'."""
+    (tmp_path / "mine.py").write_text("def mine(completion, sample):\n    return 0.1\n")
+    (tmp_path / "model").mkdir()
+
+    def settings(iou_threshold: float = 0.5, **rlhf: Any) -> dict[str, Any]:
+        data = grpo(reward_funcs=["mine"], reward_files=[str(tmp_path / "mine.py")], **rlhf)
+        data["model"] = {"path": str(tmp_path / "model")}
+        data["custom"]["train_jsonl"] = str(tmp_path / "mine.py")
+        data["training"]["output_dir"] = str(tmp_path)
+        data["custom"]["extra"]["rollout_matching"] = {"eval": {"iou_threshold": iou_threshold}}
+        cfg = build_config(data)
+        return Session.eval_settings(
+            SimpleNamespace(cfg=cfg, metric="reward", inputs=check_inputs(cfg, None, (), Ranks()))
+        )
+
+    first = settings()
+    assert settings(iou_threshold=0.7) == first != settings(reward_iou=0.7)
+    (tmp_path / "mine.py").write_text("def mine(completion, sample):\n    return 0.9\n")
+    assert settings() != first
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,17 @@ def test_a_full_disk_ends_the_save_and_harms_nothing_LRN_5(tmp_path, ranks, monk
     assert newest_complete(tmp_path, ranks)[0].step == 2
 
 
+def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name_LRN_5(tmp_path, ranks, monkeypatch):
+    """LRN-5: else a power cut may leave the name without the content; last comes the name itself."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
+    save(tmp_path, 4, ranks)
+    partial = tmp_path / "checkpoint-4.partial"
+    content = [partial / "model.bin", partial / "state/rank_00000.pt", partial / "manifest.json"]
+    assert set(synced[:-1]) >= {str(path) for path in (*content, partial / "state", partial)}
+    assert synced[-1] == str(tmp_path) and (tmp_path / "checkpoint-4").exists()
+
+
 def test_a_damaged_checkpoint_of_the_same_step_is_kept_aside_LRN_5(tmp_path, ranks):
     """LRN-5: each time the run comes to that step again."""
     for number in (1, 2):

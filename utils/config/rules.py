@@ -25,6 +25,7 @@ Rule = Callable[[Config], Found]
 RULES: list[tuple[tuple[str, ...], Rule]] = []
 PATHS = ("model.path", "model.reference_path", "tuner.adapter_path", "training.output_dir")
 MAX_SLOT_RANK = 512  # of LoRA in vLLM 0.32
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # vLLM's others report logits
 NO_SERVER = f"{RM}.vllm.mode: colocate, or {RM}.rollout_backend: hf"
 
 
@@ -294,7 +295,8 @@ def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
             yield f"{RM}.async.version_window", f"needs {RM}.async.enabled: true; set it, or version_window: 0"
         return
     if not cfg.connection and cfg.generates:
-        yield f"{RM}.async.enabled", f"prefetch needs rollout servers; use {RM}.vllm.mode: server, or set it to false"
+        way_out = f"use {cfg.rollout_path('vllm.mode')}: server, or set it to false"
+        yield f"{RM}.async.enabled", f"prefetch needs rollout servers; {way_out}"
     if prefetch.on_sync == "keep" and cfg.sync_mode() == "adapter":
         yield f"{RM}.async.on_sync", "an adapter sync cannot keep requests; use wait, abort or full sync"
 
@@ -351,16 +353,29 @@ def _grpo_connection(cfg: Config) -> Found:
 
 @_rule("custom.trainer_variant", "rlhf", RS)
 def _engine_reports_what_it_samples_from(cfg: Config) -> Found:
-    """By default vLLM reports the model's probabilities before temperature and filters are applied."""
-    if not cfg.is_grpo or cfg.rlhf is None or not cfg.rlhf.uses_server or cfg.rlhf.importance_correction_cap is None:
+    """By default vLLM reports the model's probabilities before temperature and filters are applied; transformers'
+    generate reports none, and the learner knows the temperature alone."""
+    if not cfg.is_grpo or cfg.rlhf is None or cfg.rlhf.importance_correction_cap is None:
         return
-    if cfg.rlhf.decoding == Sampling():
+    decoding, plain = cfg.rlhf.decoding, Sampling()
+    if not cfg.rlhf.use_vllm and decoding.model_copy(update={"temperature": plain.temperature}) != plain:
+        rule = "top_p, top_k and repetition_penalty need an engine that reports probabilities (rlhf.use_vllm: true)"
+        yield "rlhf.decoding", f"{rule}; use it, leave them out, or set rlhf.importance_correction_cap: null"
+    if not cfg.rlhf.uses_server or decoding == plain:
         return
     for path, settings in _server_settings(cfg):
         if settings.vllm_engine_kwargs.get("logprobs_mode") != "processed_logprobs":
             rule = "importance correction with rlhf.decoding other than plain sampling at temperature 1 needs "
             way_out = "{logprobs_mode: processed_logprobs}; add it, or set rlhf.importance_correction_cap: null"
             yield f"{path}.vllm_engine_kwargs", rule + way_out
+
+
+@_rule(RS)
+def _engine_reports_probabilities(cfg: Config) -> Found:
+    for path, settings in _server_settings(cfg):
+        if (mode := settings.vllm_engine_kwargs.get("logprobs_mode", "raw_logprobs")) not in LOGPROBS_MODES:
+            rule = f"logprobs_mode: {mode} reports no log-probabilities; use {' or '.join(LOGPROBS_MODES)}"
+            yield f"{path}.vllm_engine_kwargs", rule
 
 
 @_rule("custom.trainer_variant", RM)

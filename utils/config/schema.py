@@ -240,8 +240,8 @@ class Custom(Section):
 class Collapse(Section):
     """Bounds on the rollouts of a step; crossing one of them is a warning."""
 
-    min_parse_rate: Ratio = key(0.5, "smallest fraction of responses that parse")
-    max_duplicate_rate: Ratio = key(0.3, "largest fraction of predicted objects that repeat another")
+    min_parse_rate: Ratio = key(0.5, "smallest fraction of responses that parse (GRPO: with reward detection_parse)")
+    max_duplicate_rate: Ratio = key(0.3, "stage 2: largest fraction of predicted objects that repeat another")
     max_truncated_rate: Ratio = key(0.5, "largest fraction of responses cut at max_new_tokens")
 
 
@@ -258,7 +258,7 @@ class Training(Section):
     packing: bool = key(True, "pack segments into rows of global_max_length; false: a padded batch")
     packing_drop_last: bool = key(True, "segments left in the buffer after the last step are dropped")
     packing_buffer: PositiveInt = key(512, "stage 2: segments kept for later rows per rank, at most")
-    packing_min_fill_ratio: Ratio = key(0.5, "a row filled less is a warning")
+    packing_min_fill_ratio: Ratio = key(0.5, "stage 2: a row filled less is a warning")
     learning_rate: PositiveFloat = key(1e-5, "peak learning rate of the language model")
     vit_lr: PositiveFloat | None = key(None, "learning rate of the vision tower; null: learning_rate")
     aligner_lr: PositiveFloat | None = key(None, "learning rate of the mergers; null: learning_rate")

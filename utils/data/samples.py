@@ -143,6 +143,7 @@ class LineReader:
         grid_of: the grid of an image of a given height and width, where it depends on that; ValueError where it has
             none. See `utils.data.encoding.grid_of`.
         special: words that no label may hold. See `utils.data.encoding.special_words`.
+        needs_objects: a line must have `objects`, though it has a `summary`: without them nothing would count as there.
     """
 
     prompt: str | None = None
@@ -150,6 +151,7 @@ class LineReader:
     form: AnswerFormat = COORD_TOKENS
     grid_of: Callable[[int, int], Grid] | None = None
     special: tuple[str, ...] = ()
+    needs_objects: bool = False
 
     def __post_init__(self) -> None:
         if self.object_order not in ("file", "sorted"):
@@ -301,7 +303,7 @@ def _read_sample(
         sizes = read_part(_image_sizes, images)
     size = read_part(_read_size, row, sizes)
     grid = read_part(_grid, reader, sizes, default=(MAX_BIN, MAX_BIN))
-    objects = read_part(_read_objects, row, sizes, size, grid)
+    objects = read_part(_read_objects, row, sizes, size, grid, reader.needs_objects)
     sample_id = read_part(_read_id, row, source)
     annotated = read_part(_read_annotated, row)
     if messages is not None and images is not None:
@@ -474,9 +476,11 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tupl
     return given
 
 
-def _read_objects(row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None, grid: Grid) -> list[Object]:
+def _read_objects(
+    row: dict[str, Any], sizes: list | None, size: tuple[int, int] | None, grid: Grid, needs_objects: bool
+) -> list[Object]:
     """Read all objects. `sizes` and `size` are None where their source is wrong and has been reported."""
-    given = row.get("objects", [] if "summary" in row else None)  # a summary needs no objects
+    given = row.get("objects", [] if "summary" in row and not needs_objects else None)
     if given is None:
         raise _Mistake("objects", "objects: missing; write [] for an image without objects")
     if isinstance(given, dict):

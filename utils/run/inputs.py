@@ -18,7 +18,7 @@ from utils.run.resume import Checkpoint
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "data_index"  # in the run directory
-KINDS = ("data", "base_model")  # as `--accept-changes` names them
+KINDS = ("data", "base_model")  # what must not change, as `--accept-changes` names it
 _MODEL_FILES = (".json", ".jinja", ".txt", ".bin", ".safetensors")  # weights, config, tokenizer, processor
 _BLOCK = 64 << 10  # bytes
 _SETTLED_NS = 2 * 10**9  # a file changed twice within a clock tick shows the same times; some file systems tick in 2 s
@@ -27,8 +27,8 @@ Digests = dict[str, dict[str, dict[str, Any]]]  # kind -> file -> {"bytes", "bla
 
 
 def digests(cfg: Config) -> Digests:
-    """Digests of all data files, by their paths, and of the files in `model.path`, by their names; those of a start
-    policy or an adapter elsewhere by their paths.
+    """Digests of all data files and files of rewards, by their paths, and of the files in `model.path`, by their names;
+    those of a start policy or an adapter elsewhere by their paths.
 
     Every byte counts but in safetensors files, where the header and three blocks of 64 KiB of each tensor count (first,
     middle, last; a tensor of up to 192 KiB as a whole).
@@ -36,7 +36,7 @@ def digests(cfg: Config) -> Digests:
     Raises: OSError, ValueError for a file that cannot be read.
     """
     known = KnownDigests(cfg.training.output_dir)
-    return {"data": {path: known.describe(path) for path in data_paths(cfg)}, "base_model": _describe_model(cfg)}
+    return {"data": {path: known.describe(path) for path in data_paths(cfg)}, **_describe_others(cfg)}
 
 
 def data_paths(cfg: Config) -> list[str]:
@@ -96,6 +96,11 @@ def _describe_model(cfg: Config) -> dict[str, dict[str, Any]]:
     return found | {str(path): _describe(path) for folder in sorted(others) for path in _model_files(folder)}
 
 
+def _describe_others(cfg: Config) -> Digests:
+    files = cfg.rlhf.reward_files if cfg.is_grpo and cfg.rlhf else []
+    return {"base_model": _describe_model(cfg), "rewards": {path: _describe(Path(path)) for path in files}}
+
+
 def _model_files(folder: str) -> list[Path]:
     return [path for path in sorted(Path(folder).absolute().glob("*")) if path.suffix in _MODEL_FILES]
 
@@ -146,9 +151,9 @@ def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[
 
     """
     data, states = _data_digests(cfg, ranks)
-    model: dict[str, Any] = {}
-    error = capture_error(lambda: model.update(_describe_model(cfg))) if ranks.is_main else None
-    new: Digests = {"data": data, "base_model": ranks.gather_or_raise(model, "reading the base checkpoint", error)[0]}
+    others: Digests = {}
+    error = capture_error(lambda: others.update(_describe_others(cfg))) if ranks.is_main else None
+    new: Digests = {"data": data, **ranks.gather_or_raise(others, "reading the base checkpoint", error)[0]}
     history = _accepted_changes(checkpoint, new, accepted, ranks) if checkpoint else []
     if ranks.is_main:
         KnownDigests(cfg.training.output_dir).write(states)

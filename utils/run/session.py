@@ -283,19 +283,21 @@ class Session:
 
     def eval_settings(self) -> dict[str, Any]:
         """What the metric of evaluations depends on besides the weights: only those with the same can be compared."""
-        cfg, digests = self.cfg, self.inputs["digests"]["data"]
+        cfg, data = self.cfg, self.inputs["digests"]["data"]
         settings = {
             "metric": self.metric,
-            "val_jsonl": [file.model_dump(mode="json") | digests[file.path] for file in cfg.custom.val_jsonl or []],
+            "val_jsonl": [file.model_dump(mode="json") | data[file.path] for file in cfg.custom.val_jsonl or []],
             "eval_limit": cfg.training.eval_limit,
             "prompt": cfg.data.prompt,
             **cfg.model.model_dump(include={"image_min_pixels", "image_max_pixels"}),
             **cfg.rm.model_dump(include={"answer_format", "max_new_tokens"}),
-            "iou_threshold": cfg.rm.eval.iou_threshold,
         }
-        if cfg.is_grpo and cfg.rlhf:
-            rewards = {"reward_funcs", "reward_files", "reward_weights", "reward_iou"}
+        if not cfg.is_grpo:
+            settings["iou_threshold"] = cfg.rm.eval.iou_threshold
+        elif cfg.rlhf:
+            rewards = {"reward_funcs", "reward_weights", "reward_iou"}
             settings |= cfg.rlhf.model_dump(mode="json", include=rewards)
+            settings["reward_files"] = self.inputs["digests"]["rewards"]
         return settings
 
     def _evaluates_at(self, step: int) -> bool:

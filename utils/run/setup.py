@@ -254,12 +254,13 @@ def load_data(
     """
     grids = processor and grid_of(processor, cfg.rm.format)
     special = special_words(processor, cfg.rm.format) if processor else ()
-    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format, grids, special)
+    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format, grids, special, cfg.is_detection)
     count_tokens = processor and partial(num_prompt_tokens, processor=processor)
     checks = Checks(reader, count_tokens, rewards)
     model_files = {name: found for name, found in digests["base_model"].items() if not name.endswith(".safetensors")}
     limits = [cfg.model.image_min_pixels, cfg.model.image_max_pixels]
     settings = [reader.prompt, reader.object_order, reader.form.name, list(rewards), model_files, limits]
+    settings.append(reader.needs_objects)
     folder, skips_bad = Path(cfg.training.output_dir) / INDEX_FOLDER, cfg.data.on_bad_sample == "skip"
     paths = data_paths(cfg)
     targets = [index_path(folder, path, digests["data"][path]["blake2b"], settings) for path in paths]
