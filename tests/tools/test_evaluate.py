@@ -533,3 +533,7 @@ def test_mistakes_in_the_data_end_with_2_DAT_3(start_model, tmp_path, capsys) ->
     with pytest.raises(SystemExit) as caught:
         call("--checkpoint", start_model, "--data", tmp_path / "bad.jsonl", "--backend", "hf")()
     assert caught.value.code == 2 and "bad.jsonl:1: not valid JSON" in capsys.readouterr().err
+    (tmp_path / "bad.jsonl").write_text('{"images": [], "summary": {}}\n')  # every object would be wrong
+    with pytest.raises(SystemExit):
+        call("--checkpoint", start_model, "--data", tmp_path / "bad.jsonl", "--backend", "hf")()
+    assert "bad.jsonl:1: objects: missing" in capsys.readouterr().err
