@@ -25,10 +25,11 @@ GIVEN_UP = "Three more were [given up after trials](results_trials.md)."
 CAVEAT = """
 **What this does not show.** Under the colour cast the training target wins, more than who wrote the answers: the same
 training on the start model's answers is level with stage 2 (+0.008 [-0.002, +0.017]). It is not counted as a rival
-there, as it is in *New class*; if it were, that version would not show the claim. With twice the steps, where it is a
-rival, own answers are a little better (+0.011 [+0.003, +0.019], at equal seconds +0.007 [+0.000, +0.014]). They beat
-refreshed pseudo-labels there, too (+0.026 [+0.014, +0.038] at equal seconds), but plain SFT is still to come. On faint
-crowds the gain is small (+0.009 at equal seconds), and comes from precision."""
+there, as it is in *New class*; if it were, that version would not show the claim. With twice the steps it is a rival,
+and that version does show it, by a little: own answers are 0.011 better [+0.003, +0.019], at equal seconds 0.007
+[+0.0002, +0.0141], so that one run more could turn it. There all arms but two did best with the lowest rate of the
+grid, and lower ones were not tried. On faint crowds the gain is small (+0.009 at equal seconds), and comes from
+precision."""
 COLOURS = ("#c0392b", "#e67e22", "#8e44ad", "#16a085", "#2962d6", "#555")
 
 ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run counts, with
