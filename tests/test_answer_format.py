@@ -387,6 +387,16 @@ def test_tgt_6_qwen3vl_going_on_to_a_false_positive_is_not_learnt(opening: str) 
         assert [label for token, label in learnt(longer) if token.startswith('"},')] == [" with"]
 
 
+@pytest.mark.parametrize("structure", [False, True])
+def test_TGT_15_qwen3vl_an_inserted_object_does_not_teach_to_go_on_to_a_false_positive(structure: bool) -> None:
+    """TGT-15, TGT-6, TGT-10: nor does a matched one, with `supervise_structure` either."""
+    options = TargetOptions(arrangement=Arrangement(place="order"), supervise_structure=structure)
+    for pred, gt, num in (([MAN, CAR], [MAN, DOG], 1), ([MAN, CAR], [MAN], 0), ([MAN, DOG, CAR], [MAN, DOG], 1)):
+        matches = [(i, i) for i, obj in enumerate(pred) if obj in gt]
+        labels = [text_of([label]) for label in rollout_target(pred, gt, matches, options).text_label.tolist()]
+        assert sum(label.startswith('"},') for label in labels) == num  # before the dog only
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tgt_3_qwen3vl_nothing_usable(kind: str) -> None:
     """TGT-3, TGT-6: the model's own opening stays as context; where it wrote none, `[` is learnt with all the rest."""

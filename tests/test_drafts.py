@@ -290,6 +290,15 @@ def test_TGT_15_labels_are_as_if_the_sequence_had_been_generated_so() -> None:
     assert target.num_appended == 1 and target.num_prefix == texts[0]
 
 
+def test_TGT_15_an_inserted_object_does_not_teach_to_go_on_to_a_false_positive() -> None:
+    """TGT-15, TGT-6: as a matched one does not, where a token ends the object and goes on to the next."""
+    order, table = options_of(place="order"), make_table("qwen")
+    inserted = rollout_target([RED, GREEN], [RED, BLUE], [(0, 0)], order)
+    before_a_match = rollout_target([RED, GREEN], [RED, BLUE, GREEN], [(0, 0), (1, 2)], order)
+    assert inserted.num_appended == 1 and learnt(inserted, table).count(("]},", "]},")) == 1  # before blue
+    assert learnt(before_a_match, table).count(("]},", "]},")) == 2
+
+
 def test_TGT_15_a_missed_object_at_the_front_does_not_learn_the_models_own_header() -> None:
     """TGT-15: the header is the model's; the first token learnt is the first that is blue's alone."""
     table = make_table("qwen")

@@ -363,11 +363,12 @@ def test_a_label_that_holds_a_tag_is_refused_with_its_line_DAT_1_FAM_4(tmp_path)
 
 
 def test_a_label_that_spells_a_special_token_is_refused_with_its_line_DAT_3_FAM_4(tmp_path):
-    """DAT-3: it would end the run when its object is written. Forms that escape labels take it."""
+    """DAT-3: it would end the run when its object is written. JSON escapes `<|`, and takes these."""
     tokenizer = SimpleNamespace(added_tokens_decoder={1: AddedToken("<img>", special=True), 2: AddedToken("<s>")})
     tokenizer.added_tokens_decoder[3] = AddedToken("<box>", special=True)
-    special = special_words(SimpleNamespace(tokenizer=tokenizer), INTERNVL)
-    assert special == ("<img>",) and special_words(SimpleNamespace(tokenizer=tokenizer), QWEN3VL) == ()
+    tokenizer.added_tokens_decoder[4] = AddedToken("<|im_end|>", special=True)
+    special, of_json = (special_words(SimpleNamespace(tokenizer=tokenizer), form) for form in (INTERNVL, QWEN3VL))
+    assert special == ("<img>", "<|im_end|>") and of_json == ("<img>", "<box>")
     row = {"images": [], "width": 10, "height": 10, "objects": [{"desc": "an <img> tag", "bbox_2d": [1, 1, 2, 2]}]}
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps(row) + "\n")

@@ -334,13 +334,16 @@ def test_tgt_11_trim_learns_a_header_that_the_model_did_not_write() -> None:
 
 
 def test_tgt_10_structure_around_matched_objects() -> None:
-    """TGT-10: the comma before, keys and brackets of red learn themselves; green's do not, nor does any desc."""
+    """TGT-10: the comma before, keys and brackets of red learn themselves; green's do not, nor does any desc. Nor does
+    the token that ends red and goes on to the second green."""
     table = make_table("qwen")
     options = TargetOptions(label="ignore", supervise_structure=True)
     target = rollout_target([GREEN, RED, GREEN], [RED], [(1, 0)], options)
-    tokens = ']},| {"|desc|":| "|",| "|bbox|_|2|d|":| [|,| |,| |,| |]},'.split("|")
+    tokens = ']},| {"|desc|":| "|",| "|bbox|_|2|d|":| [|,| |,| |,| '.split("|")
     tokens.remove('",')  # the token that closes the desc belongs to the desc
     assert prefix_labels(target, table) == [(token, token) for token in tokens]
+    target = rollout_target([GREEN, RED, GREEN], [RED, GREEN], [(1, 0), (2, 1)], options)
+    assert prefix_labels(target, table)[len(tokens)] == ("]},", "]},")  # where it is right to go on
     first = prefix_labels(rollout_target([RED, GREEN], [RED], [(0, 0)], options), table)
     assert [label for label, _ in first[:4]] == ['{"', "objects", '":', ' [{"']
 

@@ -183,9 +183,8 @@ def build_target(
     ends = draft.ends.tolist()
     for pred, gt in pairs:
         labels.add_values(draft.data, ends, pred, gt)
-    if not options.supervise_structure:
-        unmatched = [draft.objects[i] for i, entry in enumerate(entries) if entry.pred is not None and entry.gt is None]
-        labels.forget_going_on(draft, unmatched)
+    unmatched = [draft.objects[i] for i, entry in enumerate(entries) if entry.pred is not None and entry.gt is None]
+    labels.forget_going_on(draft, unmatched)
     may_go_on = options.supervise_closing == "complete" and annotated is not None
     if rule.unmatched == "redirect":
         for i, better in wrong_entries(entries, gt_objects, annotated):
@@ -281,7 +280,7 @@ class _Labels:
         """Take its own label from a token that ends a value (`"},`) and goes on to an unmatched prediction."""
         ids, labels = self.ids[: len(draft.ends)], self.text_label[: len(draft.ends)]
         goes_on = touched(draft.ends, [(pred.lead, pred.byte_span[0]) for pred in unmatched])
-        labels[goes_on & (labels == ids) & ~draft.is_ours[: len(ids)]] = -1
+        labels[goes_on & (labels == ids)] = -1
 
     def redirect(self, draft: Draft, wrong_index: int, better: Object | None) -> None:
         """Supervise the one token of a wrong object at which `better`, or the closing, would differ in its place

@@ -395,6 +395,7 @@ def test_data_that_list_some_objects_get_long_answers_and_hold_the_others_TGT_12
     some, everything, crowds = (load_config(f"{name}.yaml").rm for name in ("some", "all", "crowds"))
     assert crowds == everything  # a line here and there that says so does not make the data partly annotated
     assert (some.max_new_tokens, some.losses.reference_kl, some.targets.unmatched) == (1024, 30.0, "drop_duplicates")
+    assert not some.targets.supervise_structure
     assert everything.max_new_tokens < 100 and everything.targets.unmatched == "trim"
     assert everything.losses.reference_kl == 0.0
 

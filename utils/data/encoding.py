@@ -171,9 +171,10 @@ def grid_of(processor: Any, form: AnswerFormat) -> ResizedSizes | None:
 
 
 def special_words(processor: Any, form: AnswerFormat) -> tuple[str, ...]:
-    """Special tokens that a label would spell, where the form writes labels as they are; none where it escapes them."""
-    added = processor.tokenizer.added_tokens_decoder.values()
-    return tuple(token.content for token in added if token.special and form.tags and token.content not in form.tags)
+    """Special tokens that a label would spell: of a form with tags, which writes labels as they are, all but these; of
+    JSON, which escapes `<|`, those without it (`<img>`)."""
+    special = [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(word for word in special if word not in form.tags and (form.tags or "<|" not in word))
 
 
 def num_prompt_tokens(sample: Sample, processor: Any) -> int:
