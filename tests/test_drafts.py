@@ -46,6 +46,13 @@ def test_TGT_11_duplicates_leave_the_prefix(kind: str) -> None:
     assert written(pred, [RED, BLUE], [(0, 0)], strict, kind) == format_objects([*pred, BLUE]) + END
 
 
+def test_TGT_11_a_duplicate_of_a_duplicate_alone_stays() -> None:
+    """TGT-11: the second red repeats the first and leaves; the third overlaps no object that stays by the threshold."""
+    chain = [replace(RED, coords=(x, 0, x + 100, 100)) for x in (0, 30, 60)]  # IoU 0.54 with the next, 0.25 beyond
+    kept = format_objects([chain[0], chain[2], GREEN]) + END
+    assert written([*chain, GREEN], [GREEN], [(3, 0)], options_of(unmatched="drop_duplicates")) == kept
+
+
 def test_TGT_11_a_match_is_never_dropped_and_what_it_repeats_stays() -> None:
     """TGT-11: the second red is the matched one; the first, said before it, repeats nothing."""
     drop = options_of(unmatched="drop_duplicates")

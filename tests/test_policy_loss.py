@@ -15,6 +15,7 @@ from tests.learner.test_model import collate, make_segment, relative_difference
 from utils.config.schema import Rlhf
 from utils.grpo import group_advantages
 from utils.learner.model import RowModel, base_model, load_model
+from utils.learner.objectives import PolicyObjective
 from utils.packing import Batch
 from utils.policy_loss import (
     PolicyTokens,
@@ -407,3 +408,17 @@ def test_scored_tokens_are_those_of_the_answer_grp_6(model):
     starts = [0, len(segments[0])]
     expected = [starts[i] + segments[i].answer_start - 1 + t for i in range(2) for t in range(5 + 2 * i)]
     assert batch.text_pos.tolist() == expected and tokens.sequence.tolist() == [0] * 5 + [1] * 7
+
+
+def test_a_step_is_the_sum_over_rows_with_its_penalty_and_the_largest_maxima_LOG_3():
+    """LOG-3, GRP-6: two rows; a step whose requests all failed has no denominator."""
+    rows = [
+        {"policy": 2.0, "weighted_kl": 1.0, "engine_gap_max": gap, "num_tokens": 4.0, "clip_high": 1.0, "clip_low": 0.0}
+        for gap in (0.25, 0.5)
+    ]
+    objective = PolicyObjective(settings_of(beta=0.5), denominator=4.0)
+    found = objective.metrics(rows, objective.totals([]))
+    assert (found["policy"], found["total"], found["engine_gap_max"]) == (1.0, 1.0 + 0.5 * 0.5, 0.5)
+    assert found["clip_fraction"] == 0.25
+    failed = objective.metrics([dict.fromkeys(rows[0], 0.0)], {"answers": 0.0})
+    assert failed == {"total": 0.0, "policy": 0.0, "engine_gap_max": 0.0}

@@ -82,6 +82,8 @@ def test_a_neutral_prediction_takes_no_object_from_another_TGT_12():
     beside = count_sample(parsed(near, box("toy", *RED.coords)), [RED, BLUE], 0.5, False, {"red"})
     for key in ("f1", "f1_no_label", "mean_iou"):
         assert scores(beside)[key] == scores(alone)[key]
+    of_no_annotated_label = count_sample(parsed(near, box("toy", *RED.coords)), [RED], 0.5, False, {"car"})
+    assert of_no_annotated_label["matched"] == 1 and of_no_annotated_label["iou_sum"] == pytest.approx(0.9)
     both = count_sample(parsed(near, box("toy", *BLUE.coords)), [RED, BLUE], 0.5, False, {"red"})
     assert (both["matched_no_label"], both["neutral_no_label"], both["neutral"]) == (2, 0, 1)
 

@@ -333,18 +333,21 @@ def test_a_step_is_judged_by_the_answers_that_parse_LOG_3(names):
     answers = [
         Answer(segment, "", np.array([0.0, parses][: len(names)]), [], is_truncated=True) for parses in (0.0, 0.5)
     ]
-    weighted = WeightedAnswers(answers, [np.zeros(2)] * 2, np.zeros(2), 1.0, np.ones(1, dtype=bool))
+    answers[1].is_valid = False
+    weighted = WeightedAnswers(answers, [np.array([1.0, -3.0]), np.zeros(0)], np.zeros(2), 1.0, np.ones(1, dtype=bool))
     result = StepResult({"total": 0.0, "policy": 0.0}, 0.0, {"llm": 1e-3}, num_tokens=4, room=100)
     found, of_step = [], {"seconds": [{}], "num_tokens": [4], "room": [100], "remade": [0], "signal_name": None}
     session = SimpleNamespace(
         gather_step=lambda result, **own: {name: [value] for name, value in own.items()} | of_step,
-        log_step=lambda step, metrics, quality, **shown: found.append(quality),
+        log_step=lambda step, metrics, quality, **shown: found.append((metrics, quality)),
         cfg=SimpleNamespace(rm=SimpleNamespace(monitor_dump=None), rlhf=SimpleNamespace(num_generations=2)),
         ranks=SimpleNamespace(is_main=False),
     )
     train_grpo.log_step(grpo_of(session, dict.fromkeys(names)), 1, result, weighted, [])
     parse_rate = {"parse_rate": 0.25} if "detection_parse" in names else {}
-    assert found == [{"truncated_rate": 1.0, "signal_share": 1.0} | parse_rate]
+    ((metrics, quality),) = found
+    assert quality == {"truncated_rate": 1.0, "signal_share": 1.0} | parse_rate
+    assert (metrics["rollout/left_out"], metrics["advantage/abs_mean"]) == (1.0, 1.0)  # of |1| and |-3|, and of nothing
 
 
 def test_an_answer_longer_than_a_row_is_refused_PCK_3(folder, start_model):

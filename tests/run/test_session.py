@@ -45,6 +45,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     run.policy.engine = SimpleNamespace(mode="full", fallback=None)
     run.policy.rollout_log.calls_ahead.return_value = []
     run.eval_settings.return_value = {"metric": "f1"}
+    run.monitor.flush = lambda: found.facts.update(curves_flushed_before=not found.facts)
     run.settings = {"deepspeed_file": {}}
     run.run_id, run.inputs, run.ranks.device = "abc", {"digests": {}}, torch.device("cpu")
     Session._save(run, SimpleNamespace(state_dict=lambda: {"ahead": []}))
@@ -61,7 +62,7 @@ def test_a_checkpoint_is_written_with_limit_record_and_models_LRN_5_LRN_6(saving
     pixels = run.cfg.model.image_min_pixels, run.cfg.model.image_max_pixels
     assert facts["save_merged"] == (run.learner.model, "models/start", tmp_path / "merged", run.ranks, pixels)
     assert facts["save_adapter"] == (run.learner.model, tmp_path / "adapter", run.ranks)
-    assert run.steps_saved == 3
+    assert run.steps_saved == 3 and facts["curves_flushed_before"]  # a kill behind it must not lose them
 
 
 def test_a_checkpoint_says_that_its_evaluation_is_still_due_LRN_5(saving):
