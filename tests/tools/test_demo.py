@@ -21,7 +21,8 @@ def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys
         finished = {"steps": 100, "world_size": 2, "seconds": dict.fromkeys((*demo.PARTS, "step"), 9.0)}
         (run / "finished.json").write_text(json.dumps(finished))
         for step in steps:
-            scores = dict.fromkeys(demo.METRICS, 0.25 if arm == "sft" else step / 200) | {"num_images": 1.0}
+            scores = dict.fromkeys(demo.METRICS, 0.25 if arm == "sft" else step / 200)
+            scores |= {"num_images": 1.0, "step": step}
             (run / f"eval/step_{step:06d}.json").write_text(json.dumps(scores))
             line = {"id": "a", "images": [str(tmp_path / "a.png")], "gt": found, "pred": found[: step // 100]}
             (run / f"eval/step_{step:06d}.jsonl").write_text(json.dumps(line) + "\n")
