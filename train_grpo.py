@@ -36,7 +36,7 @@ from utils.learner.learner import NotFinite, StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyRow, policy_segment
-from utils.rewards import REWARDS, Completion, FileProblem, RewardFunction, load_rewards, score
+from utils.rewards import Completion, FileProblem, RewardFunction, load_rewards, score
 from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
 from utils.run.grpo_steps import MicroStep, Prompts, ResponseGroup, Responses
 from utils.run.program import run_program
@@ -57,7 +57,7 @@ def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[st
         resume,
         accepted_changes,
         metric="reward",
-        needs_coordinates=any(REWARDS.get(name) and name.startswith("detection_") for name in rewards),
+        needs_coordinates=cfg.is_detection,
         rewards=list(rewards),
     )
     run = Grpo(session, rewards)
@@ -141,7 +141,7 @@ class Grpo:
         num_used = training.per_device_train_batch_size
         groups = self.generate_groups(prompts.samples[:num_used], step, micro_step_idx)
         for turn in range(1, cfg.max_resample_times + 1) if cfg.dynamic_sample else ():
-            answers = self.session.prefetcher.in_finish_thread(self.score_groups, groups, step)
+            answers = self.session.prefetcher.in_judge_thread(self.score_groups, groups, step)
             no_signal = np.flatnonzero(~has_signal(answers, self.reward_weights(step))).tolist()
             # Each rank uses servers by itself; other engines work on all ranks together.
             is_needed = [bool(no_signal)]
@@ -287,7 +287,7 @@ class Grpo:
 
     def evaluate(self, step: int) -> None:
         """Average rewards of greedy responses to the validation samples, with the settings of the last step."""
-        score = partial(self.session.prefetcher.in_finish_thread, self.evaluation_record)
+        score = partial(self.session.prefetcher.in_judge_thread, self.evaluation_record)
         records = self.session.score_validation(step, score)
         sums: Counter[str] = Counter()
         for record in records:

@@ -678,14 +678,14 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
     responses = run.generate(run.draw(), 0, 0)
     assert judged == ["0"] * 4
     assert run.judge(responses, 0).groups == [group.answers for group in responses.groups] and len(judged) == 4
-    assert judges == {"finish_0"}
+    assert judges == {"judge_0"}
 
 
 def test_evaluation_counts_failed_requests_CON_3_LRN_7(folder, start_model):
     """CON-3, LRN-7: their reward is 0, like that of a bad answer."""
     run, truth, answer = detection_run(folder, start_model, reward_funcs=["detection_f1"], max_new_tokens=128)
     failed, found = RolloutResult([], [], "", None, None, error="unreadable image"), {}
-    run.session.prefetcher = SimpleNamespace(in_finish_thread=lambda work, *args: work(*args))
+    run.session.prefetcher = SimpleNamespace(in_judge_thread=lambda work, *args: work(*args))
     run.session.ranks = SimpleNamespace(sum=dict)
     run.session.score_validation = lambda step, score: [score(truth, result) for result in (answer, failed, failed)]
     run.session.log_evaluation = lambda step, result, records: found.update(

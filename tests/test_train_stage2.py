@@ -381,7 +381,7 @@ def test_duplicates_are_dropped_by_the_overlap_of_the_config_TGT_11(folder, star
     sample = replace(run.samples[0], objects=[first])
     segment = segment_of(run, sample, answer_of(run, format_objects([first, again])), train_stage2.Rollouts())
     expected = format_objects([first, again][: 2 - num_dropped])
-    assert text_of(run, segment).startswith(expected) and segment.stats["num_trimmed"] == num_dropped
+    assert text_of(run, segment).startswith(expected)
 
 
 @pytest.mark.parametrize(("threshold", "num_matched"), [(0.5, 1), (0.7, 0)])
@@ -390,8 +390,8 @@ def test_objects_match_from_the_threshold_of_the_config_on_TGT_4(folder, start_m
     run, rollouts = run_of(folder, start_model, matching={"iou_threshold": threshold}), train_stage2.Rollouts()
     true, predicted = (Object("red circle", "bbox_2d", (0, 0, 100, y2)) for y2 in (100, 62))
     sample = replace(run.samples[0], objects=[true])
-    segment = segment_of(run, sample, answer_of(run, format_objects([predicted])), rollouts)
-    assert segment.stats["num_matched"] == rollouts.counts["matched"] == num_matched
+    segment_of(run, sample, answer_of(run, format_objects([predicted])), rollouts)
+    assert rollouts.counts["matched"] == num_matched
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,6 @@ class CocoFile:
 
     Attributes:
         categories: name of each category id.
-        num_images: number of distinct image ids.
         repeated: number of images that repeat an earlier id, by the reason to leave them out.
 
     Raises:
@@ -118,11 +117,11 @@ class CocoFile:
         db.execute("CREATE TABLE files (file, id)")
         db.execute("CREATE TABLE annotations (image, item)")
         images = _rows(coco_items(self.path, "images"), "id", _IMAGE_KEYS)
-        self.num_images, self.repeated = 0, Counter[str]()
+        num_images, self.repeated = 0, Counter[str]()
         for image_id, image in images:
             db.execute("INSERT INTO files VALUES (?, ?)", (_file_of(image), image_id))
             if db.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", (image_id, image)).rowcount:
-                self.num_images += 1
+                num_images += 1
                 continue
             (first,) = db.execute("SELECT item FROM images WHERE id = ?", (image_id,)).fetchone()
             is_same = _file_of(first) == _file_of(image)
@@ -134,7 +133,7 @@ class CocoFile:
             "(SELECT file FROM files GROUP BY file HAVING count(DISTINCT id) > 1))",
             (json.dumps({"unusable": SHARED}),),
         )
-        if not self.num_images:
+        if not num_images:
             raise ValueError(no_coco_file(self.path))
         annotations = _rows(self._objects(), "image_id", _OBJECT_KEYS)
         db.executemany("INSERT INTO annotations VALUES (?, ?)", annotations)

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from utils.credit import BACKGROUND_IOU
 from utils.data.images import open_image
-from utils.geometry import Object, iou_matrix
-from utils.matching import TOLERANCE, match
-from utils.scores import is_held_against, label_of
+from utils.geometry import Object
+from utils.matching import TOLERANCE
+from utils.scores import DUPLICATE_IOU, Overlaps, is_held_against
 
 ERRORS = ("missed", "duplicate", "wrong label", "badly placed", "extra")
-NEAR = 0.1  # TIDE's smallest IoU of a badly placed object
-REPEATS = 0.9  # smallest IoU of two predictions of one label that are one object said twice, as in the scores
 MAX_JPEG_BYTES = 48 << 10
 
 Record = Mapping[str, Any]  # a line of eval/step_N.jsonl
@@ -52,12 +51,12 @@ def objects_of(records: Sequence[Record]) -> list[Object]:
 def judge(record: Record, iou_threshold: float) -> Judged:
     """Name what is right and wrong in an answer."""
     gt, pred = objects_of(record["gt"]), objects_of(record["pred"])
-    iou, same = iou_matrix(pred, gt), _same_label(pred, gt)
-    found = dict(match(np.where(same, iou, 0.0), iou_threshold))
-    repeats = (np.triu(iou_matrix(pred, pred), k=1) >= REPEATS) & _same_label(pred, pred)
+    overlaps = Overlaps(pred, gt)
+    found = dict(overlaps.matches(iou_threshold))
+    repeats = np.triu(overlaps.mutual, k=1) >= DUPLICATE_IOU
     verdicts, stands_for = [], {g: "found" for g in found.values()}
     for p, obj in enumerate(pred):
-        verdict, on = _verdict(iou[p], same[p], bool(repeats[:, p].any()), iou_threshold)
+        verdict, on = _verdict(overlaps.iou[p], overlaps.labelled[p], bool(repeats[:, p].any()), iou_threshold)
         if p in found:
             verdict, on = "found", None
         elif not is_held_against(obj, record.get("annotated")):
@@ -69,20 +68,17 @@ def judge(record: Record, iou_threshold: float) -> Judged:
     return Judged(truth, list(zip(pred, verdicts, strict=True)))
 
 
-def _verdict(iou: np.ndarray, same: np.ndarray, repeats: bool, iou_threshold: float) -> tuple[str, int | None]:
-    """The kind of error of a prediction without a match, and the object it stands for. `iou`, `same`: `[num_gt]`."""
-    overlaps = iou >= iou_threshold - TOLERANCE
-    if repeats or (same & overlaps).any():  # its object has a match already
+def _verdict(iou: np.ndarray, labelled: np.ndarray, repeats: bool, iou_threshold: float) -> tuple[str, int | None]:
+    """The kind of error of a prediction without a match, and the object it stands for.
+
+    `iou`: float64 `[num_gt]`, with each true object; `labelled`: the same, 0 where labels differ.
+    """
+    least = iou_threshold - TOLERANCE
+    if repeats or (labelled >= least).any():  # its object has a match already
         return "duplicate", None
-    if overlaps.any():
+    if (iou >= least).any():
         return "wrong label", int(iou.argmax())
-    own = np.where(same, iou, 0.0)
-    return ("badly placed", int(own.argmax())) if (own >= NEAR).any() else ("extra", None)
-
-
-def _same_label(one: Sequence[Object], other: Sequence[Object]) -> np.ndarray:
-    same = [[label_of(a) == label_of(b) for b in other] for a in one]
-    return np.array(same, dtype=bool).reshape(len(one), len(other))
+    return ("badly placed", int(labelled.argmax())) if (labelled >= BACKGROUND_IOU).any() else ("extra", None)
 
 
 def precision_recall(records: Sequence[Record], iou_threshold: float) -> tuple[np.ndarray, np.ndarray] | None:
@@ -99,7 +95,7 @@ def precision_recall(records: Sequence[Record], iou_threshold: float) -> tuple[n
             return None
         own = sorted(record["pred"], key=lambda pred: -pred["score"])
         gt, pred = objects_of(record["gt"]), objects_of(own)
-        iou = np.where(_same_label(pred, gt), iou_matrix(pred, gt), 0.0)
+        iou = Overlaps(pred, gt).labelled.copy()
         for p, obj in enumerate(pred):
             is_hit = bool(len(gt)) and bool(iou[p].max() >= iou_threshold - TOLERANCE)
             if is_hit:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from utils.geometry import Object
 
 REST = 0  # decision of an answer's other tokens
-SAME_OBJECT_IOU = 0.1  # from there on a prediction is an attempt at a true object; TIDE's threshold of the background
+BACKGROUND_IOU = 0.1  # from there on a prediction is an attempt at a true object; TIDE's name and value
 
 
 def object_decision(k: int) -> int:
@@ -97,7 +97,7 @@ def credit_of(
     of_objects = {name: function for name, function in rewards.items() if function in OF_OBJECTS}
     reads_objects = np.array([name in of_objects for name in rewards])
     predicted = completion.parsed.pred_objects
-    truths, again = asked(completion, sample)
+    truths, again = attempts_without_repeats(completion, sample)
     everything = set(range(len(predicted)))
     judged = everything - again
 
@@ -137,7 +137,7 @@ def _corners(objects: Sequence[Object]) -> np.ndarray:
     return np.array([bounding_box(obj)[1::-1] for obj in objects], dtype=np.float64).reshape(-1, 2)
 
 
-def asked(completion: Completion, sample: Sample) -> tuple[np.ndarray, set[int]]:
+def attempts_without_repeats(completion: Completion, sample: Sample) -> tuple[np.ndarray, set[int]]:
     """`attempts`, with -1 for the predictions that say an object again, and these: the duplicates, and what lies by
     `iou_threshold` on a true object that another prediction is the attempt at, whatever the labels."""
     overlaps, threshold = completion.overlaps(sample), completion.iou_threshold
@@ -150,13 +150,13 @@ def asked(completion: Completion, sample: Sample) -> tuple[np.ndarray, set[int]]
 
 def attempts(overlaps: Overlaps, iou_threshold: float, annotated: Collection[str] | None = None) -> np.ndarray:
     """The true object that each prediction is an attempt at, or -1; int64 `[num_pred]`. First come the matches, then
-    what overlaps an object that is left by `SAME_OBJECT_IOU`, whatever its label, unless it is neutral."""
+    what overlaps an object that is left by `BACKGROUND_IOU`, whatever its label, unless it is neutral."""
     found = np.full(len(overlaps.predicted), -1)
     for index, at in overlaps.matches(iou_threshold):
         found[index] = at
     held = np.array([is_held_against(obj, annotated) for obj in overlaps.predicted], dtype=bool)
     left, missed = np.flatnonzero((found < 0) & held), np.setdiff1d(np.arange(len(overlaps.truth)), found)
-    for row, column in match(overlaps.iou[np.ix_(left, missed)], SAME_OBJECT_IOU):
+    for row, column in match(overlaps.iou[np.ix_(left, missed)], BACKGROUND_IOU):
         found[left[row]] = missed[column]
     return found
 

@@ -177,9 +177,9 @@ class Ranks:
         if strangers:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise DistributedError(
-                f"what poses as rank {', '.join(map(str, strangers))} of this run {what}: a stranger may have joined "
-                f"at {where}; nothing of it was executed. Start the run again, all ranks by one launcher, and keep "
-                "others from that port (docs/security.md)"
+                f"what claims to be rank {', '.join(map(str, strangers))} of this run {what}: another program may have "
+                f"joined at {where}; nothing of it was executed. Start the run again, all ranks by one launcher, and "
+                "keep others from that port (docs/security.md)"
             )
 
     def places(self, where: bool) -> str:

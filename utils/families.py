@@ -1,9 +1,9 @@
-"""Model families: of each the facts that its checkpoint, its processor and its model do not tell themselves.
+"""Model families: what a family's checkpoint, processor and model class do not state.
 
 A family is found by the `model_type` of the checkpoint's config; nothing else in this project asks for it (FAM-1). Not
-held, because it is there: the model class (transformers' own mapping), the prompt and what stands for an image in it
-(the processor), the vision tensors (the image processor), position ids (the model), and the names of tensors (the
-engine takes those of the model in memory). `tests/e2e/test_families.py` proves each record (FAM-3).
+recorded, because it can be read elsewhere: the model class (transformers' own mapping), the prompt and what stands for
+an image in it (the processor), the vision tensors (the image processor), position ids (the model), and the names of
+tensors (the engine takes those of the model in memory). `tests/e2e/test_families.py` proves each record (FAM-3).
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def decision_advantages(
     ranks: Ranks | None = None,
 ) -> list[np.ndarray]:
     """Advantages of each answer's decisions, float64 `[D]`, answer by answer (GRP-8). Without a credit an answer is one
-    decision. About an image without objects all decisions have the answer's advantage: its rewards are lost with the
-    first object, so that each of several would seem to cost nothing. Collective for `batch`, unless `ranks` is None."""
+    decision. For an image without objects every decision gets the answer's advantage: the first object already loses
+    the reward, so each further one would look free. Collective for `batch`, unless `ranks` is None."""
     rewards = [np.array([answer.rewards for answer in group]) @ reward_weights for group in groups]
     valid = [np.array([answer.is_valid for answer in group]) for group in groups]
     credits = [
@@ -188,9 +188,9 @@ def split_advantages(credits: Sequence[Credit], reward_weights: np.ndarray) -> t
     baseline is what the object would earn in this answer with the success that the group has with it on the mean. It is
     taken from the attempt, or from the decision that passed over it: the one behind the last object that stands before
     it, top to bottom, then left to right. Anything else is worth what it earned, times (n - 1) / n: an answer is part
-    of its baselines, which take 1 / n of all the others. To go on has the sum of all that came of it. So no baseline
-    depends on what was decided, which would favour one of the choices. If all say one object about an image of one, the
-    answers' rewards are compared, as without credit.
+    of its baselines, which take 1 / n of all the others. The decision to go on gets the sum of everything after it. So
+    no baseline depends on what was decided, which would favour one of the choices. If the image shows one object and
+    every answer names one, the answers' rewards are compared, as without credit.
     """
     if len(credits) < 2:  # nothing to compare with
         return [np.zeros(credit.num_decisions) for credit in credits], 0.0

@@ -190,11 +190,12 @@ def segments_to_state(segments: Sequence[Segment]) -> list[dict[str, Any]]:
 
 
 def segments_from_state(state: Sequence[dict[str, Any]]) -> list[Segment]:
-    """The reverse of `segments_to_state`."""
-    return [
-        Segment(**own | {key: v.numpy() for key, v in own.items() if isinstance(v, Tensor) and key != "position_ids"})
-        for own in state
-    ]
+    """The reverse of `segments_to_state`; earlier versions saved `stats`, too."""
+
+    def value(name: str, v: Any) -> Any:
+        return v.numpy() if isinstance(v, Tensor) and name != "position_ids" else v
+
+    return [Segment(**{name: value(name, v) for name, v in own.items() if name != "stats"}) for own in state]
 
 
 @dataclass
@@ -214,7 +215,7 @@ class Movable:
 
 @dataclass
 class StartStates(Movable):
-    """What the start policy makes of a batch's answer tokens without a label (TGT-16)."""
+    """The start policy's hidden states for a batch's unlabelled answer tokens (TGT-16)."""
 
     states: Tensor  # [Nu, D], final hidden states that predict them
     num_chunks: int  # of logits; the same on all ranks
@@ -222,7 +223,7 @@ class StartStates(Movable):
 
 @dataclass
 class TeacherTop(Movable):
-    """A teacher's most likely tokens where the answers' tokens without a label are (TGT-16)."""
+    """A teacher's most likely tokens at the unlabelled answer tokens (TGT-16)."""
 
     token_ids: Tensor  # int64[Nu, K], each once in a row
     logprobs: Tensor  # float32[Nu, K]

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import torch
 
 TEACHER_TOP_K = 20  # tokens that a teacher reports at each position; vLLM's own limit
-COUNTS = ("num_matched", "num_appended", "num_trimmed", "respelled")
 _NUMBER = re.compile(rb"[0-9]++")
 _ENDS_AND_CLOSES = re.compile(rb'(?<!\\)["\]]\}[^,]')  # one token that ends a label or a box, its object and the list
 _RIGHT_CONTEXT = re.compile(rb"[\t\n\r\x20-\x7e]{0,64}")
@@ -93,7 +92,6 @@ class Segment(Supervision):
     vision: "dict[str, torch.Tensor]" = field(default_factory=dict)  # `EncodedPrompt.vision`
     position_ids: "torch.Tensor | None" = None  # int64 [rows, length], None until `packing.place`
     policy_version: str | None = None  # of the weights that generated the prefix; None for a plain ground truth
-    stats: dict[str, Any] = field(default_factory=dict)  # metrics
     # What a teacher reports where the tokens of `unlabelled_index` are; no rows without a teacher (TGT-16)
     teacher_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, TEACHER_TOP_K), dtype=np.int64))
     teacher_logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, TEACHER_TOP_K), dtype=np.float32))
@@ -436,7 +434,6 @@ def make_segment(
         digit_index=target.digit_index + len(prompt),
         vision=vision or {},
         policy_version=policy_version,
-        stats={name: int(getattr(target, name)) for name in COUNTS},
     )
     check_segment(segment, table)
     return segment

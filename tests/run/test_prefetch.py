@@ -498,4 +498,4 @@ def test_the_end_of_a_session_ends_its_threads_LRN_8(engine):
     assert session.prefetcher.get(0) == [([0], 0, 0)]
     Session.close(session)
     with pytest.raises(RuntimeError, match="after shutdown"):
-        session.prefetcher.in_finish_thread(print)
+        session.prefetcher.in_judge_thread(print)

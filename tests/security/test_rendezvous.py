@@ -91,7 +91,7 @@ def test_a_stranger_in_a_ranks_place_gets_nothing_executed_and_is_named_LRN_11(t
     output, said = output_of(rank), output_of(stranger)
     assert "joined" in said, said
     assert not (tmp_path / "executed").exists()
-    assert rank.returncode == 3 and "what poses as rank 1 of this run" in output and f"127.0.0.1:{port}" in output
+    assert rank.returncode == 3 and "what claims to be rank 1 of this run" in output and f"127.0.0.1:{port}" in output
 
 
 def test_ranks_of_one_node_listen_on_loopback_only_LRN_11(tmp_path):
@@ -132,7 +132,7 @@ def test_a_rank_with_another_secret_is_named_LRN_11(tmp_path):
     processes = [start("rank", rank, port, tmp_path, LEARNER_SECRET=f"secret {rank}") for rank in range(2)]
     outputs = [output_of(process) for process in processes]
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 3 and f"poses as rank {1 - rank} of this run does not know" in output, output
+        assert process.returncode == 3 and f"claims to be rank {1 - rank} of this run does not know" in output, output
 
 
 @pytest.mark.parametrize("part", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])

@@ -221,7 +221,7 @@ def test_no_call_begins_on_a_communicator_that_is_being_aborted_SYN_3(monkeypatc
     assert begun.wait(5)
     channel.abort(RuntimeError("over"))
     calling[0].join(5)
-    assert order == ["broadcast", "abort"] and isinstance(calling[1][0], nccl.Passage)
+    assert order == ["broadcast", "abort"] and isinstance(calling[1][0], nccl.NcclWork)
     pair.close()
 
 
@@ -234,7 +234,7 @@ def test_an_aborted_bucket_is_never_loaded_SYN_3():
     time.sleep(0.2)
     assert thread.is_alive()
     channel = engine._channel
-    passage = nccl.Passage(channel, SimpleNamespace(query=lambda: True))
+    passage = nccl.NcclWork(channel, SimpleNamespace(query=lambda: True))
     channel.abort(RuntimeError("over"))
     with pytest.raises(RuntimeError, match="over"):
         passage.wait()  # complete, as far as CUDA knows

@@ -49,20 +49,25 @@ def model_digest(path: str | Path, as_loaded: bool = False) -> str | None:
     try:
         text = (Path(path) / "config.json").read_text()
         config = json.loads(_as_loaded(text) if as_loaded else text, object_hook=_without_volatile_keys)
-        tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
-        parts = [config, tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
+        return _digest([config, *_vocabulary(path)])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def tokenizer_digest(path: str | Path) -> str | None:
     """Digest of what models must share to read each other's tokens; None where the tokenizer cannot be read."""
     try:
-        tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
-        parts = [tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
-    except (OSError, ValueError, KeyError):
+        return _digest(_vocabulary(path))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _vocabulary(path: str | Path) -> list[Any]:
+    tokenizer = json.loads((Path(path) / "tokenizer.json").read_text())
+    return [tokenizer["model"]["vocab"], tokenizer["added_tokens"]]
+
+
+def _digest(parts: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -171,8 +176,8 @@ def grid_of(processor: Any, form: AnswerFormat) -> ResizedSizes | None:
 
 
 def special_words(processor: Any, form: AnswerFormat) -> tuple[str, ...]:
-    """Special tokens that a label would spell: of a form with tags, which writes labels as they are, all but these; of
-    JSON, which escapes `<|`, those without it (`<img>`)."""
+    """Special tokens that a label could spell. A form with tags writes labels as they are: all but its own tags. JSON
+    escapes `<|`: only those without it (`<img>`)."""
     special = [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(word for word in special if word not in form.tags and (form.tags or "<|" not in word))
 

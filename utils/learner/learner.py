@@ -135,7 +135,7 @@ class Learner:
         rows = [_RowLoss(*row) for part in self._ranks.gather(rows) for row in part]
         self._check_finite(step, grad_norm is None or math.isfinite(grad_norm), rows)
         num_tokens = sum(batch.num_tokens for batch in batches)
-        # A padded batch holds a sample a row; without a limit, what it does, padding included.
+        # Each row has room for `global_max_length`; where there is no limit, for its padded length.
         limit = self._cfg.global_max_length
         room = sum(len(batch.input_ids) * (limit or batch.input_ids.shape[1]) for batch in batches)
         return StepResult(

@@ -1,6 +1,6 @@
 """Rollouts behind one interface: requests in, token ids out, whatever engine generates them.
 
-Types, the checks that hold for every engine, and the engine that stands for the rollout servers. HTTP is
+Types, the checks that hold for every engine, and `ServerEngine`, the rollout servers as an engine. HTTP is
 `utils.rollout.client`'s job; what a response says is `utils.parsing`'s.
 """
 
@@ -132,12 +132,16 @@ class Engine(Protocol):
         """Leave the engine. Servers stay up (GRP-4)."""
 
 
-class NoEngine(Engine):
-    """The `Engine` where nothing generates (LRN-10), or the weights in training do."""
+class UnsyncedEngine(Engine):
+    """An `Engine` that needs no weights."""
 
     def sync(self, version: str) -> SyncResult:
         """Nothing to send."""
         return SyncResult(version=version, num_tensors=0, num_bytes=0, seconds=0.0, verified=False)
+
+
+class NoEngine(UnsyncedEngine):
+    """The `Engine` where nothing generates (LRN-10)."""
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: RolloutSampling, context: RolloutContext

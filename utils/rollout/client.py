@@ -47,7 +47,7 @@ class RolloutClient:
     world_size: int  # number of learners
     decode_batch_size: int  # most sequences that one device decodes at once (CFG-11)
     timeout_s: float = 240.0  # how long a server may go without a good response on `/health/` (CFG-8)
-    infer_timeout_s: float | None = None  # limit of each `/infer/` call; None, zero or negative for none
+    infer_timeout_s: float | None = None  # limit of each `/infer/` call; None for none
     max_failed_fraction: float = 0.05  # of the last 200 requests, how many may end as empty rollouts (CON-3)
     token: str | None = field(default=None, repr=False)  # bearer token; None for the environment's, if there is one
     backoff_s: float = 1.5  # pause before the first retry of a call, doubled for each further one
@@ -56,24 +56,22 @@ class RolloutClient:
 
     def __post_init__(self) -> None:
         self.token = self.token or access_token()
-        self.infer_timeout_s = self.infer_timeout_s if self.infer_timeout_s and self.infer_timeout_s > 0 else None
         self.poll_s = max(0.05, min(5.0, self.timeout_s / 8))
         self.world_sizes: list[int] = []  # devices per server, known after `wait_ready`
         self.boot_ids: list[str] = []  # the server processes whose responses are accepted
         self.owner: str | None = None  # the run that opened the communicators, set when it did; no other may (CON-4)
         self.run_tokens: dict[int, str] = {}  # by server, from `/init_communicator/`; sent with every `post` (SRV-3)
         self.stop = threading.Event()  # set: the run is to stop, so a server that does not answer is not waited for
-        self.stats: Counter[str] = Counter(calls=0, retries=0, timeouts=0, splits=0, given_up=0)  # given_up: requests
         self.calls: deque[dict[str, Any]] = deque()  # records of `/infer/`, for `pop_calls`
         self._healths: list[dict[str, Any]] = []  # of `wait_ready`
         self._failed: deque[bool] = deque(maxlen=FAILURE_WINDOW)
-        self._lock = threading.Lock()  # guards the counters and the links
+        self._lock = threading.Lock()  # guards the failures and the links
         self._posting: set[Link] = set()
         self._idle: defaultdict[int, list[Link]] = defaultdict(list)  # by server
 
     def url(self, index: int) -> str:
         """Base url of a server, without a slash at the end."""
-        return self.servers[index].base_url.rstrip("/")
+        return self.servers[index].base_url
 
     @property
     def chunk(self) -> int:
@@ -266,7 +264,7 @@ class RolloutClient:
         Requests, `request_config` (without a seed) and responses are forms of `utils.server.protocol`. Request `i`
         samples with `seed + i`. One that failed alone has `error` in its `rollout_infos` and no tokens (CON-3).
         `pop_calls` returns a record of each call, with `labels` in it. Threads may call side by side. With
-        `in_small_rounds` those of a list longer than `chunk` do: no slot waits for the longest of `chunk` responses.
+        `in_small_rounds`, a list longer than `chunk` goes in small rounds side by side, to refill free slots at once.
 
         Raises:
             ServerGone: no good response on `/health/` for `timeout_s`, or another process responds.
@@ -284,17 +282,11 @@ class RolloutClient:
                 list(pool.map(Round.run, parts))  # after a failure no further one begins
         return job.outputs
 
-    def count(self, **changes: int) -> None:
-        """Add to `stats`."""
-        with self._lock:
-            self.stats.update(changes)
-
     def count_request(self, error: str | None) -> None:
         """Count a request that ended well, or by `error`. Raises: RolloutError if too many of the last ones failed."""
         with self._lock:
             self._failed.append(error is not None)
             num_failed = sum(self._failed)
-            self.stats["given_up"] += error is not None
         if error is not None and num_failed > self.max_failed_fraction * FAILURE_WINDOW + 1e-9:
             raise RolloutError(
                 f"{num_failed} of the last {FAILURE_WINDOW} requests failed, more than custom.extra.rollout_matching."

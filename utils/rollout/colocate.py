@@ -234,7 +234,7 @@ def start_engine(
     if device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        kwargs = {"enforce_eager": True, "enable_chunked_prefill": False}  # as in rollout_server.engine_args
+        kwargs = {"enforce_eager": True, "enable_chunked_prefill": False}  # as in utils.server.launch.engine_args
         if family_in(model.path).mixer is not None:  # vLLM caches recurrent states at the ends of chunks only
             kwargs["enable_prefix_caching"] = False
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()

@@ -19,12 +19,12 @@ from utils.data.encoding import dummy_segment
 from utils.dist import Ranks
 from utils.learner.model import base_model, has_multimodal_positions
 from utils.packing import join_vision
-from utils.rollout.backend import NoEngine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
+from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling, UnsyncedEngine
 
 Row = tuple[Sequence[int], dict[str, Tensor]]  # prompt token ids and vision tensors
 
 
-class HfEngine(NoEngine):
+class HfEngine(UnsyncedEngine):
     """The training model as an `Engine` (ROL-6): the weights in training are those that generate.
 
     Args:

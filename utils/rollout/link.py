@@ -29,6 +29,11 @@ class CallFailed(RolloutError):
         self.status = status
         self.body = body
 
+    @property
+    def is_final(self) -> bool:
+        """True if another try cannot help: a 4xx other than 408 and 429."""
+        return self.status is not None and self.status < 500 and self.status not in (408, 429)
+
 
 class CallTimeout(CallFailed):
     """The response was not complete in time."""

@@ -152,13 +152,13 @@ class ServerBatch:
         record = {**self.job.labels, "server": self.index, "url": self.client.url(self.index), "seed": seed}
         record |= {"group_port": self.client.servers[self.index].group_port}
         record |= {"first_request": numbers.start, "num_requests": len(numbers)}
-        record |= {"attempt": attempt + 1, "outcome": "ok"}
+        record |= {"attempt": attempt + 1, "outcome": "ok", "timed_out": False}
         start = time.monotonic()
-        self.client.count(calls=1)
         try:
             return read_outputs(*link.request("POST", "/infer/", self.client.infer_timeout_s, json=body), len(numbers))
         except BaseException as error:
             record["outcome"] = str(error) or type(error).__name__
+            record["timed_out"] = isinstance(error, CallTimeout)
             raise
         finally:
             self.client.calls.append({**record, "seconds": time.monotonic() - start})
@@ -169,15 +169,13 @@ class ServerBatch:
         """Return what to call next, last one first: the same, its halves, or nothing for a request given up (CON-3)."""
         failed_at = time.monotonic()
         self.round.raise_if_cancelled()
-        self.client.count(timeouts=isinstance(failure, CallTimeout))
         if failure.status not in (400, 413, 422):  # the same body gets the same response
-            if failure.status is not None and failure.status < 500 and failure.status not in (408, 429):
+            if failure.is_final:
                 raise failure  # not our server, or it rejects the token: no matter of one sample
             log.warning("requests %d-%d, try %d: %s", numbers[0], numbers[-1], attempt + 1, failure)
             self.round.cancelled.wait(self.client.backoff_s * 2 ** (attempt % NUM_RETRIES))  # smaller calls begin anew
             watch.wait_good(failed_at)
             if attempt < NUM_RETRIES:
-                self.client.count(retries=1)
                 return [(numbers, attempt + 1)]
         if len(numbers) == 1:
             log.warning("giving up request %d: %s", numbers[0], failure)
@@ -185,7 +183,6 @@ class ServerBatch:
             self._store(numbers, [{"response": None, "response_token_ids": [], "rollout_infos": infos}])
             return []
         log.warning("splitting requests %d-%d: %s", numbers[0], numbers[-1], failure)
-        self.client.count(splits=1)
         half = (len(numbers) + 1) // 2
         return [(numbers[half:], 0), (numbers[:half], 0)]
 

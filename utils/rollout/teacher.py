@@ -1,5 +1,5 @@
-"""The teacher (TGT-16): a rollout server whose weights nobody changes, asked what it would have written in the policy's
-own answers. Failures are local to the rank that sees them (CON-4)."""
+"""The teacher (TGT-16): a rollout server whose weights nobody changes. It scores the finished training sequences: the
+policy's own prefix and what was appended. Failures are local to the rank that sees them (CON-4)."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -118,8 +118,7 @@ class Teacher:
             try:
                 return self.client.post(0, "/teacher/", body, self.client.timeout_s)
             except CallFailed as failure:
-                is_final = failure.status is not None and failure.status < 500 and failure.status not in (408, 429)
-                if is_final or attempt == NUM_RETRIES or self.client.stop.is_set():
+                if failure.is_final or attempt == NUM_RETRIES or self.client.stop.is_set():
                     raise RolloutError(f"{where}: the teacher at {failure}") from failure
                 logger.warning("%s, try %d: the teacher at %s", where, attempt + 1, failure)
                 self.client.stop.wait(self.client.backoff_s * 2**attempt)

@@ -23,7 +23,7 @@ class Prompts:
 
 @dataclass
 class ResponseGroup:
-    """A prompt, its responses, and their scored answers once `Grpo.score_group` was called."""
+    """A prompt, its responses, and their scored answers once `Grpo.score_groups` was called."""
 
     sample: Sample
     prompt: EncodedPrompt

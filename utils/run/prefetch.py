@@ -8,7 +8,7 @@ Threads of one rank, for a `Prefetcher` that works in the background (rollout se
                                         |         |                      |
     prefetch-<key>, side by side        +-> ... --+-> generate (HTTP) ---|--> draw the next
                                                         |                |
-    finish                                              +-> judge -------+
+    judge                                               +-> judge -------+
 
 All micro-steps that may be prepared are drawn in dataloader order and have a `prefetch` thread each; how many of their
 requests are in flight is up to the engine (DIS-3). Other engines generate on all ranks together: there `generate` runs
@@ -93,7 +93,7 @@ class Prefetcher(Generic[Item]):
         self._error: Exception | None = None  # the first one; nothing begins after it
         self._stopping = False
         self._encoder = ThreadPoolExecutor(1, "encode")
-        self._finisher = ThreadPoolExecutor(1, "finish")
+        self._judge_thread = ThreadPoolExecutor(1, "judge")
 
     def get(self, step: int) -> list[Item]:
         """Return all micro-steps of `step`, the same ones if called again. Later steps may be prepared from here on.
@@ -120,8 +120,9 @@ class Prefetcher(Generic[Item]):
 
     def prepared_from(self, step: int) -> tuple[list[Item], int]:
         """State for a checkpoint taken before `step`: finished micro-steps from there on, in order and without a gap,
-        and how many have been drawn, these included. A failed one is left to the `get` that raises its error. Of a step
-        that was begun and given up there is nothing: it is made again as a whole, on record as any other."""
+        and how many have been drawn, these included. A failed one is left to the `get` that raises its error. A step
+        that was begun and given up contributes nothing: it is prepared again from scratch, and logged like any other.
+        """
         with self._changed:
             drawn = sorted(key for key in self._samples if key[0] >= step)
             kept = drawn if self._current_step < step else []
@@ -145,9 +146,9 @@ class Prefetcher(Generic[Item]):
             self._changed.wait_for(lambda: not any(key < (step, micro_step_idx) for key in self._running))
             yield
 
-    def in_finish_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+    def in_judge_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         """Return `work(*args)`, done by the thread that judges, behind what waits there. Called in any other thread."""
-        return self._finisher.submit(work, *args).result()
+        return self._judge_thread.submit(work, *args).result()
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Stop issuing requests and wait for those in flight. Finished micro-steps are kept."""
@@ -158,7 +159,7 @@ class Prefetcher(Generic[Item]):
     def close(self, timeout_s: float) -> None:
         """Drain, and drop what waits to be encoded or judged: Python ends only when such threads have no work left."""
         self.drain(timeout_s)
-        for thread in (self._encoder, self._finisher):
+        for thread in (self._encoder, self._judge_thread):
             thread.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, keys: list[Key]) -> None:
@@ -208,7 +209,7 @@ class Prefetcher(Generic[Item]):
         try:
             encoded = self._encoded[key].result() if self._stages.encode else self._samples[key]
             responses = self._stages.generate(encoded, *key)
-            item = self._finisher.submit(self._stages.judge, responses, key[0])
+            item = self._judge_thread.submit(self._stages.judge, responses, key[0])
         except Exception as caught:  # noqa: BLE001  (raised by the next `get`, on the rank's main thread)
             error = caught
         with self._changed:

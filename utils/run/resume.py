@@ -415,7 +415,7 @@ class RunLock:
 def drop_records_after(run_dir: Path, step: int, keep_evaluation: bool = True) -> None:
     """Remove what an earlier process recorded about steps after `step`, so that nothing is recorded twice.
 
-    `Monitor(purge_step=...)` does the same for TensorBoard. `keep_evaluation` is False if the evaluation at `step`
+    `RunFacts.purge_step` does the same for TensorBoard. `keep_evaluation` is False if the evaluation at `step`
     itself was not finished and will be repeated.
     """
     log = run_dir / "rollouts.jsonl"

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,6 @@ from utils.dist import Ranks
 from utils.rollout.client import RolloutClient
 from utils.run.monitor import write_whole
 
-_TIMED_OUT = re.compile(r"no answer within|timed out|took too long")
-
 Call = Mapping[str, Any]
 
 
@@ -26,8 +23,8 @@ class RolloutLog:
     A line holds `step`, `phase` (`train` or `eval`), `time`, `servers`, `sync` (the current mode, and why it is not the
     configured one), `weight_version`, `decoding` and `calls`. A call holds rank, server, url, seed, first request,
     number of requests, `global_step` and `micro_step_idx`, `attempt` (above 1 for a retry; halves of a call, and what
-    is made again after a server was lost, begin anew), `outcome` (`ok` or the error), seconds, and its weight version
-    or decoding if they are not the line's. Rank 0 writes, if servers generate.
+    is made again after a server was lost, begin anew), `outcome` (`ok` or the error), `timed_out`, seconds, and its
+    weight version or decoding if they are not the line's. Rank 0 writes, if servers generate.
     """
 
     def __init__(self, run_dir: Path, client: RolloutClient | None, ranks: Ranks, fallback: str | None = None) -> None:
@@ -88,7 +85,7 @@ class RolloutLog:
         with self._path.open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")
         for call in calls:
-            counts = {"calls": 1, "retries": call["attempt"] > 1, "timeouts": _timed_out(call)}
+            counts = {"calls": 1, "retries": call["attempt"] > 1, "timeouts": call["timed_out"]}
             self._totals.update({f"server/{call['server']}/{name}": int(count) for name, count in counts.items()})
         values = {"sync/adapter": float(sync_mode == "adapter"), "sync/fallback": float(fallback is not None)}
         if phase == "train":
@@ -132,8 +129,12 @@ def _belongs_to(call: Call, step: int, phase: str) -> bool:
 
 
 def _in_order(calls_by_rank: Sequence[Sequence[Call]]) -> list[dict[str, Any]]:
-    """All calls by rank, step and request. A checkpoint of an earlier version has calls without `attempt`."""
-    calls = [{"attempt": 1, **call, "rank": rank} for rank, part in enumerate(calls_by_rank) for call in part]
+    """All calls by rank, step and request. Calls in checkpoints of earlier versions lack `attempt` or `timed_out`."""
+    calls = [
+        {"attempt": 1, "timed_out": False, **call, "rank": rank}
+        for rank, part in enumerate(calls_by_rank)
+        for call in part
+    ]
     return sorted(calls, key=itemgetter("rank", "global_step", "micro_step_idx", "first_request"))
 
 
@@ -143,7 +144,7 @@ def _scalars(calls: Sequence[Call], common: Mapping[str, Any], prefix: str) -> d
         "num_calls": len(calls),
         "retries": sum(call["attempt"] > 1 for call in calls),
         "failed_calls": sum(call["outcome"] != "ok" for call in calls),
-        "timeouts": sum(map(_timed_out, calls)),
+        "timeouts": sum(call["timed_out"] for call in calls),
         "first_seed": calls[0]["seed"],
         "call_seconds_max": max(call.get("seconds", 0.0) for call in calls),
         **{f"decoding/{name}": value for name, value in common["decoding"].items()},
@@ -152,7 +153,3 @@ def _scalars(calls: Sequence[Call], common: Mapping[str, Any], prefix: str) -> d
     if weight_step.isdigit():
         values["weight_version"] = int(weight_step)
     return {f"{prefix}/{name}": float(value) for name, value in values.items()}
-
-
-def _timed_out(call: Call) -> bool:
-    return call["outcome"] != "ok" and _TIMED_OUT.search(call["outcome"]) is not None

@@ -102,8 +102,8 @@ def newest_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
 
 
 def resume_command(command: str, run_dir: Path) -> str:
-    """The command with `--resume auto`, also in place of a checkpoint that it names, which would be refused beside what
-    the run has written. As long as that is nothing, the checkpoint that it names is what the run starts from."""
+    """The command with `--resume auto`, which also replaces a checkpoint that it names: a run that has written anything
+    refuses another one. A run that has written nothing keeps the named checkpoint."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", nargs="?", const="auto")
     given, others = parser.parse_known_args(shlex.split(command))

@@ -32,7 +32,7 @@ class RunFacts:
     """What a tracker has to know of a run.
 
     Attributes:
-        run_id: of this process; a resumed run goes on under the id that it had before.
+        run_id: of this process; a resumed run keeps its tracker's earlier id.
         config: resolved, as in run.json.
         purge_step: a resumed run's first step, from which on an earlier process's records are dropped; None: fresh.
     """

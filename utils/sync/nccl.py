@@ -38,13 +38,13 @@ class Channel:
     _in_call: Any = field(default_factory=threading.Lock)
     _aborting: Any = field(default_factory=threading.Lock)
 
-    def broadcast(self, bucket: torch.Tensor) -> "Passage":
+    def broadcast(self, bucket: torch.Tensor) -> "NcclWork":
         """Send (rank 0) or receive a bucket, after the current stream's work. Raises the channel's failure."""
         with self._in_call:
             self.check()
             self.stream.wait_stream(current_stream())
             self.communicator.broadcast(bucket, src=0, stream=self.stream)
-            return Passage(self, self.stream.record_event())
+            return NcclWork(self, self.stream.record_event())
 
     def check(self) -> None:
         if self.failure is not None:
@@ -69,7 +69,7 @@ class Channel:
 
 
 @dataclass
-class Passage:
+class NcclWork:
     """A bucket on its way, with the two methods of torch's `Work` that the transports use."""
 
     channel: Channel

@@ -152,7 +152,7 @@ class NcclTransport(Transport):
             nccl.release_memory()
         return digests
 
-    def start(self, group: nccl.Channel, buffer: torch.Tensor) -> nccl.Passage:
+    def start(self, group: nccl.Channel, buffer: torch.Tensor) -> nccl.NcclWork:
         return group.broadcast(buffer)
 
     def abort(self, reason: Exception) -> None:

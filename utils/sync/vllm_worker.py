@@ -217,7 +217,7 @@ class StreamNcclEngine(BucketStream):
         with nccl.watched(check, WATCH_INTERVAL_S, self._channel.abort):
             super().receive_weights(update_info)
 
-    def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, nccl.Passage]:
+    def _receive(self, layout: BucketLayout) -> tuple[torch.Tensor, nccl.NcclWork]:
         self._deadline = time.monotonic() + self._timeout_s
         bucket = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
         return bucket, self._channel.broadcast(bucket)

@@ -25,7 +25,7 @@ REFUSAL_WAIT_S = 0.5
 
 @dataclass
 class SyncResult:
-    """Outcome of one sync, for the log and TensorBoard. Counts tensors and bytes that were sent (SYN-6)."""
+    """Outcome of one sync. Counts tensors and bytes that were sent (SYN-6)."""
 
     version: str
     num_tensors: int

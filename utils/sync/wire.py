@@ -69,7 +69,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 @contextlib.contextmanager
 def loopback_if_local(address: str) -> Iterator[None]:
-    """Have Gloo groups opened inside listen on loopback only if, and only if, the learner's `address` is on it.
+    """Inside, new Gloo groups listen on loopback exactly when the learner's `address` is a loopback address.
 
     Gloo knows no passwords. A learner on one node has its own groups on loopback (`Ranks.open`), where a server on
     another machine is not reached. Not thread-safe: Gloo reads its interface from the environment.
