@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from utils.config.load import exit_with, reason_of
-from utils.families import family_from
+from utils.families import family_from, text_config
 from utils.geometry import NUM_BINS
 
 TOKENS = [f"<|coord_{k}|>" for k in range(NUM_BINS)]
@@ -88,10 +88,6 @@ def read_config(source: Path) -> dict[str, Any]:
     if not list(source.glob("*.safetensors")):
         raise ValueError(f"--model {source}: no *.safetensors files; save the checkpoint in that form")
     return config
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("text_config", config)
 
 
 def add_to_tokenizer(tokenizer: Any, source: Path) -> int:

@@ -45,7 +45,7 @@ from utils.dist import Ranks
 from utils.families import family_in
 from utils.geometry import Object, coco_box, normal_label, to_norm1000
 from utils.parsing import TokenTable, parse_answer
-from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutResult, RolloutSampling
+from utils.rollout.backend import RolloutContext, RolloutResult, RolloutSampling, rollout_requests
 from utils.scores import (
     confidences,
     count_evaluation,
@@ -261,11 +261,7 @@ def generate_with_hf(
     engine = HfEngine(learner, ranks, processor, batch_size)
     context = RolloutContext(run_seed=0, global_step=0, micro_step_idx=0, policy_version=None)  # greedy needs no seed
     for part in _batches(samples, batch_size):
-        prompts = [encode_prompt(sample, processor) for sample in part]
-        requests = [
-            RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
-            for sample, prompt in zip(part, prompts, strict=True)
-        ]
+        requests = rollout_requests(part, [encode_prompt(sample, processor) for sample in part])
         yield from engine.generate(requests, sampling, context)
 
 

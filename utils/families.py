@@ -68,11 +68,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config."""
+    return config.get("text_config", config)
+
+
 def longest_sequence(config: dict[str, Any]) -> int | None:
     """Most tokens that the model of a config can hold; None where it names none, or scales them at will."""
-    text_config = config.get("text_config", config)
-    scaling = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
-    return None if scaling.get("factor") else text_config.get("max_position_embeddings")
+    text = text_config(config)
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    return None if scaling.get("factor") else text.get("max_position_embeddings")
 
 
 def family_in(path: str | os.PathLike[str]) -> Family:

@@ -16,7 +16,7 @@ from utils.config.checkpoint_files import read_header
 from utils.config.released import MODELS, known_model
 from utils.config.schema import Config, Tuner
 from utils.config.section import value_at
-from utils.families import family_from, part_of, read_config
+from utils.families import family_from, part_of, read_config, text_config
 
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that a plan assumes, unless it is told
@@ -116,7 +116,7 @@ def _is_product(name: str, shape: list[int]) -> bool:
 def _active_share(path: Path) -> float:
     """The share of experts that a token goes to."""
     config, _ = _architecture(path)
-    text = config.get("text_config", config)
+    text = text_config(config)
     return text.get("num_experts_per_tok", 1) / text["num_experts"] if text.get("num_experts") else 1.0
 
 
@@ -397,7 +397,7 @@ def _state_bytes(cfg: Config) -> int:
 
 def _text_config(cfg: Config) -> dict[str, Any]:
     config, _ = _architecture(Path(cfg.model.path))
-    return config.get("text_config", config)
+    return text_config(config)
 
 
 def parameter_shapes(config: dict[str, Any]) -> dict[str, list[int]]:

@@ -46,6 +46,12 @@ class Model(Section):
     image_min_pixels: PositiveInt | None = key(None, "minimum number of pixels per image; null: the processor's")
     image_max_pixels: PositiveInt | None = key(None, "maximum number of pixels per image; null: the processor's")
 
+    @property
+    def processor_kwargs(self) -> dict[str, int]:
+        """The limits on pixels that are set, by the names that processors give them."""
+        pixels = {"min_pixels": self.image_min_pixels, "max_pixels": self.image_max_pixels}
+        return {name: value for name, value in pixels.items() if value is not None}
+
 
 class Tuner(Section):
     """Which weights are trained: all of them, or adapters."""

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 from utils.capacity import EVAL_MICRO_STEP, request_seed
 from utils.config.schema import Decoding
+from utils.data.encoding import EncodedPrompt, prompt_chat
 from utils.data.images import as_sent
 from utils.data.prompts import MAX_UUID
+from utils.data.samples import Sample
 from utils.rollout.client import RolloutClient
 from utils.sync.adapter_sync import FallbackSync
 from utils.sync.weight_sync import SyncResult, WeightSync
@@ -41,6 +43,14 @@ class RolloutRequest:
     images: list[str]
     prompt_token_ids: list[int]
     vision: dict[str, Any] = field(default_factory=dict)
+
+
+def rollout_requests(samples: Iterable[Sample], prompts: Iterable[EncodedPrompt]) -> list[RolloutRequest]:
+    """The requests for samples, each with its encoded prompt."""
+    return [
+        RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
+        for sample, prompt in zip(samples, prompts, strict=True)
+    ]
 
 
 class RolloutSampling(Decoding):

@@ -238,7 +238,6 @@ def start_engine(
         if family_in(model.path).mixer is not None:  # vLLM caches recurrent states at the ends of chunks only
             kwargs["enable_prefix_caching"] = False
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    pixels = {"min_pixels": model.image_min_pixels, "max_pixels": model.image_max_pixels}
     gpus = [device] if torch.cuda.is_available() else []
     with torch.random.fork_rng(gpus):  # vLLM's workers seed all ranks alike
         llm = LLM(
@@ -254,7 +253,7 @@ def start_engine(
             worker_extension_cls=f"{__name__}.{ColocateWorker.__name__}",
             # Only its loading is used: the communicator is never opened.
             weight_transfer_config=WeightTransferConfig(backend="stream_gloo"),
-            mm_processor_kwargs={key: value for key, value in pixels.items() if value is not None} or None,
+            mm_processor_kwargs=model.processor_kwargs or None,
             **kwargs,
         )
     torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it with a warning

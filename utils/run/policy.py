@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from utils.data.encoding import EncodedPrompt, prompt_chat
+from utils.data.encoding import EncodedPrompt
 from utils.data.samples import Sample
 from utils.dist import DistributedError, Ranks, capture_error
-from utils.rollout.backend import Engine, RolloutContext, RolloutRequest, RolloutResult, RolloutSampling, check_prompt
+from utils.rollout.backend import Engine, RolloutContext, RolloutResult, RolloutSampling, check_prompt, rollout_requests
 from utils.rollout.client import RolloutClient
 from utils.rollout.round import ServerGone
 from utils.run.records import Timer
@@ -106,10 +106,7 @@ class Policy:
             allow_stale: for requests that may run during a sync: each response says which of this run's weights made it
                 (SYN-8).
         """
-        requests = [
-            RolloutRequest(sample.id, prompt_chat(sample), sample.images, **vars(prompt))
-            for sample, prompt in zip(samples, prompts, strict=True)
-        ]
+        requests = rollout_requests(samples, prompts)
         context = RolloutContext(self.run_seed, step, micro_step_idx, self.version, allow_stale)
         results = self.engine.generate(requests, sampling, context)
         for request, result in zip(requests, results, strict=True):

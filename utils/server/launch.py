@@ -12,7 +12,7 @@ from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
-from utils.families import family_from, longest_sequence, read_config
+from utils.families import family_from, longest_sequence, read_config, text_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def cpu_problems(launch: Launch) -> list[str]:
         problems.append(f"model.dtype={launch.model.dtype}: {family.name} on CPU needs bfloat16")
     if family.mixer is not None and settings.vllm_enable_prefix_caching:
         problems.append(f"rollout_server.vllm_enable_prefix_caching: {family.name} on CPU needs false")
-    if settings.vllm_enable_lora and "num_experts_per_tok" in config.get("text_config", config):
+    if settings.vllm_enable_lora and "num_experts_per_tok" in text_config(config):
         reason = "as experts with slots want a GPU"
         problems.append(f"rollout_server.vllm_enable_lora: {family.name} on CPU needs false, {reason}")
     return problems
@@ -153,7 +153,7 @@ def cpu_problems(launch: Launch) -> list[str]:
 def split_problems(launch: Launch) -> list[str]:
     """List a tensor-parallel size among which the model's attention heads cannot be divided."""
     config, devices = read_config(launch.model.path), launch.settings.vllm_tensor_parallel_size
-    heads = config.get("text_config", config).get("num_attention_heads", 0)
+    heads = text_config(config).get("num_attention_heads", 0)
     rule = f"cannot divide the model's {heads} attention heads; take a divisor of {heads}"
     return [f"rollout_server.vllm_tensor_parallel_size={devices}: {rule}"] if heads % devices else []
 
@@ -175,7 +175,6 @@ def engine_args(launch: Launch) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     settings, on_cuda = launch.settings, launch.device == "cuda"
-    pixels = {"min_pixels": launch.model.image_min_pixels, "max_pixels": launch.model.image_max_pixels}
     kwargs: dict[str, Any] = {
         "model": launch.model.path,
         "dtype": launch.model.dtype,
@@ -187,7 +186,7 @@ def engine_args(launch: Launch) -> Any:
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         "worker_extension_cls": "utils.sync.vllm_worker.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend="stream_nccl" if on_cuda else "stream_gloo"),
-        "mm_processor_kwargs": {key: value for key, value in pixels.items() if value is not None} or None,
+        "mm_processor_kwargs": launch.model.processor_kwargs or None,
     }
     optional = {"max_lora_rank": launch.lora_rank, "max_num_seqs": settings.vllm_max_num_seqs}
     kwargs |= {name: value for name, value in optional.items() if value is not None}
