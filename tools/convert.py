@@ -302,6 +302,7 @@ def convert(
     images: str | os.PathLike,
     output: str | os.PathLike,
     options: Options | None = None,
+    *,
     splits: dict[str, float] | None = None,
     seed: int = 0,
     root: str | os.PathLike | None = None,
@@ -472,7 +473,7 @@ def _chosen(values: frozenset[str] | None, coco: CocoFile | Annotations) -> froz
     return chosen
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--from", dest="kind", choices=["coco", "lvis", *READERS], required=True, help="format of the annotations")
@@ -507,7 +508,11 @@ def main() -> None:
     add("--seed", type=int, default=0, help="of the splits")
     lists = "only the images that it lists, one a line by path or name, as VOC's ImageSets/Main/train.txt does"
     add("--only", metavar="FILE", help=lists)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
     choices = dict(
         geometry=args.geometry,
         keep_crowd=args.crowd == "keep",
@@ -529,13 +534,13 @@ def main() -> None:
             args.images,
             args.output,
             options,
-            splits,
-            args.seed,
-            args.root,
-            kind,
-            args.names,
-            args.unit,
-            args.only,
+            splits=splits,
+            seed=args.seed,
+            root=args.root,
+            kind=kind,
+            names=args.names,
+            unit=args.unit,
+            only=args.only,
         )
     except (ValueError, OSError) as error:
         exit_with(error)

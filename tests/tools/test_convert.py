@@ -679,7 +679,7 @@ def test_the_program_passes_limits_and_seed_on(tmp_path, monkeypatch):
     run_tool(monkeypatch, *args, "--max-objects", 1, "--splits", splits, "--seed", 5)
     written = [(tmp_path / f"d_{name}.jsonl").read_text() for name in "ab"]
     assert sum(text.count("\n") for text in written) == 39
-    convert(path, tmp_path, out, options, parse_splits(splits), seed=5)
+    convert(path, tmp_path, out, options, splits=parse_splits(splits), seed=5)
     assert written == [(tmp_path / f"d_{name}.jsonl").read_text() for name in "ab"]
 
 
