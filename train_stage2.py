@@ -264,6 +264,7 @@ class Stage2:
                 f"{RM}.teacher: {len(unseen)} sequences of the checkpoint that still wait for a row (sample "
                 f"{unseen[0]}, ...) were made without it; resume with the old setting, or use a new training.output_dir"
             )
+        check_fits(waiting, self.session.cfg.global_max_length)
         self.buffer.load_state_dict(state["buffer"])
         self.waiting = self.buffer.state_dict()
         self.session.data.stream.load_state_dict(state["stream"])

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -221,17 +222,17 @@ def killed_rank_message(number: int, arguments: list[str]) -> list[str]:
     """
     # Imported late, so that the launcher stays small while the ranks run.
     from utils.config.load import load_config
-    from utils.run.rollout_log import read_rollout_log
+    from utils.run.rollout_log import rollout_lines
     from utils.run.shutdown import newest_checkpoint, resume_command
 
     run_dir = Path(load_config(options_of(arguments).config).training.output_dir)
     log, newest = run_dir / "rollouts.jsonl", newest_checkpoint(run_dir)
-    lines = read_rollout_log(log) if log.exists() else []
+    last = deque(rollout_lines(log) if log.exists() else [], maxlen=1)
     command = resume_command(launched_as(arguments), run_dir)
     return [
         f"run {run_dir}: a rank was ended by {signal.Signals(number).name}"
         + "; the kernel does this when memory runs out (see dmesg)" * (number == signal.SIGKILL),
-        *(f"  last logged step: {line['step']}, with weights {line['weight_version']}" for line in lines[-1:]),
+        *(f"  last logged step: {line['step']}, with weights {line['weight_version']}" for line in last),
         f"  newest complete checkpoint: {newest}" if newest else "  no checkpoint is complete",
         f"  {'resume from it' if newest else 'start again'} with: {command}",
     ]

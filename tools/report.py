@@ -29,7 +29,7 @@ from utils.config.schema import Config
 from utils.config.section import Section, brief, section_keys, section_of
 from utils.geometry import bins_to_pixels
 from utils.run.monitor import read_evaluations
-from utils.run.rollout_log import read_rollout_log
+from utils.run.rollout_log import rollout_lines
 from utils.run.shutdown import newest_checkpoint, resume_command
 
 logger = logging.getLogger(__name__)
@@ -260,19 +260,22 @@ def _coco(run_dir: Path, notes: dict[str, str]) -> list[dict[str, Any]]:
 def _servers(run_dir: Path, notes: dict[str, str]) -> dict[str, Any] | None:
     """What `rollouts.jsonl` says about the calls to the rollout servers."""
     path = run_dir / "rollouts.jsonl"
-    lines = read_rollout_log(path) if path.exists() else []
-    if not lines:
+    counts, urls, fallbacks, line = Counter[str](), set[str](), set[str](), None
+    for line in rollout_lines(path) if path.exists() else ():
+        for call in line.get("calls", []):
+            is_retry, has_failed = call.get("attempt", 1) > 1, call.get("outcome") != "ok"
+            counts.update(calls=1, requests=call.get("num_requests", 0), retries=is_retry, failed=has_failed)
+        urls |= {server["url"] for server in line.get("servers", [])}
+        if fallback := line.get("sync", {}).get("fallback"):
+            fallbacks.add(str(fallback))
+    if line is None:
         notes["servers"] = "There is no rollouts.jsonl: no rollout server has generated for this run."
         return None
-    calls = [call for line in lines for call in line.get("calls", [])]
-    return {
-        "urls": sorted({server["url"] for line in lines for server in line.get("servers", [])}),
-        "calls": len(calls),
-        "requests": sum(call.get("num_requests", 0) for call in calls),
-        "retries": sum(call.get("attempt", 1) > 1 for call in calls),
-        "failed": sum(call.get("outcome") != "ok" for call in calls),
-        "fallbacks": sorted({str(line["sync"]["fallback"]) for line in lines if line.get("sync", {}).get("fallback")}),
-        "version": lines[-1].get("weight_version"),
+    numbers = {name: counts[name] for name in ("calls", "requests", "retries", "failed")}
+    return numbers | {
+        "urls": sorted(urls),
+        "fallbacks": sorted(fallbacks),
+        "version": line.get("weight_version"),
     }
 
 

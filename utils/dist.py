@@ -239,7 +239,12 @@ class Ranks:
         """
         if isinstance(error, DistributedError):
             raise error
-        arrived = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
+        try:
+            arrived = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
+        except Exception as broken:  # another rank is gone, maybe for the same reason
+            if error is None:
+                raise
+            raise broken from error
         failed: dict[str, list[str]] = {}  # ranks by message: what all of them say is told once
         for rank, (message, _) in enumerate(arrived):
             if message is not None:

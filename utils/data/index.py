@@ -50,6 +50,7 @@ MAX_FOLDERS = 10_000  # of a file's images; more are not kept
 COORD_TOKEN = re.compile(r"<\|coord_\d+\|>")
 CHUNK_BYTES = 256 << 10
 SMALL_BYTES = 32 << 20  # up to this size, worker processes take longer to start than they save
+MAX_PROCESSES = 16  # of a pass: each takes 300 to 500 MB, and a container may have fewer cores than it sees
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,11 @@ class Scanned:
 
 
 def scan(path: str | os.PathLike, checks: Checks, num_processes: int | None = None) -> Iterator[Scanned]:
-    """Validate a file, part by part in order; large files in `num_processes` processes (default: one per core)."""
+    """Validate a file, part by part in order; large files in `num_processes` processes (default: one per core, up to
+    `MAX_PROCESSES`)."""
     if num_processes is None:
         is_small = os.path.getsize(path) <= SMALL_BYTES
-        num_processes = 1 if is_small else len(os.sched_getaffinity(0))
+        num_processes = 1 if is_small else min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     work = partial(scan_part, os.path.abspath(path), os.fspath(path), checks)
     return map(work, parts(path)) if num_processes == 1 else map_in_processes(work, parts(path), num_processes)
 

@@ -100,15 +100,19 @@ class RolloutClient:
     def end_waits_at(self, stop: threading.Event) -> None:
         """Wait for no server that does not answer any more, once `stop` is set (LRN-12)."""
         self.stop = stop
-        threading.Thread(target=self._cut_posts, name="stop", daemon=True).start()
+        threading.Thread(target=self._cut_posts_after_stop, name="stop", daemon=True).start()
 
-    def _cut_posts(self) -> None:
+    def _cut_posts_after_stop(self) -> None:
         """Body of the `stop` thread; later posts are as short by themselves."""
         self.stop.wait()
         time.sleep(STOP_S)
+        self.cut_posts(f"no answer within {STOP_S:g} s after the stop request")
+
+    def cut_posts(self, why: str) -> None:
+        """End all posts in flight, which raise CallFailed; from any thread."""
         with self._lock:
             for link in self._posting:
-                link.cancel(CallFailed(link.base_url, f"no answer within {STOP_S:g} s after the stop request"))
+                link.cancel(CallFailed(link.base_url, why))
 
     def health(self, index: int, timeout_s: float = CONNECT_TIMEOUT_S, allow_dirty: bool = False) -> dict[str, Any]:
         """Return the response of `/health/`, with its `latency_s` (LOG-6); see `read_health`. Raises: CallFailed."""
@@ -230,7 +234,7 @@ class RolloutClient:
             except CallFailed as error:
                 failure = error
             is_over = stopped.is_set() or self.stop.is_set() or time.monotonic() + self.poll_s >= deadline
-            if failure.status in (401, 403) or is_over:
+            if failure.status in (401, 403, 421) or is_over:  # the token, or the name in the url
                 return failure
             if time.monotonic() >= next_log and self.rank == 0:
                 log.info("waiting for rollout server %s", failure)
@@ -246,7 +250,7 @@ class RolloutClient:
             if first != index:
                 raise RolloutError(f"{self.url(first)} and {self.url(index)} are the same rollout server")
             old = self._healths[index] if self._healths else health
-            for key in ("world_size", "model"):
+            for key in ("world_size", "model", "max_model_len"):
                 if health.get(key) != old.get(key):
                     change = f"{key.replace('_', ' ')} {health.get(key)} instead of {old.get(key)}"
                     raise RolloutError(f"{self.url(index)} came back with {change}; restart the run")

@@ -91,9 +91,14 @@ class ColocateEngine(Engine):
         self.ranks.fence()
         start = time.monotonic()
         error = capture_error(self._wake) or capture_error(self._weight_rpc, "start")
-        for bucket in self._buckets():  # to the end even after an error: other ranks are in the same gathers
-            error = error or capture_error(self._weight_rpc, "load", {"weights": bucket})
-        error = error or capture_error(self._finish)
+
+        def load() -> None:
+            nonlocal error
+            for bucket in self._buckets():  # to the end even after an error: other ranks are in the same gathers
+                error = error or capture_error(self._weight_rpc, "load", {"weights": bucket})
+
+        unmerged = capture_error(load)
+        error = error or unmerged or capture_error(self._finish)
         if error is not None:
             capture_error(self._weight_rpc, "abort")
         self.ranks.raise_on_all_ranks(error, f"weight sync {version}")

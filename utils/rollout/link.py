@@ -90,6 +90,8 @@ class Link(HTTPAdapter):
                         raise requests.ReadTimeout
             return url, response.status_code, b"".join(parts).decode(errors="replace")
         except (requests.RequestException, HTTPError, OSError) as error:
+            if isinstance(error, requests.ConnectTimeout):
+                raise CallTimeout(url, f"no connection within {options['timeout'][0]:g} s") from error
             if isinstance(error, requests.Timeout) or time.monotonic() >= deadline:
                 raise CallTimeout(url, f"no answer within {timeout_s or CONNECT_TIMEOUT_S:g} s") from error
             raise CallFailed(url, _root_cause(error)) from error

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -140,11 +140,13 @@ def write_run_json(run_dir: Path, resolved_config: Mapping[str, Any], **facts: A
     write_whole(run_dir / "run.json", json.dumps(record, indent=2, default=str) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file or leave it as it was: a kill, a full disk or a power cut may come at any moment."""
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
+    """Write a file, of one text or of many in order, or leave it as it was: a kill, a full disk or a power cut may come
+    at any moment."""
     partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    with partial.open("rb") as file:
+    with partial.open("w") as file:
+        file.writelines([text] if isinstance(text, str) else text)
+        file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
 

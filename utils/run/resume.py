@@ -34,7 +34,7 @@ import torch
 
 from utils.dist import DistributedError, Ranks, capture_error
 from utils.run.monitor import best_steps, comparable_scores, write_whole
-from utils.run.rollout_log import read_rollout_log
+from utils.run.rollout_log import rollout_lines
 
 logger = logging.getLogger(__name__)
 
@@ -421,9 +421,8 @@ def drop_records_after(run_dir: Path, step: int, keep_evaluation: bool = True) -
     log = run_dir / "rollouts.jsonl"
     if log.exists():
         unfinished = None if keep_evaluation else ("eval", step)
-        kept = [line for line in read_rollout_log(log) if line["step"] <= step]
-        kept = [line for line in kept if (line["phase"], line["step"]) != unfinished]
-        write_whole(log, "".join(json.dumps(line) + "\n" for line in kept))
+        kept = (line for line in rollout_lines(log) if line["step"] <= step)
+        write_whole(log, (json.dumps(line) + "\n" for line in kept if (line["phase"], line["step"]) != unfinished))
     for path in [*run_dir.glob("eval/step_*"), *run_dir.glob("dumps/step_*")]:
         if (found := re.fullmatch(r"step_(\d+)(\..*)?", path.name)) and int(found[1]) > step:  # others are not ours
             shutil.rmtree(path) if path.is_dir() else path.unlink()

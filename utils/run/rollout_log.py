@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,11 @@ class RolloutLog:
         self._pending: list[Call] = []  # calls made ahead of their step
         if client is not None and ranks.is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
-            if self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n"):
-                with self._path.open("a") as file:
-                    file.write("\n")  # ends a line in the middle of which an earlier process was killed
+            with self._path.open("a+b") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    if file.read() != b"\n":
+                        file.write(b"\n")  # ends a line in the middle of which an earlier process was killed
 
     def write(
         self, step: int, version: str | None, sync_mode: str = "full", fallback: str | None = None, phase: str = "train"
@@ -112,14 +115,18 @@ class RolloutLog:
 
 
 def read_rollout_log(path: Path) -> list[dict[str, Any]]:
+    """All `rollout_lines`. Those of a long run may be gigabytes."""
+    return list(rollout_lines(path))
+
+
+def rollout_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a `rollouts.jsonl`, in order; lines torn by a kill are skipped, even where JSON is left of them."""
-    lines = []
-    for text in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and {"step", "phase"} <= line.keys():
-                lines.append(line)
-    return lines
+    with path.open("rb") as file:
+        for text in file:
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict) and {"step", "phase"} <= line.keys():
+                    yield line
 
 
 def _belongs_to(call: Call, step: int, phase: str) -> bool:

@@ -65,6 +65,7 @@ def front_config(app: Callable[..., Awaitable[None]]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedHttp,
+        ws="none",  # an upgrade would leave `BoundedHttp`
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         limit_concurrency=MAX_CONNECTIONS,
         log_level="warning",

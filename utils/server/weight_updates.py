@@ -73,17 +73,18 @@ class WeightUpdates:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self.lock.acquire()
         except TimeoutError:
-            raise Conflict(f"run {self.owner} is in the middle of a weight update") from None
+            owner = f"run {self.owner}" if self.owner else "another run"
+            raise Conflict(f"{owner} is in the middle of a weight update") from None
         try:
             if self.owner and not self._is_owners(token) and any(await self.engine.on_all_workers("learner_is_alive")):
                 alive = f"run {self.owner} holds this server and its learner is alive"
                 raise Conflict(f"{alive}; end that run or use another server")
             if self.weights.state == "updating":  # its learner died
                 await self._fail(f"run {call.run_id} took over during an update of run {self.owner}")
-            self.owner = call.run_id
-            self._token = secrets.token_urlsafe(32)
+            self.owner = self._token = None  # until it is open: `/health/` names a run that has this server, or none
             self.engine.update_s = call.timeout_s  # how long the learner waits for each step
             await self._open(call, deadline)
+            self.owner, self._token = call.run_id, secrets.token_urlsafe(32)
             return {"boot_id": self.engine.boot_id, "transport": self.transport, "run_token": self._token}
         finally:
             self.lock.release()
@@ -98,7 +99,6 @@ class WeightUpdates:
                 step, payload = "opening", {}
                 await asyncio.sleep(0.05)
         except asyncio.CancelledError:  # the caller is gone
-            self.owner = self._token = None
             await self.engine.on_all_workers("close")
             raise
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from utils.dist import capture_error
 from utils.families import transposed_in
 
 # Float32 rows merged at once: bounds the scratch memory, whatever the tensor's size. On CPU a block stays in a core's
@@ -115,14 +116,24 @@ class MergedWeights:
         """Yield `(name, merged tensor)` of `entries` (default: all) in order, one alive at a time.
 
         Under ZeRO-3 every rank must exhaust it; ranks that do not need the tensors pass `materialize=False` for None.
+        An error while merging is raised after all gathers: the other ranks are in them.
         """
-        for entry in self.entries if entries is None else entries:
+        left = iter(self.entries if entries is None else entries)
+        for entry in left:
             with self.gathered(entry):
-                merged = None
-                if materialize:
-                    merged = torch.empty(entry.shape, dtype=entry.dtype, device=entry.weight.device)
-                    self.write(entry, merged)
-            yield entry.name, merged
+                merged: list[torch.Tensor] = []
+                error = capture_error(lambda: merged.append(self._merged(entry))) if materialize else None  # noqa: B023
+            if error is not None:
+                for other in left:
+                    with self.gathered(other):
+                        pass
+                raise error
+            yield entry.name, merged.pop() if merged else None
+
+    def _merged(self, entry: WeightEntry) -> torch.Tensor:
+        merged = torch.empty(entry.shape, dtype=entry.dtype, device=entry.weight.device)
+        self.write(entry, merged)
+        return merged
 
 
 def _check_complete(model: nn.Module, entries: Sequence[WeightEntry]) -> None:

@@ -133,9 +133,12 @@ class WeightSync:
             with ThreadPoolExecutor(len(sizes)) as pool:
                 answers = [pool.submit(self._init_communicator, index, size) for index, size in enumerate(sizes)]
                 wait(answers, REFUSAL_WAIT_S, FIRST_EXCEPTION)
-                if not any(answer.done() and answer.exception() for answer in answers):
+                refusals = [error for answer in answers if answer.done() and (error := answer.exception())]
+                if refusals:
+                    self.client.cut_posts("given up, as another server refused")  # a server notices, and is free
+                else:
                     ours = capture_error(self.transport.open, self.addresses, sizes)
-                problems = [error for answer in answers if (error := capture_error(answer.result))]
+                problems = refusals or [error for answer in answers if (error := capture_error(answer.result))]
         if problems or ours:
             self.transport.close()
             lines = [
