@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from studies.study import RM
-from studies.study_report import Record, last, runs_of
+from studies.runs import RM
+from studies.tables import Record, last, runs_of
 from utils.config.load import resolve_yaml
 
 SEEDS = (1, 2, 3, 4, 5)

@@ -11,7 +11,7 @@ from studies import crowd_data, dense_data
 from studies.arms import Arm, Study
 from studies.crowd_data import Crowds
 from studies.new_class import grpo
-from studies.study import RM
+from studies.runs import RM
 
 TARGETS = RM + "targets."
 SFT = Arm("SFT", overrides={RM + "teacher_forced_ratio": 1.0}, is_rival=True, scores_start=True)

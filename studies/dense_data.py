@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 from studies import new_class_data
 from studies.new_class_data import MATERIALS
-from studies.study import warm_up
+from studies.runs import warm_up
 from tools.cached import cached
 from tools.convert import turned
 from tools.formats import Annotations

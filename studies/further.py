@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
-from studies.study_report import Record
+from studies.tables import Record
 from tools.report_answers import objects_of
 from utils.scores import Overlaps
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from studies.arms import KL, Arm, Study
 from studies.new_class_data import MATERIALS, NEW_LABELS, SPLITS, prepare
-from studies.study import RM
+from studies.runs import RM
 
 FORCED: dict[str, Any] = {RM + "teacher_forced_ratio": 1.0, KL: 0.0}
 SFT = Arm("SFT", overrides=FORCED, is_rival=True, scores_start=True)

@@ -12,7 +12,7 @@ from studies.arms import KL, Arm, Study
 from studies.crowd_data import Crowds
 from studies.new_class import FORCED, OFFLINE, REFRESHED, grpo
 from studies.partial_data import ROOT, SPLITS, VERSION, prepare, prepare_further
-from studies.study import RM
+from studies.runs import RM
 
 GRPO_CONFIG = "studies/configs/partial_grpo.yaml"
 

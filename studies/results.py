@@ -27,11 +27,11 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from studies import dense, forgetting, further, new_class, partial, results_report, study, taught
+from studies import dense, forgetting, further, new_class, partial, results_report, runs, taught
 from studies.arms import SEEDS, TUNING_SEED, Job, Study, find, missing, num_left, num_steps, planned, shown
 from studies.results_report import START
-from studies.study import RunFailed, Task, load_records, quiet_parts, same_run, slug, store, write_config
-from studies.study_report import Record
+from studies.runs import RunFailed, Task, load_records, quiet_parts, same_run, slug, store, write_config
+from studies.tables import Record
 from tools import demo
 from tools.cached import alone
 from utils.config.load import resolve_yaml
@@ -85,7 +85,7 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
                 break
             job.study.prepare()
             demo.say(job.name)
-            commit = study.revision()  # of what runs now: there may be another one when the run has ended
+            commit = runs.revision()  # of what runs now: there may be another one when the run has ended
             try:
                 record = run_learner(job, num_steps(job, load_records()))
             except RunFailed as error:
@@ -100,7 +100,7 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
 def claim_next(studies: Sequence[Study], failed: Sequence[str], stack: ExitStack) -> Job | None:
     """Return the most important missing run that no other process makes, claimed until `stack` is left."""
     for job in (job for one in studies for job in missing(load_records(), one) if job.name not in failed):
-        is_ours = stack.enter_context(alone(study.ROOT / "claims" / f"{slug(job.name)}.lock", wait=False))
+        is_ours = stack.enter_context(alone(runs.ROOT / "claims" / f"{slug(job.name)}.lock", wait=False))
         if is_ours and find(load_records(), job) is None:  # it may have been finished since
             return job
     return None
@@ -119,7 +119,7 @@ def run_learner(job: Job, steps: int) -> Record:
     program = [job.arm.program] if job.arm.program.endswith(".py") else ["--module", job.arm.program]
     launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1"]
     command = [*launcher, "--master_port", str(demo.free_ports(1)[0]), *program, "--config", str(config)]
-    if status := study.run_to_end(command, log):
+    if status := runs.run_to_end(command, log):
         raise RunFailed(f"status {status}; the end of {log}:\n" + log.read_text()[-2000:])
     if is_grpo:  # its own evaluation knows rewards only
         for step in sorted({*range(every, steps, every), steps}):
@@ -157,7 +157,7 @@ def score_kept(studies: Sequence[Study]) -> list[str]:
         one.prepare()
         for record, model, suffix in kept(one):
             name = f"{one.name}: {record['variant']}, seed {record['seed']}, further test images"
-            with alone(study.ROOT / "claims" / f"{slug(name)}.lock", wait=False) as is_ours:
+            with alone(runs.ROOT / "claims" / f"{slug(name)}.lock", wait=False) as is_ours:
                 if (
                     not is_ours
                     or not model.exists()
@@ -205,7 +205,7 @@ def evaluate(one: Study, model: Path, data: str, output: Path) -> None:
     log = output.with_suffix(".log")
     arguments = ["--checkpoint", str(model), "--data", data, "--backend", "hf"]
     arguments += ["--config", one.config, "--output", str(output)]
-    if study.run_to_end([sys.executable, "-m", "tools.evaluate", *arguments, "--batch-size", "128"], log):
+    if runs.run_to_end([sys.executable, "-m", "tools.evaluate", *arguments, "--batch-size", "128"], log):
         raise RunFailed(f"tools.evaluate; the end of {log}:\n" + log.read_text()[-2000:])
 
 

@@ -16,7 +16,7 @@ from studies.arms import (
     tests_and_tuned,
     tuned,
 )
-from studies.study_report import Record, interval, last, runs_of, spread, table
+from studies.tables import Record, interval, last, runs_of, spread, table
 
 START = "start model"
 NEEDED, MIN_SEEDS = 2, 5

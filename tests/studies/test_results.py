@@ -43,7 +43,7 @@ from studies.partial import (
     cast_study,
     faint_study,
 )
-from studies.study import RM
+from studies.runs import RM
 from studies.taught import DISTILLED, TAUGHT
 from tools.evaluate import PlainEngine
 from tools.make_demo import build_start_model, make_dataset
@@ -602,7 +602,7 @@ def test_equal_seconds_are_not_those_of_a_time_at_which_all_test_runs_were_slowe
 def test_a_record_names_the_revision_that_its_run_began_with(tmp_path, monkeypatch):
     own_files(tmp_path, monkeypatch)
     revisions = ["old"]
-    monkeypatch.setattr(results.study, "revision", lambda: revisions[-1])
+    monkeypatch.setattr(results.runs, "revision", lambda: revisions[-1])
 
     def run_learner(job, steps):
         revisions.append("new")
@@ -630,8 +630,8 @@ def test_a_failed_run_is_tried_once_and_a_limit_ends_the_rest(tmp_path, monkeypa
 
 
 def own_files(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(results.study, "RECORDS", tmp_path / "results.json")
-    monkeypatch.setattr(results.study, "ROOT", tmp_path)
+    monkeypatch.setattr(results.runs, "RECORDS", tmp_path / "results.json")
+    monkeypatch.setattr(results.runs, "ROOT", tmp_path)
 
 
 def test_processes_side_by_side_make_each_run_once(tmp_path, monkeypatch):

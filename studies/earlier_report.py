@@ -1,17 +1,9 @@
-"""Write docs/results_earlier.md from the records of `studies/study.py`. Pure functions.
-
-A record is one finished run: `task`, `variant`, `seed`, `overrides` (the variant's settings, by dotted key), `steps`,
-`seconds` (by part, as in `finished.json`), `step_seconds` (of one undisturbed step), `rollout_f1` (of rollouts on
-training images, mean over the run), `scores` (by evaluated step), `further` (see `further.py`) and `revision`.
-"""
+"""Write docs/results_earlier.md from the records of `studies/earlier.py`. Pure functions."""
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from scipy.stats import ttest_ind
-
-Record = dict[str, Any]
+from studies.tables import Record, interval, last, runs_of, spread, table
 
 TEACHER_FORCED = "custom.extra.rollout_matching.teacher_forced_ratio"
 SUPERVISED = "supervised"
@@ -34,8 +26,8 @@ INTRODUCTION = """# Earlier results: stage 2 against plain supervised training
 
 Records of two fully annotated tasks, where theory expects no gain. The current studies are in results.md.
 
-Written by `python -m studies.study --report` from `docs/results.json`, which `python -m studies.study` fills. Nothing
-was selected: every finished run counts, with the scores of its last step, not of its best.
+Written by `python -m studies.earlier --report` from `docs/results.json`, which `python -m studies.earlier` fills.
+Nothing was selected: every finished run counts, with the scores of its last step, not of its best.
 
 **Method.** The learner (`train_stage2.py`, one rank) runs next to a real rollout server, both on CPU with one thread
 each; DoRA in float32, 32 samples per optimizer step, the settings of `configs/demo/stage2.yaml`. All runs of a task
@@ -92,11 +84,7 @@ def text_of(records: Sequence[Record], missing: Mapping[str, Sequence[int]]) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# statistics
-
-
-def runs_of(records: Sequence[Record], task: str, variant: str) -> list[Record]:
-    return [record for record in records if (record["task"], record["variant"]) == (task, variant)]
+# what the tables compare
 
 
 def variants_of(records: Sequence[Record], task: str, learning_rates: bool = False) -> list[str]:
@@ -115,25 +103,6 @@ def quiet_step_seconds(runs: Sequence[Record]) -> float:
     return sum(min(run["step_seconds"][part] for run in runs) for part in parts)
 
 
-def last(records: Sequence[Record], metric: str) -> list[float]:
-    """Return a metric after the last step of each run."""
-    return [record["scores"][max(record["scores"], key=int)][metric] for record in records]
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Return `mean ± standard deviation`; of a single value, only the mean."""
-    shown = f"{statistics.fmean(values):.{digits}f}"
-    return shown if len(values) < 2 else f"{shown} ± {statistics.stdev(values):.{digits}f}"
-
-
-def interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the difference of means (Welch's t); None if a side has one value."""
-    if min(len(ours), len(theirs)) < 2:
-        return None
-    bounds = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
-    return float(bounds.low), float(bounds.high)
-
-
 def compare(records: Sequence[Record], task: str, variant: str, other: str) -> str:
     """Return `better`, `worse` or `same` (no difference shown) by F1; empty if seeds are missing."""
     bounds = interval(*(last(runs_of(records, task, name), "f1") for name in (variant, other)))
@@ -144,11 +113,6 @@ def compare(records: Sequence[Record], task: str, variant: str, other: str) -> s
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tables
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def score_table(records: Sequence[Record], task: str) -> str:
@@ -243,7 +207,7 @@ def learning_rates(records: Sequence[Record]) -> str:
 def not_run(missing: Mapping[str, Sequence[int]]) -> str:
     if not missing:
         return ""
-    about = "## Not run yet\n\n`python -m studies.study` would continue with:\n\n"
+    about = "## Not run yet\n\n`python -m studies.earlier` would continue with:\n\n"
     return about + "".join(f"- {name}: seeds {', '.join(map(str, seeds))}\n" for name, seeds in missing.items())
 
 

@@ -1,31 +1,23 @@
-"""The study: its runs, how it resumes, and that its report agrees with the records."""
+"""The earlier study: its runs, how it resumes, and that its report agrees with the records."""
 
 import json
-import math
-import os
-import signal
-import statistics
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
-from scipy.stats import t as student
 
-from studies import study, study_report
-from studies.study import ABLATIONS, HARD_ONLY, LEARNING_RATES, LONGER, MAIN, RM, SEEDS, TASKS, VARIANTS, Job, warm_up
-from studies.study_report import BOTH, EQUAL_SECONDS, PLAIN, SUPERVISED
-from tools.cached import cached
-from tools.warmup_sft import load_warmup_config
+from studies import earlier, earlier_report, runs
+from studies.earlier import ABLATIONS, HARD_ONLY, LEARNING_RATES, LONGER, MAIN, SEEDS, TASKS, VARIANTS, Job
+from studies.earlier_report import BOTH, EQUAL_SECONDS, PLAIN, SUPERVISED
+from studies.runs import RM
 from utils.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 
 
 def record(task: str, variant: str, seed: int, f1: float, **changes) -> dict:
-    scores = dict.fromkeys(study_report.COLUMNS, 0.5)
+    scores = dict.fromkeys(earlier_report.COLUMNS, 0.5)
     return {
         "task": task,
         "variant": variant,
@@ -52,7 +44,7 @@ def test_every_variant_is_a_valid_config_that_differs_from_the_task_only_as_it_s
     for task in TASKS:
         base = load_config(task.config).model_dump()
         for number, overrides in enumerate(VARIANTS.values()):
-            cfg = load_config(study.write_config(task, tmp_path / task.name / str(number), overrides)).model_dump()
+            cfg = load_config(runs.write_config(task, tmp_path / task.name / str(number), overrides)).model_dump()
             for path, value in (overrides | {"training.output_dir": str(tmp_path / task.name / str(number))}).items():
                 *parents, last = path.split(".")
                 ours, theirs = cfg, base
@@ -85,7 +77,7 @@ def test_all_tasks_have_the_demos_global_batch():
 
 
 def test_the_plan_has_each_run_once_and_the_main_comparison_on_both_tasks_first():
-    jobs = study.all_jobs()
+    jobs = earlier.all_jobs()
     both_tasks = 3 * len(MAIN | LONGER | ABLATIONS)
     assert len(set(jobs)) == len(jobs) == 2 * both_tasks + 3 * len(HARD_ONLY) + len(LEARNING_RATES)
     main = jobs[: 2 * 3 * len(MAIN)]
@@ -96,36 +88,28 @@ def test_the_plan_has_each_run_once_and_the_main_comparison_on_both_tasks_first(
 
 def test_a_finished_run_is_found_unless_its_settings_have_changed():
     done = [record("demo", PLAIN, 1, 0.5), record("demo", BOTH, 1, 0.5, overrides={})]
-    assert study.find(done, Job(TASKS[0], PLAIN, 1)) is done[0]
-    assert study.find(done, Job(TASKS[0], PLAIN, 2)) is None
-    assert study.find(done, Job(TASKS[1], PLAIN, 1)) is None
-    assert study.find(done, Job(TASKS[0], BOTH, 1)) is None  # other settings by that name
+    assert earlier.find(done, Job(TASKS[0], PLAIN, 1)) is done[0]
+    assert earlier.find(done, Job(TASKS[0], PLAIN, 2)) is None
+    assert earlier.find(done, Job(TASKS[1], PLAIN, 1)) is None
+    assert earlier.find(done, Job(TASKS[0], BOTH, 1)) is None  # other settings by that name
 
 
 def test_what_was_not_run_is_named_with_its_seeds():
     done = [record("demo", PLAIN, seed, 0.5) for seed in (1, 3)]
-    missing = study.missing(done)
+    missing = earlier.missing(done)
     assert missing["demo: stage 2"] == [2] and missing["hard: stage 2"] == [1, 2, 3]
-    assert sum(map(len, missing.values())) == len(study.all_jobs()) - 2
-    text = study_report.text_of(records(supervised=(0.5,)), {"demo: stage 2": [2, 3]})
+    assert sum(map(len, missing.values())) == len(earlier.all_jobs()) - 2
+    text = earlier_report.text_of(records(supervised=(0.5,)), {"demo: stage 2": [2, 3]})
     assert "## Not run yet" in text and "- demo: stage 2: seeds 2, 3\n" in text
-
-
-def test_store_adds_a_record_or_replaces_that_of_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "RECORDS", tmp_path / "results.json")
-    assert study.load_records() == []
-    for entry in (record("demo", PLAIN, 1, 0.5), record("demo", PLAIN, 2, 0.6), record("demo", PLAIN, 1, 0.7)):
-        study.store(entry)
-    assert [(r["seed"], r["scores"]["80"]["f1"]) for r in study.load_records()] == [(2, 0.6), (1, 0.7)]
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its_servers(tmp_path, monkeypatch):
     """Learner and server are fakes: the test is about the order and the skipping."""
-    monkeypatch.setattr(study, "RECORDS", tmp_path / "results.json")
-    runs = [(TASKS[0], PLAIN, 1), (TASKS[0], BOTH, 1), (TASKS[1], PLAIN, 1), (TASKS[1], PLAIN, 2), (TASKS[1], BOTH, 3)]
-    jobs = [Job(*run) for run in runs]
-    monkeypatch.setattr(study, "prepare", lambda task: calls.append(f"prepare {task.name}"))
+    monkeypatch.setattr(runs, "RECORDS", tmp_path / "results.json")
+    first, second = TASKS
+    wanted = [(first, PLAIN, 1), (first, BOTH, 1), (second, PLAIN, 1), (second, PLAIN, 2), (second, BOTH, 3)]
+    jobs = [Job(*run) for run in wanted]
+    monkeypatch.setattr(earlier, "prepare", lambda task: calls.append(f"prepare {task.name}"))
     calls = []
 
     class FakeServer:
@@ -141,14 +125,14 @@ def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its
         assert server.process.poll() is None and server.task == job.task
         calls.append((job.task.name, job.seed, steps))
         if job.seed == 2:
-            raise study.RunFailed("boom")
+            raise runs.RunFailed("boom")
         return record(job.task.name, job.variant, job.seed, 0.5)
 
-    monkeypatch.setattr(study, "Server", FakeServer)
-    monkeypatch.setattr(study, "run_learner", run_learner)
-    study.store(record("demo", PLAIN, 1, 0.5))
+    monkeypatch.setattr(earlier, "Server", FakeServer)
+    monkeypatch.setattr(earlier, "run_learner", run_learner)
+    runs.store(record("demo", PLAIN, 1, 0.5))
     with pytest.raises(SystemExit, match="failed: hard: stage 2, seed 2"):
-        study.run_all(jobs)
+        earlier.run_all(jobs)
     steps = {task.name: load_config(task.config).training.max_steps for task in TASKS}
     assert calls == [
         "prepare demo",
@@ -162,28 +146,28 @@ def test_run_all_makes_only_what_is_missing_goes_on_after_a_failure_and_ends_its
         ("hard", 3, steps["hard"]),
         "close hard",
     ]
-    assert all("revision" in entry for entry in study.load_records()[1:])
+    assert all("revision" in entry for entry in runs.load_records()[1:])
 
 
 def test_equal_seconds_has_as_many_steps_as_fit_and_keeps_them():
     job = Job(TASKS[0], EQUAL_SECONDS, 1)
     # a supervised step takes 1.25 s (sync and rollout do not count), one of stage 2 takes 3 s
     done = records(supervised=(0.5,), both=(0.5,))
-    assert study.num_steps(job, done) == round(80 * 3 / 1.25)
-    assert study.num_steps(job, [*done, record("demo", EQUAL_SECONDS, 2, 0.5, steps=123)]) == 123
-    assert study.num_steps(Job(TASKS[0], PLAIN, 1), done) == 80
+    assert earlier.num_steps(job, done) == round(80 * 3 / 1.25)
+    assert earlier.num_steps(job, [*done, record("demo", EQUAL_SECONDS, 2, 0.5, steps=123)]) == 123
+    assert earlier.num_steps(Job(TASKS[0], PLAIN, 1), done) == 80
 
 
 def test_a_half_supervised_run_counts_its_rollouts():
     mixed = record("demo", "mix: half supervised, + both", 1, 0.5)
     assert mixed["overrides"][RM + "teacher_forced_ratio"] == 0.5
-    assert study_report.quiet_step_seconds([mixed]) == 3.0
+    assert earlier_report.quiet_step_seconds([mixed]) == 3.0
 
 
 def test_the_quickest_seed_counts_for_each_part_of_a_step():
     quick_rollout = {"rollout": 1.0, "sync": 0.25, "prepare": 0.25, "train": 9.0}
-    runs = [record("demo", PLAIN, 1, 0.5), record("demo", PLAIN, 2, 0.5, step_seconds=quick_rollout)]
-    assert study_report.quiet_step_seconds(runs) == 2.5
+    done = [record("demo", PLAIN, 1, 0.5), record("demo", PLAIN, 2, 0.5, step_seconds=quick_rollout)]
+    assert earlier_report.quiet_step_seconds(done) == 2.5
 
 
 def test_scores_are_read_from_an_evaluation_and_repeats_are_counted(tmp_path):
@@ -194,7 +178,7 @@ def test_scores_are_read_from_an_evaluation_and_repeats_are_counted(tmp_path):
     lines = [json.dumps({"gt": [], "pred": answer}) + "\n" for answer in answers]
     (tmp_path / "step_000080.jsonl").write_text("".join(lines))
     expected = kept | {"f1": 0.12346, "objects": 1.5, "duplicates": 0.5}
-    assert study.read_scores(tmp_path / "step_000080.json") == expected
+    assert earlier.read_scores(tmp_path / "step_000080.json") == expected
 
 
 def test_curves_give_the_lowest_tenth_of_seconds_and_the_mean_f1_of_rollouts(tmp_path):
@@ -206,58 +190,15 @@ def test_curves_give_the_lowest_tenth_of_seconds_and_the_mean_f1_of_rollouts(tmp
             writer.add_scalar("rollout/f1", 0.5 + 0.01 * step, step)
             for part in parts:
                 writer.add_scalar(f"seconds/{part}", seconds, step)
-    assert study.read_curves(tmp_path) == {"step_seconds": dict.fromkeys(parts, 2.0), "rollout_f1": 0.55}
-
-
-def test_a_run_that_is_cut_short_ends_its_learner(tmp_path):
-    log = tmp_path / "log"
-
-    def cut_short(*_):
-        raise KeyboardInterrupt
-
-    def send_signal():
-        deadline = time.monotonic() + 60
-        while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.2)  # `Popen` has returned
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-
-    previous = signal.signal(signal.SIGALRM, cut_short)
-    sender = threading.Thread(target=send_signal)
-    sender.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            study.run_to_end([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(600)"], log)
-    finally:
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that comes too late
-        sender.join()
-        signal.signal(signal.SIGALRM, previous)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(log.read_text()), 0)
+    assert earlier.read_curves(tmp_path) == {"step_seconds": dict.fromkeys(parts, 2.0), "rollout_f1": 0.55}
 
 
 # ---- what the report says -------------------------------------------------------------------------------------------
 
 
-def test_spread_and_interval_against_welchs_formula():
-    ours, theirs = [0.60, 0.62, 0.67], [0.50, 0.55, 0.51]
-    assert study_report.spread(ours) == "0.630 ± 0.036"
-    assert study_report.spread([0.5]) == "0.500"
-    a, b = statistics.variance(ours) / 3, statistics.variance(theirs) / 3
-    freedom = (a + b) ** 2 / (a**2 / 2 + b**2 / 2)
-    half = student.ppf(0.975, freedom) * math.sqrt(a + b)
-    delta = statistics.fmean(ours) - statistics.fmean(theirs)
-    assert study_report.interval(ours, theirs) == pytest.approx((delta - half, delta + half))
-    assert study_report.interval([0.5], theirs) is None
-
-
-def test_the_last_step_counts_by_number_not_by_spelling():
-    assert study_report.last([record("demo", PLAIN, 1, 0.7)], "f1") == [0.7]  # "9" sorts after "80" as text
-
-
 def test_the_report_says_so_when_nothing_beats_supervised_training():
     done = records(supervised=(0.60, 0.61, 0.62), plain=(0.60, 0.61, 0.61), longer=(0.7, 0.7, 0.71))
-    text = study_report.text_of(done, {})
+    text = earlier_report.text_of(done, {})
     assert "**Nothing here is shown to beat plain supervised training**" in text
     assert "| supervised | 3 | 80 | 100 | 0.610 ± 0.010 |" in text
     assert "| 0.500 ± 0.000 | 0.625 ± 0.000 |" in text and "| 0.500 ± 0.000 |  |" in text  # rollouts: stage 2 only
@@ -267,7 +208,7 @@ def test_the_report_says_so_when_nothing_beats_supervised_training():
 
 def test_the_report_names_what_wins_and_at_what_price():
     done = records(supervised=(0.60, 0.61, 0.62), plain=(0.70, 0.71, 0.72), longer=(0.7, 0.72, 0.71))
-    text = study_report.text_of(done, {})
+    text = earlier_report.text_of(done, {})
     assert (
         "**What beats plain supervised training:** at equal steps *stage 2* on demo; at equal seconds nothing." in text
     )
@@ -275,12 +216,12 @@ def test_the_report_names_what_wins_and_at_what_price():
 
 
 def test_the_report_says_so_when_training_did_not_help_at_all():
-    assert "No variant improves" in study_report.text_of(records(supervised=(0.3, 0.31), both=(0.35, 0.34)), {})
-    assert "No variant improves" not in study_report.text_of(records(supervised=(0.3, 0.31), both=(0.45, 0.44)), {})
+    assert "No variant improves" in earlier_report.text_of(records(supervised=(0.3, 0.31), both=(0.35, 0.34)), {})
+    assert "No variant improves" not in earlier_report.text_of(records(supervised=(0.3, 0.31), both=(0.45, 0.44)), {})
 
 
 def test_one_seed_proves_nothing():
-    text = study_report.text_of(records(supervised=(0.5,), plain=(0.9,)), {})
+    text = earlier_report.text_of(records(supervised=(0.5,), plain=(0.9,)), {})
     assert "+0.400 (one seed)" in text and "**Too few seeds" in text
 
 
@@ -294,15 +235,15 @@ def test_one_seed_proves_nothing():
 )
 def test_the_defaults_follow_the_evidence_of_both_tasks(hard, says):
     same = {"supervised": (0.5, 0.52, 0.51), "plain": (0.5, 0.52, 0.51)}
-    text = study_report.text_of(records(**same, both=(0.8, 0.81, 0.8)) + records("hard", **same, both=hard), {})
+    text = earlier_report.text_of(records(**same, both=(0.8, 0.81, 0.8)) + records("hard", **same, both=hard), {})
     assert says in text
 
 
 def test_warm_up_and_learning_rates_have_tables_of_their_own():
     rates = next(iter(LEARNING_RATES))
-    curve = record("hard", study_report.WARM_UP, 0, 0.4321)
+    curve = record("hard", earlier_report.WARM_UP, 0, 0.4321)
     done = [*records(supervised=(0.5,)), *records("hard", supervised=(0.5,)), record("demo", rates, 1, 0.61), curve]
-    text = study_report.text_of(done, {})
+    text = earlier_report.text_of(done, {})
     assert f"| demo | {rates} | 0.610 | 0.500 |" in text
     assert "| F1 | 0.400 | 0.450 | 0.432 |" in text
     assert f"| {rates} |" not in text.split("## Learning rates")[0]
@@ -310,42 +251,4 @@ def test_warm_up_and_learning_rates_have_tables_of_their_own():
 
 def test_the_shipped_report_is_what_the_shipped_records_say():
     written = json.loads((ROOT / "docs/results.json").read_text())
-    assert (ROOT / "docs/results_earlier.md").read_text() == study_report.text_of(written, study.missing(written))
-
-
-def test_an_interrupted_start_model_goes_on_behind_its_last_round(tmp_path, monkeypatch):
-    """Each round starts from the one before; the best one stays; another setting begins anew."""
-    f1, started_from = iter((0.5, None, 0.7, 0.6)), []
-
-    def score(*_: object) -> dict[str, float]:
-        if (value := next(f1)) is None:
-            raise KeyboardInterrupt
-        return {"f1": value}
-
-    def save(parts: str, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)  # the round that was interrupted is there
-        (folder / "weights").write_text(folder.name)
-
-    monkeypatch.setattr(study, "load_samples", lambda *_: ([], None))
-    monkeypatch.setattr(study, "load_parts", lambda cfg: started_from.append((cfg.model, cfg.seed)))
-    monkeypatch.setattr(study, "train", lambda *_: None)
-    monkeypatch.setattr(study, "save", save)
-    monkeypatch.setattr(study, "greedy_scores", score)
-    cfg, folder = load_warmup_config(Path("studies/configs/crowd_warmup.yaml")), tmp_path / "model"
-
-    def make(settings: list[int]) -> None:
-        cached(folder, settings, "start model", lambda to: warm_up(to, cfg, Path("unread")), can_resume=True)
-
-    with pytest.raises(KeyboardInterrupt):
-        make([1])
-    assert started_from == [(cfg.model, 0), (str(folder / "round-0"), 1)]
-    make([1])
-    assert started_from[2:] == [(str(folder / "round-0"), 1), (str(folder / "round-1"), 2)]
-    assert (folder / "weights").read_text() == "round-1"
-    assert [point["f1"] for point in json.loads((folder / "curve.json").read_text())] == [0.5, 0.7, 0.6]
-    make([1])  # kept
-    assert len(started_from) == 4
-    f1 = iter((0.4, 0.4))
-    make([2])
-    assert started_from[4:] == [(cfg.model, 0), (str(folder / "round-0"), 1)]
-    assert (folder / "weights").read_text() == "round-0"
+    assert (ROOT / "docs/results_earlier.md").read_text() == earlier_report.text_of(written, earlier.missing(written))
