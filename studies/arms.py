@@ -10,16 +10,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from studies.runs import RM
 from studies.tables import Record, last, runs_of
 from utils.config.load import resolve_yaml
+from utils.config.schema import RM
 
 SEEDS = (1, 2, 3, 4, 5)
 TUNING_SEED = 0
 EMBED_SHARE = 0.1  # embed_lr, of the learning rate
 UNTUNED = " (rate of equal steps)"
 EQUAL_SECONDS = ", equal seconds"
-KL = RM + "losses.reference_kl"
+KL = f"{RM}.losses.reference_kl"
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from studies import crowd_data, dense_data
 from studies.arms import Arm, Study
 from studies.crowd_data import Crowds
 from studies.new_class import grpo
-from studies.runs import RM
+from utils.config.schema import RM
 
-TARGETS = RM + "targets."
-SFT = Arm("SFT", overrides={RM + "teacher_forced_ratio": 1.0}, is_rival=True, scores_start=True)
+SFT = Arm("SFT", overrides={f"{RM}.teacher_forced_ratio": 1.0}, is_rival=True, scores_start=True)
 STAGE2 = Arm("stage 2", is_on_policy=True)
 REDIRECT = Arm(
     "stage 2, redirect",
-    overrides={TARGETS + "unmatched": "redirect", TARGETS + "place": "end"},
+    overrides={f"{RM}.targets.unmatched": "redirect", f"{RM}.targets.place": "end"},
     is_on_policy=True,
 )
 METHOD = """The photographs of the package `deepforest` 2.1.0 (MIT): 951 boxed trees in four images of three sites.
@@ -64,7 +63,7 @@ images, and recall stayed at 0.77, since answers go from top to bottom. *Equal s
 """
 
 
-def study(
+def dense_study(
     name: str,
     title: str,
     method: str,
@@ -104,7 +103,7 @@ def study(
 
 
 def of_crowds(crowds: Crowds, title: str, method: str) -> Study:
-    return study(
+    return dense_study(
         crowds.name,
         title,
         method,
@@ -116,7 +115,7 @@ def of_crowds(crowds: Crowds, title: str, method: str) -> Study:
     )
 
 
-DENSE = study(
+DENSE = dense_study(
     "dense", "Dense, real images", METHOD, dense_data.ROOT, dense_data.VERSION, dense_data.prepare, dense_data.NUM_TRAIN
 )
 CROWD = of_crowds(crowd_data.CROWD, "Dense, crowds of shapes", CROWD_METHOD)

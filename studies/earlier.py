@@ -26,16 +26,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from studies.earlier_report import (
     BOTH,
-    DUPLICATE_IOU,
     EQUAL_SECONDS,
     PLAIN,
+    STUDY_DUPLICATE_IOU,
     SUPERVISED,
     WARM_UP,
     quiet_step_seconds,
     text_of,
 )
 from studies.runs import (
-    RM,
     ROOT,
     RunFailed,
     Task,
@@ -55,6 +54,7 @@ from tools.demo import ENVIRONMENT
 from tools.report_answers import objects_of
 from tools.warmup_sft import load_warmup_config
 from utils.config.load import resolve_yaml
+from utils.config.schema import RM
 from utils.scores import count_duplicates
 
 REPORT = Path("docs/results_earlier.md")
@@ -66,8 +66,8 @@ SEEDS = (1, 2, 3)
 
 TASKS = (Task("demo", "studies/configs/demo.yaml"), Task("hard", "studies/configs/hard.yaml"))
 
-TRIMMED_AND_STRUCTURED = {RM + "targets.supervise_structure": True, RM + "targets.unmatched": "trim"}
-FORCED = {RM + "teacher_forced_ratio": 1.0}
+TRIMMED_AND_STRUCTURED = {f"{RM}.targets.supervise_structure": True, f"{RM}.targets.unmatched": "trim"}
+FORCED = {f"{RM}.teacher_forced_ratio": 1.0}
 # Variant -> its changes to the task's config. The number of steps of EQUAL_SECONDS follows from the runs of MAIN.
 MAIN: dict[str, dict[str, Any]] = {
     SUPERVISED: FORCED,
@@ -76,14 +76,14 @@ MAIN: dict[str, dict[str, Any]] = {
 LONGER = {EQUAL_SECONDS: FORCED}
 ABLATIONS: dict[str, dict[str, Any]] = {
     PLAIN: {},
-    "stage 2 + structure": {RM + "targets.supervise_structure": True},
-    "stage 2 + trim": {RM + "targets.unmatched": "trim"},
-    "stage 2, label ignore": {RM + "matching.label": "ignore"},
+    "stage 2 + structure": {f"{RM}.targets.supervise_structure": True},
+    "stage 2 + trim": {f"{RM}.targets.unmatched": "trim"},
+    "stage 2, label ignore": {f"{RM}.matching.label": "ignore"},
 }
 # Only for task "hard", whose start model makes almost no mistakes in greedy answers on its training images.
 HARD_ONLY: dict[str, dict[str, Any]] = {
-    "sampled, + both": TRIMMED_AND_STRUCTURED | {RM + "decoding.temperature": 1.0},
-    "mix: half supervised, + both": TRIMMED_AND_STRUCTURED | {RM + "teacher_forced_ratio": 0.5},
+    "sampled, + both": TRIMMED_AND_STRUCTURED | {f"{RM}.decoding.temperature": 1.0},
+    "mix: half supervised, + both": TRIMMED_AND_STRUCTURED | {f"{RM}.teacher_forced_ratio": 0.5},
 }
 # One seed each: is the common learning rate fair to both sides?
 LEARNING_RATES: dict[str, dict[str, Any]] = {
@@ -210,7 +210,7 @@ class Server:
         self.task = task
         port, group_port = demo.free_ports(2)
         url = f"http://127.0.0.1:{port}"
-        self.address = {RM + "vllm.server.servers": [{"base_url": url, "group_port": group_port}]}
+        self.address = {f"{RM}.vllm.server.servers": [{"base_url": url, "group_port": group_port}]}
         folder = ROOT / task.name / "server"
         config = write_config(task, folder, self.address)
         self.process = demo.start_server(str(config), ENVIRONMENT, folder / "server.log")
@@ -258,7 +258,7 @@ def read_scores(path: Path) -> dict[str, float]:
     result = {key: json.loads(path.read_text())[key] for key in kept}
     answers = [objects_of(json.loads(line)["pred"]) for line in path.with_suffix(".jsonl").open()]
     result["objects"] = statistics.fmean(map(len, answers))
-    result["duplicates"] = statistics.fmean(count_duplicates(objects, DUPLICATE_IOU) for objects in answers)
+    result["duplicates"] = statistics.fmean(count_duplicates(objects, STUDY_DUPLICATE_IOU) for objects in answers)
     return {key: round(value, 5) for key, value in result.items()}
 
 

@@ -4,14 +4,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from studies.tables import Record, interval, last, runs_of, spread, table
+from utils.config.schema import RM
 
-TEACHER_FORCED = "custom.extra.rollout_matching.teacher_forced_ratio"
+TEACHER_FORCED = f"{RM}.teacher_forced_ratio"
 SUPERVISED = "supervised"
 EQUAL_SECONDS = "supervised, equal seconds"
 PLAIN = "stage 2"
 BOTH = "stage 2 + both"
 WARM_UP = "warm-up"
-DUPLICATE_IOU = 0.5  # objects of these scenes never overlap: two predictions this close are the same object
+STUDY_DUPLICATE_IOU = 0.5  # objects of these scenes never overlap: two predictions this close are the same object
 
 COLUMNS = {
     "f1": "F1",
@@ -76,7 +77,7 @@ little to correct.
 def text_of(records: Sequence[Record], missing: Mapping[str, Sequence[int]]) -> str:
     """Return docs/results_earlier.md. `missing`: planned runs without a record, as `task: variant` and their seeds."""
     tasks = [task for task in ABOUT if runs_of(records, task, SUPERVISED)]
-    parts = [INTRODUCTION.format(duplicate_iou=DUPLICATE_IOU), "## What was found\n", findings(records, tasks)]
+    parts = [INTRODUCTION.format(duplicate_iou=STUDY_DUPLICATE_IOU), "## What was found\n", findings(records, tasks)]
     for task in tasks:
         parts += [ABOUT[task], warm_up(records, task), score_table(records, task), difference_table(records, task)]
         parts += [option_table(records, task), curve_table(records, task)]

@@ -29,7 +29,7 @@ for twice the steps, supervised training gains, too. *GRPO by object* is to be m
 """
 
 
-def study(name: str, title: str, method: str) -> Study:
+def forgetting_study(name: str, title: str, method: str) -> Study:
     config = f"studies/configs/{name}_grpo.yaml"
     by_object, by_answer = grpo("object", config), grpo("answer", config)
     return Study(
@@ -58,5 +58,5 @@ def study(name: str, title: str, method: str) -> Study:
     )
 
 
-FORGETTING = study("forgetting", "Forgetting", METHOD)
-LONG = study("forgetting_long", "Forgetting, twice the steps", LONG_METHOD)
+FORGETTING = forgetting_study("forgetting", "Forgetting", METHOD)
+LONG = forgetting_study("forgetting_long", "Forgetting, twice the steps", LONG_METHOD)

@@ -9,9 +9,9 @@ from typing import Any
 
 from studies.arms import KL, Arm, Study
 from studies.new_class_data import MATERIALS, NEW_LABELS, SPLITS, prepare
-from studies.runs import RM
+from utils.config.schema import RM
 
-FORCED: dict[str, Any] = {RM + "teacher_forced_ratio": 1.0, KL: 0.0}
+FORCED: dict[str, Any] = {f"{RM}.teacher_forced_ratio": 1.0, KL: 0.0}
 SFT = Arm("SFT", overrides=FORCED, is_rival=True, scores_start=True)
 PSEUDO = Arm(
     "SFT + pseudo-labels", "pseudo/train.jsonl", FORCED, is_rival=True, labels="start model", only_annotated=False
@@ -71,7 +71,7 @@ It learns missed pseudo-labels, too, and what the policy sees besides stays neut
 """
 
 
-def study(name: str, title: str, method: str, arms: tuple[Arm, ...], clock: Arm) -> Study:
+def new_class_study(name: str, title: str, method: str, arms: tuple[Arm, ...], clock: Arm) -> Study:
     material = MATERIALS[name]
     config = f"studies/configs/{name}_grpo.yaml"
     return Study(
@@ -93,7 +93,7 @@ def study(name: str, title: str, method: str, arms: tuple[Arm, ...], clock: Arm)
     )
 
 
-NEW_CLASS = study("new_class", "New class", METHOD, ARMS, STAGE2)
+NEW_CLASS = new_class_study("new_class", "New class", METHOD, ARMS, STAGE2)
 REPLAY = replace(
     NEW_CLASS,
     name="new_class_replay",
@@ -102,4 +102,6 @@ REPLAY = replace(
     replay="replay/train.jsonl",
     tuned_on=NEW_CLASS,
 )
-SHIFTED = study("shifted", "New class, weak start model, shifted images", SHIFTED_METHOD, (ON_LABELS, *ARMS), ON_LABELS)
+SHIFTED = new_class_study(
+    "shifted", "New class, weak start model, shifted images", SHIFTED_METHOD, (ON_LABELS, *ARMS), ON_LABELS
+)

@@ -12,16 +12,16 @@ from studies.arms import KL, Arm, Study
 from studies.crowd_data import Crowds
 from studies.new_class import FORCED, OFFLINE, REFRESHED, grpo
 from studies.partial_data import ROOT, SPLITS, VERSION, prepare, prepare_further
-from studies.runs import RM
+from utils.config.schema import RM
 
 GRPO_CONFIG = "studies/configs/partial_grpo.yaml"
 
 
 def stage2(unmatched: str) -> Arm:
     """Return stage 2 with one of the ways to deal with unmatched predictions, without KL."""
-    overrides: dict[str, Any] = {RM + "targets.unmatched": unmatched, KL: 0.0}
+    overrides: dict[str, Any] = {f"{RM}.targets.unmatched": unmatched, KL: 0.0}
     if unmatched in ("trim", "keep", "redirect"):  # no prefix is rebuilt
-        overrides[RM + "targets.place"] = "end"
+        overrides[f"{RM}.targets.place"] = "end"
     return Arm(f"stage 2, {unmatched}", overrides=overrides, is_on_policy=True)
 
 
@@ -32,7 +32,7 @@ PROMPTED = Arm(
     "SFT, label set in the prompt", "data/train_prompted.jsonl", FORCED, is_rival=True, scored_as="_prompted"
 )
 STAGE2_KL = Arm("stage 2 + KL", has_kl=True, is_on_policy=True)
-OPEN_END: dict[str, Any] = {RM + "targets.supervise_closing": "complete"}
+OPEN_END: dict[str, Any] = {f"{RM}.targets.supervise_closing": "complete"}
 STAGE2_OPEN = Arm("stage 2 + KL, end unlearnt", overrides=OPEN_END, has_kl=True, is_on_policy=True)
 OFFLINE_OPEN = replace(OFFLINE, name="start model's answers + KL, end unlearnt", overrides=OPEN_END, is_rival=False)
 UNMATCHED = tuple(map(stage2, ("drop_duplicates", "keep", "trim", "redirect")))
@@ -105,7 +105,7 @@ further images decide.
 """
 
 
-def study(share: float, tuned_on: Study | None = None) -> Study:
+def share_study(share: float, tuned_on: Study | None = None) -> Study:
     """Return the study of a share of complete images."""
     left_out = {0.0: (COMPLETE,), 1.0: (COMPLETE, PSEUDO, PROMPTED)}.get(share, ())  # no images, or the same as SFT
     return Study(
@@ -176,10 +176,10 @@ def long_cast_study(crowds: Crowds) -> Study:
     )
 
 
-HALF = study(0.5)
+HALF = share_study(0.5)
 FAINT = faint_study(partial_data.FAINT, "Partial annotation, faint shapes", FAINT_METHOD)
 FAINTER = faint_study(partial_data.FAINTER, "Partial annotation, fainter shapes", FAINTER_METHOD)
-SHARES = (HALF, *(study(share, HALF) for share in (0.0, 0.25, 0.75, 1.0)))
+SHARES = (HALF, *(share_study(share, HALF) for share in (0.0, 0.25, 0.75, 1.0)))
 CAST = cast_study(partial_data.CAST, "Partial annotation, a colour cast", CAST_METHOD)
 CAST_LONG = long_cast_study(partial_data.CAST_LONG)
 PARTIAL = (*SHARES, FAINT, FAINTER, CAST, CAST_LONG)

@@ -53,7 +53,7 @@ def main() -> None:
     args = parser.parse_args()
     chosen = [STUDIES[args.study]] if args.study else list(STUDIES.values())
     if args.plan:
-        print("\n".join(job.name for one in chosen for job in missing(load_records(), one)))
+        print("\n".join(job.name for study in chosen for job in missing(load_records(), study)))
         return
     demo.exit_on_sigterm()
     failed = score_kept(chosen) if args.further else run_all(chosen, args.limit)
@@ -66,10 +66,10 @@ def write_report() -> None:
     """Rewrite docs/results.md and its plots from docs/results.json."""
     records = load_records()
     studies = list(STUDIES.values())
-    left = {one.name: num_left(records, one) for one in studies}
+    left = {study.name: num_left(records, study) for study in studies}
     ours = [(STUDIES[record["task"]], record) for record in records if record["task"] in STUDIES]
-    current = [as_shown for one, record in ours if (as_shown := shown(records, one, record))]
-    current += [own for one, own in ours if own["variant"] == START and own["material"] == one.material]
+    current = [as_shown for study, record in ours if (as_shown := shown(records, study, record))]
+    current += [own for study, own in ours if own["variant"] == START and own["material"] == study.material]
     REPORT.write_text(results_report.text_of(studies, current, left))
     for name, svg in results_report.plots(studies, current).items():
         (REPORT.parent / name).write_text(svg)
@@ -99,7 +99,7 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
 
 def claim_next(studies: Sequence[Study], failed: Sequence[str], stack: ExitStack) -> Job | None:
     """Return the most important missing run that no other process makes, claimed until `stack` is left."""
-    for job in (job for one in studies for job in missing(load_records(), one) if job.name not in failed):
+    for job in (job for study in studies for job in missing(load_records(), study) if job.name not in failed):
         is_ours = stack.enter_context(alone(runs.ROOT / "claims" / f"{slug(job.name)}.lock", wait=False))
         if is_ours and find(load_records(), job) is None:  # it may have been finished since
             return job
@@ -153,10 +153,10 @@ def merged(job: Job, step: int) -> Path:
 def score_kept(studies: Sequence[Study]) -> list[str]:
     """Score on the further test images what records lack that and still have a model; return the names that failed."""
     failed = []
-    for one in (one for one in studies if one.further):
-        one.prepare()
-        for record, model, suffix in kept(one):
-            name = f"{one.name}: {record['variant']}, seed {record['seed']}, further test images"
+    for study in (study for study in studies if study.further):
+        study.prepare()
+        for record, model, suffix in kept(study):
+            name = f"{study.name}: {record['variant']}, seed {record['seed']}, further test images"
             with alone(runs.ROOT / "claims" / f"{slug(name)}.lock", wait=False) as is_ours:
                 if (
                     not is_ours
@@ -172,7 +172,7 @@ def score_kept(studies: Sequence[Study]) -> list[str]:
                 try:
                     store(
                         record
-                        | {"further": score_further(one, model, suffix, one.root / "further_scores" / slug(name))}
+                        | {"further": score_further(study, model, suffix, study.root / "further_scores" / slug(name))}
                     )
                 except RunFailed as error:
                     print(f"FAILED {name}: {error}", flush=True)
@@ -180,31 +180,31 @@ def score_kept(studies: Sequence[Study]) -> list[str]:
     return failed
 
 
-def kept(one: Study) -> Iterator[tuple[Record, Path, str]]:
+def kept(study: Study) -> Iterator[tuple[Record, Path, str]]:
     """Yield the records of the start model and of test runs, each with its model and its arm's `scored_as`."""
     records = load_records()
-    start = {"task": one.name, "variant": START, "seed": TUNING_SEED, "overrides": {}, "material": one.material}
-    yield start | {"scores": {}}, Path(resolve_yaml(one.config)[0]["model"]["path"]), ""
-    for arm in one.arms:
-        for job in planned(records, one, arm):
+    start = {"task": study.name, "variant": START, "seed": TUNING_SEED, "overrides": {}, "material": study.material}
+    yield start | {"scores": {}}, Path(resolve_yaml(study.config)[0]["model"]["path"]), ""
+    for arm in study.arms:
+        for job in planned(records, study, arm):
             if not job.is_tuning and (record := find(records, job)):
                 yield record, merged(job, record["steps"]), arm.scored_as
 
 
-def score_further(one: Study, model: Path, suffix: str, output: Path) -> dict[str, Any]:
+def score_further(study: Study, model: Path, suffix: str, output: Path) -> dict[str, Any]:
     """Return a record's `further`; the answers stay in `output.jsonl`."""
-    assert one.further is not None
+    assert study.further is not None
     scores = output.with_name(f"{output.name}.json")
     scores.parent.mkdir(parents=True, exist_ok=True)
-    evaluate(one, model, str(one.further() / f"test{suffix}.jsonl"), scores)
+    evaluate(study, model, str(study.further() / f"test{suffix}.jsonl"), scores)
     return further.count_parts(scores.with_suffix(".jsonl"))
 
 
-def evaluate(one: Study, model: Path, data: str, output: Path) -> None:
+def evaluate(study: Study, model: Path, data: str, output: Path) -> None:
     """Score a model as the runs that score themselves do."""
     log = output.with_suffix(".log")
     arguments = ["--checkpoint", str(model), "--data", data, "--backend", "hf"]
-    arguments += ["--config", one.config, "--output", str(output)]
+    arguments += ["--config", study.config, "--output", str(output)]
     if runs.run_to_end([sys.executable, "-m", "tools.evaluate", *arguments, "--batch-size", "128"], log):
         raise RunFailed(f"tools.evaluate; the end of {log}:\n" + log.read_text()[-2000:])
 

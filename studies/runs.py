@@ -28,7 +28,6 @@ from utils.scores import count_sample, scores
 
 RECORDS = Path("docs/results.json")
 ROOT = Path("runs/study")
-RM = "custom.extra.rollout_matching."
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import pytest
 from studies import earlier, earlier_report, runs
 from studies.earlier import ABLATIONS, HARD_ONLY, LEARNING_RATES, LONGER, MAIN, SEEDS, TASKS, VARIANTS, Job
 from studies.earlier_report import BOTH, EQUAL_SECONDS, PLAIN, SUPERVISED
-from studies.runs import RM
 from utils.config.load import load_config
+from utils.config.schema import RM
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,7 +160,7 @@ def test_equal_seconds_has_as_many_steps_as_fit_and_keeps_them():
 
 def test_a_half_supervised_run_counts_its_rollouts():
     mixed = record("demo", "mix: half supervised, + both", 1, 0.5)
-    assert mixed["overrides"][RM + "teacher_forced_ratio"] == 0.5
+    assert mixed["overrides"][f"{RM}.teacher_forced_ratio"] == 0.5
     assert earlier_report.quiet_step_seconds([mixed]) == 3.0
 
 

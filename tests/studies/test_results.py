@@ -43,12 +43,12 @@ from studies.partial import (
     cast_study,
     faint_study,
 )
-from studies.runs import RM
 from studies.taught import DISTILLED, TAUGHT
 from tools.evaluate import PlainEngine
 from tools.make_demo import build_start_model, make_dataset
 from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import load_config
+from utils.config.schema import RM
 from utils.data.encoding import encode_prompt, load_processor
 from utils.data.samples import Sample, load_samples
 from utils.dist import Ranks
@@ -372,7 +372,7 @@ def test_pictures_with_a_colour_cast_are_annotated_for_one_class_shown_or_not(tm
         "SFT",
         "SFT, label set in the prompt",
     ]
-    open_end = RM + "targets.supervise_closing"
+    open_end = f"{RM}.targets.supervise_closing"
     assert [name for name, arm in by_name.items() if arm.overrides.get(open_end) == "complete"] == [
         "stage 2 + KL, end unlearnt",
         "start model's answers + KL, end unlearnt",
@@ -920,7 +920,7 @@ def test_a_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypatch, s
     new_class_data.prepare(material)
     assert (material.root / "pseudo/train.jsonl").exists()
     teacher = {"model.reference_path": str(material.root / "model")} if study is TAUGHT else {}
-    own = {RM + "max_new_tokens": 16} | teacher
+    own = {f"{RM}.max_new_tokens": 16} | teacher
     result = short_run(monkeypatch, replace(study, root=material.root), arm, own)
     assert result["step_seconds"]["rollout"] > 0
 
@@ -950,7 +950,7 @@ def test_an_arm_with_prompts_of_its_own_is_scored_with_such(tmp_path, monkeypatc
     build_start_model(tmp_path / "model", new_class_data.SIDE)
     (arm,) = (arm for arm in HALF.arms if arm.scored_as)
     study = replace(HALF, root=tmp_path, further=lambda: tmp_path / "data")
-    result = short_run(monkeypatch, study, arm, {RM + "max_new_tokens": 16})
+    result = short_run(monkeypatch, study, arm, {f"{RM}.max_new_tokens": 16})
     assert result["further"]["images"] == 8
     (scores,) = tmp_path.glob("*/further.json")
     assert json.loads(scores.read_text())["data"].endswith("test_prompted.jsonl")
@@ -968,7 +968,7 @@ def test_a_dense_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypa
     (tmp_path / "data").mkdir()
     dense_data.make_data(tmp_path / "data")
     build_start_model(tmp_path / "model", dense_data.SIDE)
-    limit = "rlhf.max_new_tokens" if arm.config else RM + "max_new_tokens"
+    limit = "rlhf.max_new_tokens" if arm.config else f"{RM}.max_new_tokens"
     result = short_run(monkeypatch, replace(DENSE, root=tmp_path), arm, {limit: 16})
     assert (result["step_seconds"]["rollout"] > 0.05) == arm.is_on_policy  # a busy machine takes some ms for nothing
     assert {"f1", "f1_mean", "counting_error", "duplicates_per_image"} <= set(result["scores"]["2"])
