@@ -86,10 +86,10 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from utils.data.encoding import load_processor
-        from utils.data.images import ImageStore
         from utils.server.app import make_app
         from utils.server.engine import RolloutEngine
         from utils.server.front import front_config, own_hosts, require_host
+        from utils.server.images import ImageStore
         from utils.server.weight_updates import WeightUpdates
 
         model = launch.model

@@ -10,12 +10,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from utils.config.rollout import MAX_IMAGE_PIXELS  # noqa: E402
-from utils.data import images  # noqa: E402
 from utils.dist import MAX_MESSAGE_BYTES  # noqa: E402
 from utils.rollout.client import STOP_S  # noqa: E402
 from utils.run.policy import MAX_RECOVERIES  # noqa: E402
 from utils.run.shutdown import STOPPED_STATUS  # noqa: E402
-from utils.server import app, engine, front, process, weight_updates  # noqa: E402
+from utils.server import app, engine, front, images, process, weight_updates  # noqa: E402
 from utils.sync import transports, vllm_worker  # noqa: E402
 
 ROOT = Path(__file__).parents[1]

@@ -7,10 +7,10 @@ import uvicorn
 
 from tests.server.test_engine import STUCK_S, FakeLLM
 from utils.data.encoding import load_processor
-from utils.data.images import ImageStore
 from utils.server.app import make_app
 from utils.server.engine import RolloutEngine
 from utils.server.front import front_config
+from utils.server.images import ImageStore
 from utils.server.weight_updates import WeightUpdates
 
 

@@ -12,9 +12,8 @@ import uvicorn
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from utils.data import images
 from utils.run.setup import learner_host
-from utils.server import front
+from utils.server import front, images
 
 
 async def echo(scope, receive, send):
@@ -138,7 +137,7 @@ def test_redirects_of_images_are_checked_SRV_11():
     with http.server.HTTPServer(("127.0.0.1", 0), Redirect) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         with pytest.raises(images.ImageRefused, match=r"redirects to .* only http"):
-            images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{server.server_port}/")
+            images.ImageStore([], allow_urls=True).open_all([f"http://127.0.0.1:{server.server_port}/"])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ def test_an_image_that_drips_stalls_or_is_large_ends_SRV_10(monkeypatch, pause_s
         server.block_on_close = False
         threading.Thread(target=server.handle_request, daemon=True).start()
         with pytest.raises(ValueError, match=words):
-            images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{server.server_port}/")
+            images.ImageStore([], allow_urls=True).open_all([f"http://127.0.0.1:{server.server_port}/"])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_a_server_of_images_that_speaks_no_http_spoils_its_image_only_SRV_10(ans
 
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(ValueError, match="cannot fetch image"):
-            images.ImageStore([], allow_urls=True).open(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+            images.ImageStore([], allow_urls=True).open_all([f"http://127.0.0.1:{listener.getsockname()[1]}/"])
 
 
 def test_a_learner_reaches_an_ipv6_server():

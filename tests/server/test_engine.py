@@ -15,7 +15,6 @@ from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
 from vllm.v1.outputs import LogprobsTensors  # noqa: E402
 
-from utils.data.images import ImageStore  # noqa: E402
 from utils.server.app import make_app  # noqa: E402
 from utils.server.engine import (  # noqa: E402
     BadCall,
@@ -27,6 +26,7 @@ from utils.server.engine import (  # noqa: E402
     scoring_params,
     top_logprobs,
 )
+from utils.server.images import ImageStore  # noqa: E402
 from utils.server.protocol import (  # noqa: E402
     FinishWeightUpdate,
     InitCommunicator,

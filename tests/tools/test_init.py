@@ -32,11 +32,11 @@ from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import make_plan
 from utils.config.rollout import MAX_IMAGE_PIXELS
 from utils.data.encoding import load_processor, num_prompt_tokens
-from utils.data.images import ImageStore
 from utils.data.samples import load_samples
 from utils.families import FAMILIES
 from utils.parsing import TokenTable
 from utils.run.setup import load_tokenizer
+from utils.server.images import ImageStore
 from utils.server.launch import problems_of, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,7 @@ def test_a_new_user_with_a_coco_file_and_a_model_CFG_16(tmp_path, start_model, m
     mean = (sum(prompts) + sum(answers)) / len(prompts)
     assert cfg.training.per_device_train_batch_size * mean <= cfg.global_max_length
     for sample in (*train, *val):
-        assert ImageStore(cfg.image_roots()).open(sample.images[0]).size == (sample.width, sample.height)
+        assert ImageStore(cfg.image_roots()).open_all(sample.images)[0].size == (sample.width, sample.height)
     command = [sys.executable, str(ROOT / "train_stage2.py"), "--config", "mine.yaml", "--dry-run", "--world-size", "1"]
     dry = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert dry.returncode == 0 and f"# {'optimizer steps:':<34}{plan.num_steps}\n" in dry.stdout

@@ -25,8 +25,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from utils.data.encoding import model_digest, tokenizer_digest
-from utils.data.images import ImageRefused, ImageStore, PixelBudget
 from utils.data.prompts import TooLarge, render_prompt, to_chat_messages
+from utils.server.images import ImageRefused, ImageStore, PixelBudget
 from utils.server.protocol import (
     ChatCompletionResponse,
     ChatMessage,
