@@ -31,7 +31,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from utils.config.load import ConfigError, build_config, check_launch, engine_json, load_config, load_config_or_exit
+from utils.config.deepspeed import engine_json
+from utils.config.load import ConfigError, build_config, check_launch, load_config, load_config_or_exit
 from utils.config.memory import (
     DEVICE_GIB,
     GIB,

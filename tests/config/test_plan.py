@@ -31,7 +31,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLay
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextDecoderLayer
 
 from tests.config.test_load import edited
-from utils.config.load import ConfigError, build_config, engine_json, load_config
+from utils.config.deepspeed import engine_json
+from utils.config.load import ConfigError, build_config, load_config
 from utils.config.memory import (
     ModelSize,
     _activations,

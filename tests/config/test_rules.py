@@ -1,4 +1,4 @@
-"""`utils.config.rules`, and what the sections derive: servers, sync mode, lengths, DeepSpeed, the launch (CFG-5 on)."""
+"""`utils.config.rules`, and what the sections derive: servers, sync mode, lengths, the launch (CFG-5 on)."""
 
 import json
 import re
@@ -9,16 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.config.test_load import REMOVE, ROOT, edited, minimal, only_problem, problems
+from tests.config.test_load import REMOVE, edited, minimal, only_problem, problems
 from utils.answer_format import COORD_TOKENS, QWEN3VL
-from utils.config.load import (
-    ConfigError,
-    build_config,
-    check_launch,
-    engine_json,
-)
+from utils.config.load import ConfigError, build_config, check_launch
 from utils.config.plan import format_plan, make_plan
-from utils.config.rules import launch_problems, length_limit, read_deepspeed
+from utils.config.rules import length_limit
 from utils.config.schema import RM, RS
 
 
@@ -519,186 +514,6 @@ def test_ROL_5_a_colocated_engine_refuses_lora_slots() -> None:
     assert "vllm.enable_lora=true" in found and "sync.mode: full" in found and "rollout_backend: hf" in found
 
 
-@pytest.mark.parametrize(
-    ("deepspeed", "dtype", "mode", "is_refused"),
-    [
-        ("zero3", "float16", "colocate", True),
-        ("zero2", "float16", "colocate", False),
-        ("zero3", "bfloat16", "colocate", False),
-        ("zero3", "float16", "server", False),
-    ],
-)
-def test_ROL_5_zero_3_in_float16_is_refused_beside_an_engine(deepspeed, dtype, mode, is_refused) -> None:
-    """ROL-5: the engine's stream is not the one behind which DeepSpeed looks for overflows."""
-    engine = {"RM__vllm": {"mode": mode, "tensor_parallel_size": 1}} if mode == "colocate" else {}
-    cfg = build_config(edited(deepspeed=deepspeed, model__dtype=dtype, **engine))
-    found = [rule for path, rule in launch_problems(cfg, 1) if path == "model.dtype"]
-    rule = "float16 under ZeRO-3 misses overflows beside a colocated engine; use bfloat16, or zero2"
-    assert found == [rule] * is_refused
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# DeepSpeed
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("ds_configs/*.json")), ids=lambda path: path.stem)
-def test_LRN_2_shipped_deepspeed_files_hold_engine_knobs_only(path: Path) -> None:
-    """LRN-2."""
-    cfg = build_config(edited(deepspeed=path.stem, model__dtype="bfloat16"))
-    raw, found = read_deepspeed(cfg)
-    assert found == []
-    check_launch(cfg, 1)
-    assert raw["zero_optimization"]["stage"] == int(re.search(r"\d", path.stem)[0])
-    owned = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
-    assert not owned & raw.keys() and not {"optimizer", "scheduler", "bf16", "fp16"} & raw.keys()
-
-
-def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
-    """CFG-17."""
-    changes = {
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 4,
-        "max_grad_norm": 0.5,
-        "output_dir": "o",
-    }
-    result = engine_json(build_config(edited(training=changes)), world_size=2)
-    assert result["train_batch_size"] == 24 and result["train_micro_batch_size_per_gpu"] == 3
-    assert result["gradient_accumulation_steps"] == 4 and result["gradient_clipping"] == 0.5
-    assert result["bf16"] == {"enabled": True} and "fp16" not in result
-    assert result["zero_optimization"]["stage"] == 2
-    float32 = engine_json(build_config(edited(model__dtype="float32")), world_size=1)
-    assert "bf16" not in float32 and "fp16" not in float32
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"gradient_clipping": 2.0}, "says gradient_clipping=2.0, but training.max_grad_norm=1.0"),
-        ({"gradient_accumulation_steps": 2}, "training.gradient_accumulation_steps=1"),
-        ({"train_micro_batch_size_per_gpu": 2}, "training.per_device_train_batch_size=1"),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
-            "optimizer.params.lr=1.0, but training.learning_rate",
-        ),
-        ({"optimizer": {"type": "Lamb"}}, 'says optimizer.type="Lamb"'),
-        ({"scheduler": {"type": "WarmupLR"}}, "holds a scheduler, but training.lr_scheduler=cosine"),
-        ({"fp16": {"enabled": True}}, 'says fp16.enabled=true, but model.dtype="bfloat16"'),
-        ({"sequence_parallel_size": 2}, "sequence parallelism is not supported"),
-        ([], "must hold a JSON object"),
-        (None, "must hold a JSON object"),
-        ({"zero_optimization": None}, "zero_optimization=null must be a JSON object"),
-        ({"fp16": True}, "fp16=true must be a JSON object"),
-        ({"zero_optimization": {"stage": 7}}, "says zero_optimization.stage=7, which must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": "3"}}, 'says zero_optimization.stage="3", which must'),
-        ({"zero_optimization": {"stage": True}}, "says zero_optimization.stage=true, which must"),
-    ],
-)
-def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content: Any, message: str) -> None:
-    """CFG-17."""
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
-    assert message in only_problem(edited(deepspeed=str(path)))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "content", "message"),
-    [
-        ("bfloat16", {"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow is not supp"),
-        ("float16", {"fp16": {"auto_cast": True}}, "fp16.auto_cast is not supported; delete it"),
-        ("float16", {"fp16": {"loss_scale": -1}}, "fp16.loss_scale=-1: Value error, fp16.loss_scale must be >= 0"),
-        (
-            "bfloat16",
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "zero_optimization.offload_param has no effect at stage 2; set stage: 3 or higher, or delete it",
-        ),
-        (
-            "bfloat16",
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "zero_optimization.offload_optimizer has no effect at stage 0; set stage: 1 or higher, or delete it",
-        ),
-    ],
-)
-def test_CFG_17_what_a_deepspeed_json_cannot_change(tmp_path: Path, dtype: str, content: Any, message: str) -> None:
-    """CFG-17, CFG-16, LRN-12: at the launch; float32 master weights, steps that are skipped, memory that is planned."""
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
-    cfg = build_config(edited(deepspeed=str(path), model__dtype=dtype))
-    with pytest.raises(ConfigError) as caught:
-        engine_json(cfg, 1)
-    assert len(caught.value.problems) == 1 and message in caught.value.problems[0], caught.value.problems
-
-
-def test_CFG_17_a_deepspeed_json_sets_the_loss_scale_of_float16(tmp_path: Path) -> None:
-    """CFG-17: and in bfloat16 its section for float16, as other trainers ship it, is left alone."""
-    path, scale = tmp_path / "ds.json", {"loss_scale": 0, "initial_scale_power": 8, "min_loss_scale": 2}
-    path.write_text(json.dumps({"fp16": scale | {"enabled": "auto", "auto_cast": False}}))
-    assert "fp16" not in engine_json(build_config(edited(deepspeed=str(path))), 1)
-    path.write_text(json.dumps({"fp16": scale | {"enabled": "auto"}}))
-    found = engine_json(build_config(edited(deepspeed=str(path), model__dtype="float16")), 1)
-    assert found["fp16"] == scale | {"enabled": True}
-
-
-@pytest.mark.parametrize("content", [{}, {"zero_optimization": {}}, {"zero_optimization": {"offload_param": None}}])
-def test_CFG_17_a_deepspeed_json_without_a_stage_is_zero_0(tmp_path: Path, content: Any) -> None:
-    """CFG-17, CFG-16: for the plan and for the engine."""
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
-    cfg = build_config(edited(deepspeed=str(path), model__path="Qwen3-VL-2B-Instruct"))
-    assert engine_json(cfg, 1)["zero_optimization"]["stage"] == 0 == make_plan(cfg, 1).zero_stage
-
-
-def test_CFG_17_a_deepspeed_json_too_deep_to_read(tmp_path: Path) -> None:
-    """CFG-17."""
-    path = tmp_path / "ds.json"
-    path.write_text("[" * 100_000)
-    assert "cannot be read as JSON: maximum recursion depth" in only_problem(edited(deepspeed=str(path)))
-
-
-def test_deepspeed_json_may_repeat_the_yaml_or_say_auto(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    same = {"gradient_clipping": 1.0, "train_batch_size": 2, "bf16": {"enabled": "auto"}}
-    path.write_text(json.dumps({**same, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": "auto"}}}))
-    cfg = build_config(edited(deepspeed=str(path)))
-    assert "optimizer" not in engine_json(cfg, world_size=2)
-    for check in (engine_json, check_launch):
-        with pytest.raises(ConfigError, match="train_batch_size=2, the YAML makes 3 with 3 ranks"):
-            check(cfg, 3)
-
-
-def test_deepspeed_json_of_hugging_face_leaves_the_rest_to_deepspeed(tmp_path: Path) -> None:
-    """CFG-17: its examples say "auto" for buckets, too."""
-    path = tmp_path / "ds.json"
-    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
-    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto", "steps_per_print": 7}))
-    cfg = build_config(edited(deepspeed=str(path), model__path="Qwen3-VL-2B-Instruct"))
-    engine = engine_json(cfg, 1)
-    assert engine["zero_optimization"] == {"stage": 3} and engine["steps_per_print"] == 7
-    assert make_plan(cfg, 1).learner_memory["reduce buckets"] == 5e8 * 2
-
-
-@pytest.mark.parametrize(
-    "key, value, rule",
-    [
-        (
-            "reduce_bucket_size",
-            "large",
-            'zero_optimization.reduce_bucket_size="large": Input should be a valid',
-        ),
-        ("stage3_max_live_parameters", None, "zero_optimization.stage3_max_live_parameters=null: Input should be"),
-        ("offload_optimizer", {"device": "gpu"}, "zero_optimization.offload_optimizer.device="),
-        ("overlap_com", True, "zero_optimization.overlap_com=true: Extra inputs are not permitted"),
-    ],
-)
-def test_deepspeed_json_with_a_value_that_deepspeed_refuses(tmp_path: Path, key: str, value: Any, rule: str) -> None:
-    """CFG-3, CFG-17: at the dry run and at the launch."""
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3, key: value}}))
-    cfg = build_config(edited(deepspeed=str(path)))
-    for check in (engine_json, check_launch):
-        with pytest.raises(ConfigError, match=re.escape(f"{path}: {rule}")):
-            check(cfg, 1)
-
-
 def test_all_problems_of_a_launch_are_reported_together(tmp_path: Path) -> None:
     """CFG-3, CFG-17, ROL-5."""
     path = tmp_path / "ds.json"
@@ -708,12 +523,6 @@ def test_all_problems_of_a_launch_are_reported_together(tmp_path: Path) -> None:
         check_launch(build_config(edited(**changes)), 3, {"vllm", "liger_kernel"})
     keys = (f"{RM}.rollout_backend", f"{RM}.vllm.tensor_parallel_size", "training.fused_kernels", "deepspeed")
     assert [line.split(": ")[1].split("=")[0] for line in caught.value.problems] == list(keys)
-
-
-@pytest.mark.parametrize(("name", "message"), [("zero7", "zero2, zero3"), ("gone.json", "there is no gone.json")])
-def test_CFG_17_missing_deepspeed_file_names_the_known_ones(name: str, message: str) -> None:
-    """CFG-17."""
-    assert message in only_problem(edited(deepspeed=name))
 
 
 SUPERVISED = {"RM__teacher_forced_ratio": 1, "RM__max_new_tokens": 9999}

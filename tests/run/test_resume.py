@@ -542,7 +542,7 @@ def test_a_refused_run_directory_ends_the_program_with_status_2_LRN_5(tmp_path, 
     from utils.run.setup import claim_run_dir
 
     training, path = SimpleNamespace(output_dir=str(tmp_path)), tmp_path / "ds.json"
-    cfg = SimpleNamespace(training=training, model_dump=lambda **_: CONFIG, deepspeed_path=lambda: path)
+    cfg = SimpleNamespace(training=training, model_dump=lambda **_: CONFIG, deepspeed=str(path))
     lock, checkpoint = claim_run_dir(cfg, "auto", ranks)
     assert checkpoint is None
     with pytest.raises(SystemExit) as ended:

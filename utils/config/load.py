@@ -1,7 +1,8 @@
 """Load a YAML file into a validated `Config`: `extends`, strict validation, every problem in one report.
 
-`utils.config.schema` holds the keys, `utils.config.rules` the rules between them. All programs and Make targets resolve
-files through `resolve_yaml`. Nothing here touches a model, a device or the network, and the import is fast.
+`utils.config.schema` holds the keys, `utils.config.rules` and `utils.config.deepspeed` the rules between them. All
+programs and Make targets resolve files through `resolve_yaml`. Nothing here touches a model, a device or the network,
+and the import is fast.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,21 +20,15 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import ValidationError
 
+from utils.config.deepspeed import deepspeed_problems
+from utils.config.report import ConfigError, Origin, problem
 from utils.config.rollout import ServerAddress
-from utils.config.rules import RULES, deepspeed_problems, launch_problems, read_deepspeed
+from utils.config.rules import RULES, launch_problems
 from utils.config.schema import RM, RS, SCRIPTS, Config
 from utils.config.section import Keys, brief, dotted, iter_fields, parse_path, section_keys, section_of, value_at
 
 SILENT_RANKS_WAIT_S = 10.0
 _ABSENT = object()
-
-
-class ConfigError(ValueError):
-    """A config that cannot be used; `problems` holds one line per problem."""
-
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 # ---- YAML and extends -----------------------------------------------------------------------------------------------
@@ -173,32 +167,6 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Origin:
-    """The files a config came from; turns a path and a rule into a line for the user."""
-
-    file: str
-    data: dict[str, Any]
-    files: dict[Keys, str] = field(default_factory=dict)
-
-    def problem(self, path: str | Keys, rule: str, value: Any = _ABSENT) -> str:
-        """Return `FILE: field.path=value: the rule; what to do`, with the value in the file if it has one."""
-        keys = parse_path(path) if isinstance(path, str) else path
-        value = value_at(self.data, keys, value)
-        shown = dotted(keys) if value is _ABSENT else f"{dotted(keys)}={brief(value)}"
-        # The file that set the key, or the nearest section around it.
-        file = next((self.files[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.files), self.file)
-        return f"{file}: {shown}: {rule}"
-
-
-def problem(cfg: Config, path: str, rule: str) -> str:
-    """Return the line that reports `path` of a loaded config, for checks after loading."""
-    return cfg._origin.problem(path, rule, value_at(cfg.model_dump(), parse_path(path), _ABSENT))
-
-
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
@@ -264,8 +232,9 @@ def require_variant(cfg: Config, variant: str, script: str) -> None:
 def check_launch(cfg: Config, world_size: int, missing: set[str] | frozenset[str] = frozenset()) -> None:
     """Check that `world_size` learners can run `cfg` on a machine without `missing` (see `launch_problems`). Raises
     `ConfigError` with all problems, those of the DeepSpeed JSON included."""
-    if found := [problem(cfg, path, rule) for path, rule in launch_problems(cfg, world_size, missing)]:
-        raise ConfigError(found)
+    found = [*launch_problems(cfg, world_size, missing), *deepspeed_problems(cfg, world_size)]
+    if found:
+        raise ConfigError([problem(cfg, path, rule) for path, rule in found])
 
 
 def require_server(cfg: Config, index: int) -> ServerAddress:
@@ -419,34 +388,3 @@ def _set_aside(data: dict[str, Any], keys: Keys) -> None:
     parent.pop(keys[-1], None)
     if found is not None and found.is_required():
         parent[keys[-1]] = {} if not found.examples else found.examples[0]
-
-
-def settings_on_record(cfg: Config) -> dict[str, Any]:
-    """The resolved config as checkpoints keep it, and what the DeepSpeed file holds, which it only names."""
-    return cfg.model_dump(mode="json", by_alias=True) | {"deepspeed_file": read_deepspeed(cfg)[0]}
-
-
-def engine_json(cfg: Config, world_size: int) -> dict[str, Any]:
-    """Return the argument of `deepspeed.initialize(config=...)`: the JSON's engine knobs, and batch geometry, clipping
-    and dtype from the YAML. The trainer hands its own optimizer to `initialize`, which DeepSpeed is told to accept.
-
-    Raises:
-        ConfigError: the JSON is unreadable or contradicts the YAML, `train_batch_size` for `world_size` included.
-    """
-    if found := [problem(cfg, path, rule) for path, rule in deepspeed_problems(cfg, world_size)]:
-        raise ConfigError(found)
-    raw, training = read_deepspeed(cfg)[0], cfg.training
-    knobs = {key: value for key, value in raw.items() if key not in ("optimizer", "scheduler", "bf16", "fp16")}
-    half = {"bfloat16": "bf16", "float16": "fp16"}.get(cfg.model.dtype)
-    # In float16 the JSON may set the loss scale.
-    scaling = {half: raw.get(half, {}) | {"enabled": True}} if half else {}
-    ours = {
-        "train_batch_size": world_size * training.samples_per_rank,
-        "train_micro_batch_size_per_gpu": training.per_device_train_batch_size,
-        "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "gradient_clipping": training.max_grad_norm,
-        "zero_optimization": {"stage": 0} | raw.get("zero_optimization", {}),
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    return knobs | scaling | ours

@@ -12,7 +12,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from utils.capacity import check_capacity, chunk_size
-from utils.config.load import ConfigError, check_launch, dump_yaml, engine_json, exit_with, problem
+from utils.config.deepspeed import engine_json
+from utils.config.load import ConfigError, check_launch, dump_yaml, exit_with, problem
 from utils.config.memory import (
     DEVICE_GIB,
     GIB,

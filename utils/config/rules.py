@@ -3,16 +3,11 @@
 A rule yields `(path, "the rule; what to do")` for every problem; `utils.config.load` runs them all and reports them.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from operator import itemgetter
-from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
-
-from pydantic import ValidationError
 
 from utils.config.rlhf import Sampling, setting_at
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
@@ -29,17 +24,17 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # vLLM's others report 
 NO_SERVER = f"{RM}.vllm.mode: colocate, or {RM}.rollout_backend: hf"
 
 
-def _rule(*reads: str) -> Callable[[Rule], Rule]:
+def reads(*paths: str) -> Callable[[Rule], Rule]:
     """Register a rule and the paths it reads; it is skipped if one of them is already reported."""
 
     def register(check: Rule) -> Rule:
-        RULES.append((reads, check))
+        RULES.append((paths, check))
         return check
 
     return register
 
 
-@_rule(*PATHS)
+@reads(*PATHS)
 def _paths_are_written_out(cfg: Config) -> Found:
     """A shell expands `~` and `$VAR`, a config does not: a folder of that name would be made."""
     data = cfg.model_dump()
@@ -54,13 +49,13 @@ def _paths_are_written_out(cfg: Config) -> Found:
             yield path, "~ and $VAR are not expanded here; write the path out"
 
 
-@_rule("training.packing", "training.packing_drop_last")
+@reads("training.packing", "training.packing_drop_last")
 def _packing_drops_last(cfg: Config) -> Found:
     if cfg.training.packing and not cfg.training.packing_drop_last:
         yield "training.packing_drop_last", "training.packing has no flush steps, so it must be true; set it to true"
 
 
-@_rule("custom.trainer_variant", "training.packing", "training.packing_buffer", "training.per_device_train_batch_size")
+@reads("custom.trainer_variant", "training.packing", "training.packing_buffer", "training.per_device_train_batch_size")
 def _buffer_holds_a_batch(cfg: Config) -> Found:
     """GRPO has no buffer: it packs all answers of a step."""
     batch = cfg.training.per_device_train_batch_size
@@ -69,7 +64,7 @@ def _buffer_holds_a_batch(cfg: Config) -> Found:
         yield "training.packing_buffer", f"must hold the {batch} samples of a micro-step; {way_out}"
 
 
-@_rule("custom.trainer_variant", "global_max_length", f"{RM}.max_new_tokens", RS, "rlhf", "training.packing")
+@reads("custom.trainer_variant", "global_max_length", f"{RM}.max_new_tokens", RS, "rlhf", "training.packing")
 def _lengths_fit(cfg: Config) -> Found:
     new_tokens, row, key = cfg.rm.max_new_tokens, cfg.global_max_length, cfg.rollout_path("max_new_tokens")
     if row is None and not cfg.is_grpo:
@@ -114,14 +109,14 @@ def _server_settings(cfg: Config) -> Iterator[tuple[str, ServerSettings]]:
         yield from ((f"{RS}.servers[{i}]", cfg.server_settings(i)) for i in range(len(cfg.rs.servers)))
 
 
-@_rule(f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.server", "custom.trainer_variant")
+@reads(f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.server", "custom.trainer_variant")
 def _server_mode_has_servers(cfg: Config) -> Found:
     uses_server = not cfg.is_grpo and cfg.uses_vllm and cfg.rm.vllm.mode == "server"
     if uses_server and cfg.rm.vllm.server is None:
         yield f"{RM}.vllm.server", "is required by mode: server; list the servers with base_url and group_port"
 
 
-@_rule(f"{RM}.vllm.server")
+@reads(f"{RM}.vllm.server")
 def _server_form(cfg: Config) -> Found:
     path, server = f"{RM}.vllm.server", cfg.rm.vllm.server
     if server is None or cfg.is_grpo:  # GRPO's comes from rlhf, see _grpo_connection
@@ -165,7 +160,7 @@ def _address_problems(addresses: list[ServerAddress], path: str, paired: bool) -
             yield f"{entries[index]}.group_port", rule
 
 
-@_rule("custom.trainer_variant", f"{RM}.teacher", f"{RM}.vllm.server")
+@reads("custom.trainer_variant", f"{RM}.teacher", f"{RM}.vllm.server")
 def _teacher_is_another_server(cfg: Config) -> Found:
     teacher, path = cfg.custom.extra.rollout_matching.teacher, f"{RM}.teacher"
     if teacher is None:
@@ -194,7 +189,7 @@ def _host_and_port(url: str) -> tuple[str, int] | None:
     return "loopback" if is_loopback(parts.hostname) else parts.hostname, default_port if port is None else port
 
 
-@_rule(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", "tuner", RS)
+@reads(f"{RM}.vllm.sync", f"{RM}.vllm.enable_lora", "tuner", RS)
 def _adapter_sync_needs_lora(cfg: Config) -> Found:
     enabled, sync = cfg.rm.vllm.enable_lora, cfg.rm.vllm.sync
     if cfg.is_grpo:
@@ -211,14 +206,14 @@ def _adapter_sync_needs_lora(cfg: Config) -> Found:
         yield "tuner.rank", f"vLLM's slots hold at most {MAX_SLOT_RANK}; lower it, or set {RM}.vllm.enable_lora: false"
 
 
-@_rule("custom.trainer_variant", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.enable_lora")
+@reads("custom.trainer_variant", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.enable_lora")
 def _colocate_needs_no_lora(cfg: Config) -> Found:
     if cfg.is_colocate and cfg.rm.vllm.enable_lora:
         way_out = f"set it to false with {RM}.vllm.sync.mode: full, or use {RM}.rollout_backend: hf"
         yield f"{RM}.vllm.enable_lora", f"a colocated engine takes merged weights only; {way_out}"
 
 
-@_rule(RS, f"{RM}.vllm.server", "rlhf")
+@reads(RS, f"{RM}.vllm.server", "rlhf")
 def _overrides_have_servers(cfg: Config) -> Found:
     if cfg.rs is None or not cfg.rs.servers or any(True for _ in _server_form(cfg)) or not cfg.connection:
         return
@@ -233,7 +228,7 @@ _ENGINE_KEYS = {"model": "model.path", "dtype": "model.dtype", "seed": "training
 }
 
 
-@_rule(RS)
+@reads(RS)
 def _engine_kwargs(cfg: Config) -> Found:
     sections = [cfg.rs, *cfg.rs.servers] if cfg.rs else []
     for (path, _), section in zip(_server_settings(cfg), sections, strict=False):
@@ -245,20 +240,20 @@ def _engine_kwargs(cfg: Config) -> Found:
                 yield here, "FP8 and other quantized rollouts are not supported; delete the key"
 
 
-@_rule("model.image_min_pixels", "model.image_max_pixels")
+@reads("model.image_min_pixels", "model.image_max_pixels")
 def _image_sizes(cfg: Config) -> Found:
     smallest, largest = cfg.model.image_min_pixels, cfg.model.image_max_pixels
     if smallest and largest and smallest > largest:
         yield "model.image_min_pixels", f"must not exceed model.image_max_pixels={largest}; lower it or raise that"
 
 
-@_rule("model.dtype", "model.attn_implementation")
+@reads("model.dtype", "model.attn_implementation")
 def _flash_attention_has_its_dtype(cfg: Config) -> Found:
     if cfg.model.attn_implementation == "flash_attention_2" and cfg.model.dtype == "float32":
         yield "model.attn_implementation", "needs model.dtype: bfloat16 or float16; set one of them, or use sdpa"
 
 
-@_rule("tuner", "training.vit_lr", "training.aligner_lr", "training.embed_lr")
+@reads("tuner", "training.vit_lr", "training.aligner_lr", "training.embed_lr")
 def _tuner_is_consistent(cfg: Config) -> Found:
     tuner = cfg.tuner
     if tuner.use_dora and tuner.type != "lora":
@@ -287,7 +282,7 @@ def _tuner_is_consistent(cfg: Config) -> Found:
         yield "training.embed_lr", f"the embeddings are frozen; set tuner.{way_out}, or embed_lr: null"
 
 
-@_rule(f"{RM}.async", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.sync")
+@reads(f"{RM}.async", f"{RM}.rollout_backend", f"{RM}.vllm.mode", f"{RM}.vllm.sync")
 def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
     prefetch = cfg.rm.async_
     if not prefetch.enabled:
@@ -301,7 +296,7 @@ def _prefetch_has_an_engine_of_its_own(cfg: Config) -> Found:
         yield f"{RM}.async.on_sync", "an adapter sync cannot keep requests; use wait, abort or full sync"
 
 
-@_rule(f"{RM}.answer_format", f"{RM}.losses")
+@reads(f"{RM}.answer_format", f"{RM}.losses")
 def _numbers_have_no_coordinate_loss(cfg: Config) -> Found:
     if cfg.rm.format.has_coord_tokens:
         return
@@ -312,14 +307,14 @@ def _numbers_have_no_coordinate_loss(cfg: Config) -> Found:
             yield f"{RM}.losses.{key}", f"{rule}; delete it, or set the default {default:g}"
 
 
-@_rule("training.eval_steps", "training.eval_at_start", "custom.val_jsonl")
+@reads("training.eval_steps", "training.eval_at_start", "custom.val_jsonl")
 def _evaluation_has_data(cfg: Config) -> Found:
     for key in ("eval_steps", "eval_at_start"):
         if getattr(cfg.training, key) and cfg.custom.val_jsonl is None:
             yield f"training.{key}", "evaluation needs custom.val_jsonl; name a file, or delete this"
 
 
-@_rule("custom.trainer_variant", "rlhf")
+@reads("custom.trainer_variant", "rlhf")
 def _rlhf_belongs_to_grpo(cfg: Config) -> Found:
     if not cfg.is_grpo and cfg.rlhf is not None:
         yield "rlhf", "belongs to trainer_variant: grpo; delete it"
@@ -327,7 +322,7 @@ def _rlhf_belongs_to_grpo(cfg: Config) -> Found:
         yield "rlhf", "is required for trainer_variant: grpo; add it"
 
 
-@_rule("custom.trainer_variant", "rlhf", RS)
+@reads("custom.trainer_variant", "rlhf", RS)
 def _grpo_connection(cfg: Config) -> Found:
     if not cfg.is_grpo or cfg.rlhf is None:
         return
@@ -351,7 +346,7 @@ def _grpo_connection(cfg: Config) -> Found:
             yield f"{path}.vllm_enable_lora", "GRPO syncs merged weights; set it to false"
 
 
-@_rule("custom.trainer_variant", "rlhf", RS)
+@reads("custom.trainer_variant", "rlhf", RS)
 def _engine_reports_what_it_samples_from(cfg: Config) -> Found:
     """By default vLLM reports the model's probabilities before temperature and filters are applied; transformers'
     generate reports none, and the learner knows the temperature alone."""
@@ -370,7 +365,7 @@ def _engine_reports_what_it_samples_from(cfg: Config) -> Found:
             yield f"{path}.vllm_engine_kwargs", rule + way_out
 
 
-@_rule(RS)
+@reads(RS)
 def _engine_reports_probabilities(cfg: Config) -> Found:
     for path, settings in _server_settings(cfg):
         if (mode := settings.vllm_engine_kwargs.get("logprobs_mode", "raw_logprobs")) not in LOGPROBS_MODES:
@@ -378,7 +373,7 @@ def _engine_reports_probabilities(cfg: Config) -> Found:
             yield f"{path}.vllm_engine_kwargs", rule
 
 
-@_rule("custom.trainer_variant", RM)
+@reads("custom.trainer_variant", RM)
 def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
     given, default = cfg.custom.extra.rollout_matching, RolloutMatching()
     for key, found in RolloutMatching.model_fields.items():
@@ -386,7 +381,7 @@ def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
             yield f"{RM}.{found.alias or key}", "is for stage 2, GRPO takes its settings from rlhf; delete it here"
 
 
-@_rule("custom.trainer_variant", "rlhf", "tuner", "model.reference_path", f"{RM}.losses")
+@reads("custom.trainer_variant", "rlhf", "tuner", "model.reference_path", f"{RM}.losses")
 def _penalty_has_a_reference(cfg: Config) -> Found:
     path, key = ("rlhf.beta", "beta") if cfg.is_grpo else (f"{RM}.losses.reference_kl", "reference_kl")
     way_out = f"name the checkpoint that training starts from as model.reference_path, or set {key}: 0"
@@ -403,7 +398,7 @@ def _penalty_has_a_reference(cfg: Config) -> Found:
         yield path, f"{why}; merge that adapter and {way_out}"
 
 
-@_rule("custom.trainer_variant", f"{RM}.targets.supervise_closing", f"{RM}.losses.reference_kl", f"{RM}.teacher")
+@reads("custom.trainer_variant", f"{RM}.targets.supervise_closing", f"{RM}.losses.reference_kl", f"{RM}.teacher")
 def _something_says_when_to_stop(cfg: Config) -> Found:
     held = cfg.rm.losses.reference_kl or cfg.rm.teacher is not None
     if not cfg.is_grpo and cfg.rm.targets.supervise_closing == "complete" and not held:
@@ -411,7 +406,7 @@ def _something_says_when_to_stop(cfg: Config) -> Found:
         yield f"{RM}.targets.supervise_closing", f"{rule}; set {RM}.losses.reference_kl or a teacher, or use always"
 
 
-@_rule("rlhf", f"{RM}.async")
+@reads("rlhf", f"{RM}.async")
 def _old_responses_are_corrected(cfg: Config) -> Found:
     if cfg.is_grpo and cfg.rlhf is not None and cfg.rm.async_.version_window:
         if cfg.rlhf.importance_correction_cap is None:
@@ -419,7 +414,7 @@ def _old_responses_are_corrected(cfg: Config) -> Found:
             yield "rlhf.importance_correction_cap", f"{why}; set a number, or version_window: 0"
 
 
-@_rule("rlhf")
+@reads("rlhf")
 def _rewards_have_weights(cfg: Config) -> Found:
     if cfg.rlhf is None:
         return
@@ -434,79 +429,26 @@ def _rewards_have_weights(cfg: Config) -> Found:
         yield "rlhf.reward_iou", "must be above 0 and at most 1, at the start and at the end of a schedule; correct it"
 
 
-# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
+@reads("custom.train_jsonl", "custom.val_jsonl", "custom.trainer_variant")
+def _only_stage2_forces_files(cfg: Config) -> Found:
+    for name, files in (("train_jsonl", cfg.custom.train_jsonl), ("val_jsonl", cfg.custom.val_jsonl or [])):
+        for i, file in enumerate(files):
+            if file.teacher_forced_ratio is not None and (cfg.is_grpo or name == "val_jsonl"):
+                rule = "counts for stage 2's training data only; delete it"
+                yield f"custom.{name}[{i}].teacher_forced_ratio", rule
 
 
-@_rule("deepspeed")
-def _deepspeed_is_readable(cfg: Config) -> Found:
-    yield from (("deepspeed", rule) for rule in read_deepspeed(cfg)[1])
+@reads(f"{RM}.targets", f"{RM}.matching.label")
+def _true_labels_are_learnt(cfg: Config) -> Found:
+    if cfg.rm.targets.label_context == "truth" and cfg.rm.matching.label == "ignore":
+        yield (
+            f"{RM}.targets.label_context",
+            "truth writes the true labels so that they are trained, but matching.label: ignore trains none; set "
+            "matching.label: correct, or own here",
+        )
 
 
-def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
-    """Return the DeepSpeed JSON without what it leaves to the trainer ("auto"), or an empty one and why it cannot be
-    used."""
-    path = cfg.deepspeed_path()
-    try:
-        raw = _without_auto(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        known = ", ".join(sorted(file.stem for file in (Path(__file__).parents[2] / "ds_configs").glob("*.json")))
-        return {}, [f"there is no {path}; use a name from ds_configs/ ({known}) or a path to a .json"]
-    except (OSError, ValueError, RecursionError) as error:
-        return {}, [f"{path} cannot be read as JSON: {error}; correct it"]
-    if not isinstance(raw, dict):
-        return {}, [f"{path} must hold a JSON object; correct it"]
-    for section in ("zero_optimization", "bf16", "fp16"):
-        if not isinstance(raw.get(section, {}), dict):
-            return {}, [f"{path}: {section}={brief(raw[section])} must be a JSON object; correct it"]
-    stage = raw.get("zero_optimization", {}).get("stage", 0)
-    if type(stage) is not int or stage not in range(4):
-        return {}, [f"{path} says zero_optimization.stage={brief(stage)}, which must be 0, 1, 2 or 3; correct it"]
-    return raw, []
-
-
-def _without_auto(value: Any) -> Any:
-    return {k: _without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, dict) else value
-
-
-# In a DeepSpeed JSON, of float16.
-_LOSS_SCALE = {
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-}
-
-
-@_rule("deepspeed", "training", "model.dtype")
-def _deepspeed_agrees(cfg: Config) -> Found:
-    """Find settings the YAML owns that stand in the JSON with another value; equal values are harmless."""
-    raw, path = read_deepspeed(cfg)[0], cfg.deepspeed_path()
-    t, dtype = cfg.training, cfg.model.dtype
-    owned = [
-        ("train_micro_batch_size_per_gpu", "training.per_device_train_batch_size", t.per_device_train_batch_size),
-        ("gradient_accumulation_steps", "training.gradient_accumulation_steps", t.gradient_accumulation_steps),
-        ("gradient_clipping", "training.max_grad_norm", t.max_grad_norm),
-        ("optimizer.params.lr", "training.learning_rate", t.learning_rate),
-        ("optimizer.params.betas", "training.adam_beta1, adam_beta2", [t.adam_beta1, t.adam_beta2]),
-        ("optimizer.params.eps", "training.adam_epsilon", t.adam_epsilon),
-        ("optimizer.params.weight_decay", "training.weight_decay", t.weight_decay),
-    ]
-    if str(value_at(raw, ("optimizer", "type"))).lower() not in ("adam", "adamw"):
-        owned.append(("optimizer.type", "the optimizer", "AdamW"))
-    for switch, name in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if value_at(raw, (switch, "enabled")) != (dtype == name):
-            owned.append((f"{switch}.enabled", "model.dtype", dtype))
-    for key, name, ours in owned:
-        if (theirs := value_at(raw, parse_path(key))) not in (None, ours):
-            rule = f"{path} says {key}={brief(theirs)}, but {name}={brief(ours)}; delete it from the JSON"
-            yield "deepspeed", rule
-    if raw.get("scheduler"):
-        rule = f"{path} holds a scheduler, but training.lr_scheduler={t.lr_scheduler}; delete it from the JSON"
-        yield "deepspeed", rule
-    if raw.get("sequence_parallel_size", 1) != 1:
-        yield "deepspeed", f"{path} sets sequence_parallel_size: sequence parallelism is not supported; delete it"
+# ---- the launch -----------------------------------------------------------------------------------------------------
 
 
 def launch_problems(cfg: Config, world_size: int, missing: set[str] | frozenset[str] = frozenset()) -> Found:
@@ -532,66 +474,3 @@ def launch_problems(cfg: Config, world_size: int, missing: set[str] | frozenset[
     if cfg.model.attn_implementation == "flash_attention_2" and missing & {"flash_attn", "cuda"}:
         what = "the package flash-attn (pip install --no-build-isolation flash-attn==2.8.3.post2) and CUDA devices"
         yield "model.attn_implementation", f"needs {what}, which this machine does not have; set it to sdpa"
-    yield from deepspeed_problems(cfg, world_size)
-
-
-def deepspeed_problems(cfg: Config, world_size: int) -> Found:
-    """Find why the DeepSpeed JSON cannot be used by `world_size` learners."""
-    yield from _deepspeed_is_readable(cfg)
-    yield from _deepspeed_agrees(cfg)
-    raw, _ = read_deepspeed(cfg)
-    yield from _refused_by_deepspeed(raw, cfg.deepspeed_path())
-    yield from _not_supported(raw, cfg)
-    if cfg.is_colocate and cfg.model.dtype == "float16" and value_at(raw, ("zero_optimization", "stage")) == 3:
-        # vLLM moves the process to a CUDA stream of its own; ZeRO-3 looks for overflows behind the default one.
-        yield "model.dtype", "float16 under ZeRO-3 misses overflows beside a colocated engine; use bfloat16, or zero2"
-    theirs, ours = raw.get("train_batch_size"), world_size * cfg.training.samples_per_rank
-    if theirs not in (None, ours):
-        rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
-        yield "deepspeed", f"{cfg.deepspeed_path()} {rule}; delete it from the JSON"
-
-
-def _refused_by_deepspeed(raw: dict[str, Any], path: Path) -> Found:
-    """Find the values that DeepSpeed refuses."""
-    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # seconds, which the server need not wait
-
-    for section, checked in (("zero_optimization", DeepSpeedZeroConfig), ("fp16", DeepSpeedFP16Config)):
-        try:
-            checked(**raw.get(section, {}))
-        except ValidationError as error:
-            for item in error.errors(include_url=False, include_context=False):
-                key = ".".join(map(str, (section, *item["loc"])))
-                yield "deepspeed", f"{path}: {key}={brief(item['input'])}: {item['msg']}; correct it, or delete it"
-
-
-def _not_supported(raw: dict[str, Any], cfg: Config) -> Found:
-    """Find settings that this ZeRO stage ignores, and those of number formats that would break what the trainer
-    promises: float32 master weights, and steps that are skipped where the gradient is not finite."""
-    path, zero = cfg.deepspeed_path(), raw.get("zero_optimization", {})
-    for knob, lowest in (("offload_param", 3), ("offload_optimizer", 1)):
-        if value_at(zero, (knob, "device"), "none") != "none" and zero.get("stage", 0) < lowest:
-            rule = f"has no effect at stage {zero.get('stage', 0)}; set stage: {lowest} or higher, or delete it"
-            yield "deepspeed", f"{path}: zero_optimization.{knob} {rule}"
-    half = {"bfloat16": "bf16", "float16": "fp16"}.get(cfg.model.dtype, "")
-    for key in raw.get(half, {}).keys() - {"enabled"} - (_LOSS_SCALE if half == "fp16" else set()):
-        yield "deepspeed", f"{path}: {half}.{key} is not supported; delete it"
-
-
-@_rule("custom.train_jsonl", "custom.val_jsonl", "custom.trainer_variant")
-def _only_stage2_forces_files(cfg: Config) -> Found:
-    for name, files in (("train_jsonl", cfg.custom.train_jsonl), ("val_jsonl", cfg.custom.val_jsonl or [])):
-        for i, file in enumerate(files):
-            if file.teacher_forced_ratio is not None and (cfg.is_grpo or name == "val_jsonl"):
-                rule = "counts for stage 2's training data only; delete it"
-                yield f"custom.{name}[{i}].teacher_forced_ratio", rule
-
-
-@_rule(f"{RM}.targets", f"{RM}.matching.label")
-def _true_labels_are_learnt(cfg: Config) -> Found:
-    if cfg.rm.targets.label_context == "truth" and cfg.rm.matching.label == "ignore":
-        yield (
-            f"{RM}.targets.label_context",
-            "truth writes the true labels so that they are trained, but matching.label: ignore trains none; set "
-            "matching.label: correct, or own here",
-        )

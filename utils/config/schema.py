@@ -5,7 +5,6 @@ generated from the descriptions. A new key needs a line here (`rollout` for engi
 """
 
 import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PrivateAttr, model_validator
@@ -337,7 +336,7 @@ class Config(Section):
     deepspeed: str = key("zero2", "name of a file in ds_configs/, or path of a DeepSpeed JSON")
     rlhf: Rlhf | None = key(None, "GRPO only")
 
-    _origin: Any = PrivateAttr(None)  # utils.config.load.Origin: which file set what
+    _origin: Any = PrivateAttr(None)  # utils.config.report.Origin: which file set what
 
     @model_validator(mode="before")
     @classmethod
@@ -440,9 +439,3 @@ class Config(Section):
         if self.tuner.modules_to_save:
             return "vLLM has no LoRA slots for whole modules (tuner.modules_to_save)"
         return None
-
-    def deepspeed_path(self) -> Path:
-        """Return the path of the DeepSpeed JSON; a bare name stands for a file in `ds_configs/`."""
-        if self.deepspeed.endswith(".json"):
-            return Path(self.deepspeed)
-        return Path(__file__).parents[2] / "ds_configs" / f"{self.deepspeed}.json"

@@ -20,7 +20,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 from transformers import set_seed
 
-from utils.config.load import Config, engine_json
+from utils.config.deepspeed import engine_json
+from utils.config.load import Config
 from utils.config.memory import checkpointed_layers, chunk_labels, model_size
 from utils.config.schema import Training
 from utils.config.section import value_at

@@ -23,7 +23,8 @@ from torch.utils.data import ConcatDataset
 
 from utils import targets
 from utils.answer_format import COORD_TOKENS
-from utils.config.load import Config, ConfigError, check_launch, exit_with, problem, settings_on_record
+from utils.config.deepspeed import settings_on_record
+from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.plan import step_remarks
 from utils.config.rules import length_limit
 from utils.config.schema import RM, RS, ServerAddress
