@@ -20,7 +20,7 @@ from tests.families import build_family
 from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.config.schema import RolloutMatching
-from utils.data.encoding import encode_prompt
+from utils.data.encoding import encode_prompt, load_processor
 from utils.dist import Ranks
 from utils.drafts import Arrangement
 from utils.families import FAMILIES
@@ -29,6 +29,7 @@ from utils.learner.learner import StepResult
 from utils.packing import CarryBuffer, collate_packed
 from utils.rollout.backend import NoEngine, RolloutResult
 from utils.run import setup
+from utils.run.data_files import load_data
 from utils.run.inputs import check_inputs
 from utils.run.session import Session
 from utils.scores import scores
@@ -67,7 +68,8 @@ def load(cfg, is_main: bool = True):
     ranks = Ranks()
     ranks.is_main = is_main
     Path(cfg.training.output_dir).mkdir(exist_ok=True)
-    return setup.load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"])
+    processor = load_processor(cfg.model.path)
+    return load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"], processor)
 
 
 def rows(folder: Path) -> list[dict]:

@@ -1,4 +1,5 @@
-"""Data files of a run: their digests, which are read again only after a change, and indexes that rank 0 makes."""
+"""Data files of a run: their digests, which are read again only after a change, indexes that rank 0 makes, and what is
+checked before anything heavy starts."""
 
 import json
 import os
@@ -6,14 +7,19 @@ import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import train_stage2
+from tests.answers import make_table
+from tests.config.test_load import edited
 from tests.config.test_rlhf import grpo
 from tests.data.test_images import shard
-from tests.data.test_samples import line, write
+from tests.data.test_samples import line, png, write
+from tests.e2e.processes import config_of
 from tests.run.test_program import (  # noqa: F401
     NoLearner,
     folder,
@@ -22,17 +28,20 @@ from tests.run.test_program import (  # noqa: F401
     start,
     write_config,
 )
-from utils.config.load import build_config, load_config
+from utils.answer_format import FORMATS
+from utils.config.load import Config, build_config, load_config
 from utils.config.plan import make_plan
 from utils.config.schema import RM
 from utils.data import index as index_module
-from utils.data.encoding import EncodedPrompt
-from utils.data.images import as_sent
-from utils.data.index import scan
-from utils.data.samples import Sample
+from utils.data.encoding import EncodedPrompt, load_processor
+from utils.data.images import MAX_IMAGE_BYTES, as_sent
+from utils.data.index import Checks, Index, IndexedFile, scan, write_index
+from utils.data.samples import LineReader, Sample
 from utils.dist import Ranks
-from utils.run import inputs, setup
+from utils.run import data_files, inputs, setup
+from utils.run.data_files import check_ground_truth, check_images, check_lengths, load_data
 from utils.run.inputs import KnownDigests, check_inputs
+from utils.targets import TargetOptions, ground_truth_target
 
 OLD = 3 * 10**9  # ns
 
@@ -125,13 +134,24 @@ def test_dat_6_nodes_that_see_other_files_do_not_train(tmp_path, monkeypatch, ca
         check_inputs(cfg, None, (), ranks)
 
 
-def load(cfg, rewards=()):
-    ranks = Ranks()
-    Path(cfg.training.output_dir).mkdir(exist_ok=True)
-    return setup.load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"], rewards=rewards)
+@pytest.fixture(scope="module")
+def processor(start_model):
+    return load_processor(start_model)
 
 
-def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys, read, settled):
+@pytest.fixture
+def load(processor):
+    """Training and validation files of a config."""
+
+    def load(cfg, rewards=()):
+        ranks = Ranks()
+        Path(cfg.training.output_dir).mkdir(exist_ok=True)
+        return load_data(cfg, ranks, check_inputs(cfg, None, (), ranks)["digests"], processor, rewards)
+
+    return load
+
+
+def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys, read, settled, load):
     """DAT-6, DAT-3: nor digests the file; it says again what it leaves out. The file is read again where it, the
     prompt, the tokenizer or the images' limits have changed."""
     path = write(tmp_path, line(), "{", *[line()] * 4)
@@ -157,7 +177,7 @@ def test_dat_6_a_later_start_reads_no_line(tmp_path, monkeypatch, capsys, read, 
     assert len([each for each in (tmp_path / "run" / "data_index").iterdir() if each.is_dir()]) == 1
 
 
-def test_dat_6_lines_that_were_fine_are_checked_again_for_other_rewards_GRP_5(tmp_path, capsys):
+def test_dat_6_lines_that_were_fine_are_checked_again_for_other_rewards_GRP_5(tmp_path, capsys, load):
     """DAT-6, GRP-5: a later start reads no line, but its rewards may need a key that no earlier one asked for."""
     cfg = config(tmp_path / "run", write(tmp_path, line()))
     load(cfg)
@@ -166,7 +186,7 @@ def test_dat_6_lines_that_were_fine_are_checked_again_for_other_rewards_GRP_5(tm
     assert ended.value.code == 2 and "d.jsonl:1: summary: must be an object" in capsys.readouterr().err
 
 
-def test_dat_1_a_summary_alone_says_nothing_of_objects(tmp_path, capsys):
+def test_dat_1_a_summary_alone_says_nothing_of_objects(tmp_path, capsys, load):
     """DAT-1: an answer that lists none would be the best."""
     cfg = config(tmp_path / "run", write(tmp_path, line(objects=..., summary={})))
     with pytest.raises(SystemExit):
@@ -177,7 +197,7 @@ def test_dat_1_a_summary_alone_says_nothing_of_objects(tmp_path, capsys):
     assert len(load(cfg.model_copy(update={"custom": custom, "rlhf": rlhf}))[0][0]) == 1
 
 
-def test_dat_6_lines_that_were_fine_are_checked_again_for_another_answer_format_DAT_3(tmp_path, capsys):
+def test_dat_6_lines_that_were_fine_are_checked_again_for_another_answer_format_DAT_3(tmp_path, capsys, load):
     """DAT-6, DAT-3: a label that holds a word of the other form cannot be written there."""
     cfg = config(tmp_path / "run", write(tmp_path, line(objects=[{"desc": "<ref> mark", "bbox_2d": [0, 0, 50, 25]}])))
     load(cfg)
@@ -188,7 +208,7 @@ def test_dat_6_lines_that_were_fine_are_checked_again_for_another_answer_format_
     assert ended.value.code == 2 and "answer_format: internvl writes around labels" in capsys.readouterr().err
 
 
-def test_dat_6_images_that_were_missing_are_looked_for_again(tmp_path, capsys):
+def test_dat_6_images_that_were_missing_are_looked_for_again(tmp_path, capsys, load):
     """DAT-6, DAT-3: after a stop, with the file as it was."""
     path = write(tmp_path, line(images=["later.png"]))
     cfg = config(tmp_path / "run", path)
@@ -199,7 +219,7 @@ def test_dat_6_images_that_were_missing_are_looked_for_again(tmp_path, capsys):
     assert list(map(len, load(cfg)[0])) == [1]
 
 
-def test_labels_that_no_object_has_are_named_DAT_5(tmp_path, caplog, monkeypatch):
+def test_labels_that_no_object_has_are_named_DAT_5(tmp_path, caplog, monkeypatch, load):
     """DAT-5: a misspelt class would leave its false positives unpunished. Texts too varied to be classes are not."""
     objects = [{"desc": name, "bbox_2d": [10, 5, 100, 50]} for name in ("Fork Lift", "dog")]
     path = write(tmp_path, *[line(objects=[each]) for each in objects])
@@ -220,7 +240,7 @@ def test_labels_that_no_object_has_are_named_DAT_5(tmp_path, caplog, monkeypatch
     assert not caplog.records
 
 
-def test_an_evaluations_limit_counts_over_its_files_LRN_7(tmp_path):
+def test_an_evaluations_limit_counts_over_its_files_LRN_7(tmp_path, load):
     """LRN-7: the first three samples, of files of two and five."""
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for file, number in zip(files, (2, 5), strict=True):
@@ -229,14 +249,14 @@ def test_an_evaluations_limit_counts_over_its_files_LRN_7(tmp_path):
     assert [len(own) for own in val] == [2, 1]
 
 
-def test_dat_6_only_rank_0_reads(tmp_path, monkeypatch):
+def test_dat_6_only_rank_0_reads(tmp_path, monkeypatch, load, processor):
     """DAT-6: the others wait for it, then use its index."""
     cfg = config(tmp_path / "run", write(tmp_path, line()))
     expected = list(load(cfg)[0][0])
     ranks = Ranks()
     ranks.is_main = False
-    monkeypatch.setattr(setup, "ensure_index", lambda *_: pytest.fail("read"))
-    found = setup.load_data(cfg, LikeOther(), check_inputs(cfg, None, (), Ranks())["digests"])
+    monkeypatch.setattr(data_files, "ensure_index", lambda *_: pytest.fail("read"))
+    found = load_data(cfg, LikeOther(), check_inputs(cfg, None, (), Ranks())["digests"], processor)
     assert list(found[0][0]) == expected
 
 
@@ -254,13 +274,13 @@ class LikeOther(Ranks):
 def test_dat_6_a_run_counts_prompts_once(folder, start_model, server, start, responses, monkeypatch):  # noqa: F811
     """DAT-6, CFG-15 at the call site: the second start of a run counts no prompt."""
     counted = []
-    count = setup.num_prompt_tokens
+    count = data_files.num_prompt_tokens
 
     def note(sample: Sample, processor) -> int:
         counted.append(sample.source)
         return count(sample, processor)
 
-    monkeypatch.setattr(setup, "num_prompt_tokens", note)
+    monkeypatch.setattr(data_files, "num_prompt_tokens", note)
     path = write_config(folder, start_model, server, training={"output_dir": str(folder / "twice")})
     for expected in (4, 0):
         counted.clear()
@@ -302,3 +322,148 @@ def test_dat_6_the_probe_of_a_sync_sends_images_of_shards_as_bytes(tmp_path, mon
     assert probe.token_ids == list(range(7))  # 10, less the prompt's two and one that the engine makes
     monkeypatch.setattr(setup, "length_limit", lambda cfg: ("global_max_length", 2))
     assert setup.make_probe(None, sample, long, None, learner, lambda segments: segments).token_ids == [0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "own", "training", "named"),
+    [
+        (1, 0, {}, ["train.jsonl"]),
+        (1, None, {}, []),
+        (0, 1, {}, []),
+        (0, None, {}, ["train.jsonl"]),
+        (1, None, {"eval_steps": 1}, ["val.jsonl"]),
+        (1, None, {"eval_at_start": True}, ["val.jsonl"]),
+        (0.5, 0.9, {"eval_steps": 1}, ["train.jsonl", "val.jsonl"]),
+    ],
+)
+def test_every_file_needs_room_for_what_is_generated_for_it_CFG_15_DAT_5(
+    tmp_path, monkeypatch, capsys, ratio, own, training, named
+):
+    """CFG-15, DAT-5: a prompt of 900 tokens and a response of 256 in a row of 1024; validation is never forced."""
+    data = config_of(tmp_path, tmp_path / "model", "http://127.0.0.1:8000", 8001, {})
+    data["custom"] |= {"train_jsonl": [{"path": "train.jsonl"}], "val_jsonl": [{"path": "val.jsonl"}]}
+    if own is not None:
+        data["custom"]["train_jsonl"][0]["teacher_forced_ratio"] = own
+    data["custom"]["extra"]["rollout_matching"] |= {"max_new_tokens": 256, "teacher_forced_ratio": ratio}
+    data["custom"]["extra"].pop("rollout_server", None)
+    data["training"] |= {"eval_steps": 0, "eval_at_start": False} | training
+
+    class File(list):
+        num_tokens = np.array([900])
+
+    train, val = (File([SimpleNamespace(source=f"{name}.jsonl:1")]) for name in ("train", "val"))
+    monkeypatch.setattr(data_files, "num_prompt_tokens", lambda sample, processor: 900)
+    cfg = build_config(data)
+    assert cfg.global_max_length == 1024
+    if not named:
+        return check_lengths(cfg, True, [train], None, [val])
+    with pytest.raises(SystemExit) as end:
+        check_lengths(cfg, True, [train], None, [val])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and f"{len(named)} of 2 samples do not fit" in told
+    assert [line.split(":")[0].strip() for line in told.splitlines() if "make 1156 tokens" in line] == named
+
+
+@pytest.mark.parametrize("kind", ["bbox_2d", "poly"])
+@pytest.mark.parametrize("form", ["coord_tokens", "qwen3vl"])
+def test_a_sample_whose_ground_truth_fits_no_row_is_named_at_start_CFG_15_PCK_3(
+    tmp_path, monkeypatch, capsys, kind, form
+):
+    """CFG-15, PCK-3: it would stop the run when it is drawn, and the resumed run as well. To the token: the sequence is
+    as long as the one that would be trained. GRPO trains none."""
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    table = make_table("native" if form == "qwen3vl" else "qwen", form)
+    shape = [1, 1, 50, 25] if kind == "bbox_2d" else [1, 1, 50, 1, 50, 25]
+    rows = [line(objects=[{"desc": "cat", kind: shape}] * number) for number in (1, 12, 11)]
+    path, prompt = write(tmp_path, *rows), 100
+    reader = LineReader("List.", form=FORMATS[form])
+    write_index(tmp_path / "index", path, Checks(reader, lambda sample: prompt))
+    file = IndexedFile(path, Index(tmp_path / "index"), reader)
+    lengths = [prompt + len(ground_truth_target(sample.objects, table, TargetOptions()).answer_ids) for sample in file]
+    assert all(file.max_answer_tokens + prompt + 1 >= lengths)
+
+    def cfg_with(limit: int) -> Any:
+        return build_config(edited(global_max_length=limit, RM__answer_format=form, RM__max_new_tokens=16))
+
+    check_ground_truth(cfg_with(lengths[1]), Ranks(), [file], table)
+    with pytest.raises(SystemExit) as end:
+        check_ground_truth(too_short := cfg_with(lengths[1] - 1), Ranks(), [file], table)
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and f"global_max_length={lengths[1] - 1}: 1 training samples do not fit" in told
+    assert f"{path}:2: prompt and ground truth make {lengths[1]} tokens" in told and f"{path}:3" not in told
+    monkeypatch.setattr(Config, "is_grpo", True)
+    check_ground_truth(too_short, Ranks(), [file], table)
+
+
+def linked(root: Path) -> Path:
+    """A data file. Its second line shows an image behind a link to another folder, its third one a larger image."""
+    (root / "data").mkdir()
+    (root / "photos").mkdir()
+    for path in ("data/a.png", "photos/b.png"):
+        png(root / path)
+    png(root / "data/large.png", 300, 200)
+    (root / "data/linked").symlink_to(root / "photos")
+    rows = [line(images=["a.png"]), line(images=["linked/b.png"]), line(images=["large.png"], width=300, height=200)]
+    return write(root / "data", *rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, ["allowed_image_roots", ":2: an image in"]),
+        ({"allowed_image_roots": ["."]}, []),
+        ({"allowed_image_roots": ["."], "max_image_pixels": 59_999}, ["max_image_pixels=59999", "60000 at most", ":3"]),
+        ({"max_image_pixels": 59_999}, ["max_image_pixels=59999", "allowed_image_roots"]),
+        ({"servers": [{"allowed_image_roots": ["."]}, {}]}, ["allowed_image_roots", ":2: an image in"]),
+        ({"allowed_image_roots": ["."], "servers": [{}, {"max_image_pixels": 59_999}]}, ["60000 at most", ":3"]),
+        ("large files", ["at most 64 MiB; 1 samples have a larger one: save it smaller", ":3"]),
+        ("remote", []),
+        ("teacher-forced", []),
+        ("no server section", []),
+        ("hf", []),
+    ],
+)
+def test_images_that_a_server_would_not_read_are_named_at_start_SRV_5_SRV_10(
+    tmp_path, monkeypatch, capsys, changes, told
+):
+    """SRV-5, SRV-10: links are resolved, as the server does; only what a server on this machine is asked counts, each
+    one with settings of its own."""
+    monkeypatch.chdir(tmp_path)
+    path = linked(tmp_path)
+    url = "http://10.0.0.3:8000" if changes == "remote" else "http://127.0.0.1:8000"
+    data = config_of(tmp_path, tmp_path / "model", url, 8001, {})
+    data["custom"] |= {"train_jsonl": [{"path": str(path)}], "val_jsonl": None}
+    matching = data["custom"]["extra"]["rollout_matching"]
+    if changes == "teacher-forced":
+        matching["teacher_forced_ratio"] = 1.0
+    if changes == "no server section":
+        data["custom"]["extra"].pop("rollout_server")
+    if changes == "hf":
+        matching["rollout_backend"] = "hf"
+    if changes == "large files":
+        changes = {"allowed_image_roots": ["."]}
+        with (tmp_path / "data" / "large.png").open("ab") as file:
+            file.truncate(MAX_IMAGE_BYTES + 1)  # PNG may have bytes behind its end
+    if isinstance(changes, dict):
+        data["custom"]["extra"]["rollout_server"] |= changes
+        if "servers" in changes:
+            matching["vllm"]["server"]["servers"].append({"base_url": "http://127.0.0.1:8010", "group_port": 8011})
+    cfg, reader = build_config(data), LineReader("List.")
+    write_index(tmp_path / "index", path, Checks(reader))
+    file = IndexedFile(path, Index(tmp_path / "index"), reader)
+    assert file.num_pixels.tolist() == [5000, 5000, 60_000]
+    if not told:
+        return check_images(cfg, True, [file])
+    with pytest.raises(SystemExit) as end:
+        check_images(cfg, True, [file])
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and all(text in message for text in told)
+    if changes == {}:
+        assert message.count("an image in") == 1 and str(tmp_path / "photos") in message
+        check_images(cfg, True, [IndexedFile(path, Index(tmp_path / "index"), reader, limit=1)])
+    if changes == {"max_image_pixels": 59_999}:  # `eval_limit` may leave a file without samples
+        data["custom"]["val_jsonl"], data["training"]["eval_at_start"] = [{"path": str(path)}], True
+        cfg = build_config(data)
+        with pytest.raises(SystemExit, match="2"):
+            check_images(cfg, True, [file], [IndexedFile(path, Index(tmp_path / "index"), reader, limit=0)])

@@ -41,7 +41,7 @@ from utils.geometry import Object
 from utils.learner.learner import NotFinite, StepResult
 from utils.learner.model import load_model
 from utils.parsing import TokenTable
-from utils.run import session, setup
+from utils.run import data_files, session, setup
 from utils.run.monitor import Monitor
 from utils.run.rollout_log import read_rollout_log
 from utils.run.session import Session
@@ -253,7 +253,7 @@ def test_CFG_10_several_learners_cannot_sync_adapters(
     """CFG-10: whatever the fallback and whatever the tuner; in a dry run and at the start, before data is read."""
     vllm = {"enable_lora": True, "sync": {"mode": mode, "fallback_to_full": fallback_to_full}}
     config = write_config(folder, start_model, server, vllm=vllm, tuner=tuner)
-    monkeypatch.setattr(setup, "load_data", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(setup, "open_data", lambda *_: pytest.fail("went on"))
     for arguments, world_size in ((("--dry-run", "--world-size", "2"), 1), ((), 2)):
         status, _, error = start(train_stage2, config, *arguments, world_size=world_size)
         assert status == 2
@@ -477,7 +477,7 @@ def test_DAT_3_labels_that_spell_a_special_token_are_named_before_training(
     """DAT-3: where the answer format writes labels as they are."""
     row = {"objects": [{"desc": "an <img> tag", "bbox_2d": [1, 1, 9, 9]}]}
     config = write_config(folder, start_model, server, data=with_line(folder, 3, **row))
-    monkeypatch.setattr(setup, "special_words", lambda *_: ("<img>",))
+    monkeypatch.setattr(data_files, "special_words", lambda *_: ("<img>",))
     status, _, error = start(train_stage2, config)
     assert status == 2 and "changed.jsonl:3: objects[0].desc: 'an <img> tag' spells a special token" in error, error
 
@@ -522,12 +522,12 @@ def test_CFG_15_the_smallest_server_counts_and_supervised_runs_need_no_room_for_
     checks = Checks(LineReader(Data().prompt), partial(num_prompt_tokens, processor=processor))
     write_index(tmp_path / "index", data, checks)
     files = [IndexedFile(data, Index(tmp_path / "index"), checks.reader)]
-    setup.check_lengths(build_config(config), True, files, processor)
+    data_files.check_lengths(build_config(config), True, files, processor)
     extra["rollout_server"]["servers"] = [{"vllm_max_model_len": 280}]
     with pytest.raises(SystemExit, match="2"):
-        setup.check_lengths(build_config(config), True, files, processor)
+        data_files.check_lengths(build_config(config), True, files, processor)
     extra["rollout_matching"]["teacher_forced_ratio"] = 1.0
-    setup.check_lengths(build_config(config), True, files, processor)
+    data_files.check_lengths(build_config(config), True, files, processor)
 
 
 # A whole run

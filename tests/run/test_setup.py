@@ -11,21 +11,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.answers import make_table
-from tests.config.test_load import edited
-from tests.data.test_samples import line, png, write
 from tests.e2e.processes import config_of
 from tests.run.test_resume import ranks  # noqa: F401
-from utils.answer_format import FORMATS
-from utils.config.load import Config, build_config, load_config
-from utils.data.images import MAX_IMAGE_BYTES
-from utils.data.index import Checks, Index, IndexedFile, write_index
-from utils.data.samples import LineReader
+from utils.config.load import build_config, load_config
 from utils.dist import Ranks
 from utils.policy_loss import policy_segment
 from utils.rollout.client import RolloutClient
@@ -33,9 +26,6 @@ from utils.run.monitor import write_evaluation
 from utils.run.resume import Checkpoint
 from utils.run.rollout_log import read_rollout_log
 from utils.run.setup import (
-    check_ground_truth,
-    check_images,
-    check_lengths,
     check_ranks,
     claim_run_dir,
     load_tokenizer,
@@ -46,7 +36,6 @@ from utils.run.setup import (
     owes_an_evaluation,
     reach_servers,
 )
-from utils.targets import TargetOptions, ground_truth_target
 
 HOST = socket.gethostname()
 
@@ -292,78 +281,6 @@ def test_a_node_that_others_cannot_reach_is_told_before_the_ranks_meet(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "own", "training", "named"),
-    [
-        (1, 0, {}, ["train.jsonl"]),
-        (1, None, {}, []),
-        (0, 1, {}, []),
-        (0, None, {}, ["train.jsonl"]),
-        (1, None, {"eval_steps": 1}, ["val.jsonl"]),
-        (1, None, {"eval_at_start": True}, ["val.jsonl"]),
-        (0.5, 0.9, {"eval_steps": 1}, ["train.jsonl", "val.jsonl"]),
-    ],
-)
-def test_every_file_needs_room_for_what_is_generated_for_it_CFG_15_DAT_5(
-    tmp_path, monkeypatch, capsys, ratio, own, training, named
-):
-    """CFG-15, DAT-5: a prompt of 900 tokens and a response of 256 in a row of 1024; validation is never forced."""
-    data = config_of(tmp_path, tmp_path / "model", "http://127.0.0.1:8000", 8001, {})
-    data["custom"] |= {"train_jsonl": [{"path": "train.jsonl"}], "val_jsonl": [{"path": "val.jsonl"}]}
-    if own is not None:
-        data["custom"]["train_jsonl"][0]["teacher_forced_ratio"] = own
-    data["custom"]["extra"]["rollout_matching"] |= {"max_new_tokens": 256, "teacher_forced_ratio": ratio}
-    data["custom"]["extra"].pop("rollout_server", None)
-    data["training"] |= {"eval_steps": 0, "eval_at_start": False} | training
-
-    class File(list):
-        num_tokens = np.array([900])
-
-    train, val = (File([SimpleNamespace(source=f"{name}.jsonl:1")]) for name in ("train", "val"))
-    monkeypatch.setattr("utils.run.setup.num_prompt_tokens", lambda sample, processor: 900)
-    cfg = build_config(data)
-    assert cfg.global_max_length == 1024
-    if not named:
-        return check_lengths(cfg, True, [train], None, [val])
-    with pytest.raises(SystemExit) as end:
-        check_lengths(cfg, True, [train], None, [val])
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and f"{len(named)} of 2 samples do not fit" in told
-    assert [line.split(":")[0].strip() for line in told.splitlines() if "make 1156 tokens" in line] == named
-
-
-@pytest.mark.parametrize("kind", ["bbox_2d", "poly"])
-@pytest.mark.parametrize("form", ["coord_tokens", "qwen3vl"])
-def test_a_sample_whose_ground_truth_fits_no_row_is_named_at_start_CFG_15_PCK_3(
-    tmp_path, monkeypatch, capsys, kind, form
-):
-    """CFG-15, PCK-3: it would stop the run when it is drawn, and the resumed run as well. To the token: the sequence is
-    as long as the one that would be trained. GRPO trains none."""
-    for name in ("WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    table = make_table("native" if form == "qwen3vl" else "qwen", form)
-    shape = [1, 1, 50, 25] if kind == "bbox_2d" else [1, 1, 50, 1, 50, 25]
-    rows = [line(objects=[{"desc": "cat", kind: shape}] * number) for number in (1, 12, 11)]
-    path, prompt = write(tmp_path, *rows), 100
-    reader = LineReader("List.", form=FORMATS[form])
-    write_index(tmp_path / "index", path, Checks(reader, lambda sample: prompt))
-    file = IndexedFile(path, Index(tmp_path / "index"), reader)
-    lengths = [prompt + len(ground_truth_target(sample.objects, table, TargetOptions()).answer_ids) for sample in file]
-    assert all(file.max_answer_tokens + prompt + 1 >= lengths)
-
-    def cfg_with(limit: int) -> Any:
-        return build_config(edited(global_max_length=limit, RM__answer_format=form, RM__max_new_tokens=16))
-
-    check_ground_truth(cfg_with(lengths[1]), Ranks(), [file], table)
-    with pytest.raises(SystemExit) as end:
-        check_ground_truth(too_short := cfg_with(lengths[1] - 1), Ranks(), [file], table)
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and f"global_max_length={lengths[1] - 1}: 1 training samples do not fit" in told
-    assert f"{path}:2: prompt and ground truth make {lengths[1]} tokens" in told and f"{path}:3" not in told
-    monkeypatch.setattr(Config, "is_grpo", True)
-    check_ground_truth(too_short, Ranks(), [file], table)
-
-
-@pytest.mark.parametrize(
     ("eval_steps", "eval_at_start", "is_made", "owes"),
     [(2, False, False, True), (0, True, False, True), (2, False, True, False), (0, False, False, False)],
 )
@@ -420,76 +337,3 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_starts_LOG_3(tm
         open_session(build_config(data), metric="f1")
     assert end.value.code == 2
     assert "training.report_to" in (told := capsys.readouterr().err) and "requirements-trackers.txt wandb" in told
-
-
-def linked(folder: Path) -> Path:
-    """A data file. Its second line shows an image behind a link to another folder, its third one a larger image."""
-    (folder / "data").mkdir()
-    (folder / "photos").mkdir()
-    for path in ("data/a.png", "photos/b.png"):
-        png(folder / path)
-    png(folder / "data/large.png", 300, 200)
-    (folder / "data/linked").symlink_to(folder / "photos")
-    rows = [line(images=["a.png"]), line(images=["linked/b.png"]), line(images=["large.png"], width=300, height=200)]
-    return write(folder / "data", *rows)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({}, ["allowed_image_roots", ":2: an image in"]),
-        ({"allowed_image_roots": ["."]}, []),
-        ({"allowed_image_roots": ["."], "max_image_pixels": 59_999}, ["max_image_pixels=59999", "60000 at most", ":3"]),
-        ({"max_image_pixels": 59_999}, ["max_image_pixels=59999", "allowed_image_roots"]),
-        ({"servers": [{"allowed_image_roots": ["."]}, {}]}, ["allowed_image_roots", ":2: an image in"]),
-        ({"allowed_image_roots": ["."], "servers": [{}, {"max_image_pixels": 59_999}]}, ["60000 at most", ":3"]),
-        ("large files", ["at most 64 MiB; 1 samples have a larger one: save it smaller", ":3"]),
-        ("remote", []),
-        ("teacher-forced", []),
-        ("no server section", []),
-        ("hf", []),
-    ],
-)
-def test_images_that_a_server_would_not_read_are_named_at_start_SRV_5_SRV_10(
-    tmp_path, monkeypatch, capsys, changes, told
-):
-    """SRV-5, SRV-10: links are resolved, as the server does; only what a server on this machine is asked counts, each
-    one with settings of its own."""
-    monkeypatch.chdir(tmp_path)
-    path = linked(tmp_path)
-    url = "http://10.0.0.3:8000" if changes == "remote" else "http://127.0.0.1:8000"
-    data = config_of(tmp_path, tmp_path / "model", url, 8001, {})
-    data["custom"] |= {"train_jsonl": [{"path": str(path)}], "val_jsonl": None}
-    matching = data["custom"]["extra"]["rollout_matching"]
-    if changes == "teacher-forced":
-        matching["teacher_forced_ratio"] = 1.0
-    if changes == "no server section":
-        data["custom"]["extra"].pop("rollout_server")
-    if changes == "hf":
-        matching["rollout_backend"] = "hf"
-    if changes == "large files":
-        changes = {"allowed_image_roots": ["."]}
-        with (tmp_path / "data" / "large.png").open("ab") as file:
-            file.truncate(MAX_IMAGE_BYTES + 1)  # PNG may have bytes behind its end
-    if isinstance(changes, dict):
-        data["custom"]["extra"]["rollout_server"] |= changes
-        if "servers" in changes:
-            matching["vllm"]["server"]["servers"].append({"base_url": "http://127.0.0.1:8010", "group_port": 8011})
-    cfg, reader = build_config(data), LineReader("List.")
-    write_index(tmp_path / "index", path, Checks(reader))
-    file = IndexedFile(path, Index(tmp_path / "index"), reader)
-    assert file.num_pixels.tolist() == [5000, 5000, 60_000]
-    if not told:
-        return check_images(cfg, True, [file])
-    with pytest.raises(SystemExit) as end:
-        check_images(cfg, True, [file])
-    message = capsys.readouterr().err
-    assert end.value.code == 2 and all(text in message for text in told)
-    if changes == {}:
-        assert message.count("an image in") == 1 and str(tmp_path / "photos") in message
-        check_images(cfg, True, [IndexedFile(path, Index(tmp_path / "index"), reader, limit=1)])
-    if changes == {"max_image_pixels": 59_999}:  # `eval_limit` may leave a file without samples
-        data["custom"]["val_jsonl"], data["training"]["eval_at_start"] = [{"path": str(path)}], True
-        cfg = build_config(data)
-        with pytest.raises(SystemExit, match="2"):
-            check_images(cfg, True, [file], [IndexedFile(path, Index(tmp_path / "index"), reader, limit=0)])

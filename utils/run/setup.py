@@ -12,12 +12,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 
@@ -27,27 +25,21 @@ from utils.config.deepspeed import settings_on_record
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.plan import step_remarks
 from utils.config.rules import length_limit
-from utils.config.schema import RM, RS, ServerAddress
+from utils.config.schema import RM, ServerAddress
 from utils.data.encoding import (
     dummy_segment,
     encode_prompt,
-    grid_of,
     load_processor,
     model_digest,
-    num_prompt_tokens,
     prompt_chat,
-    special_words,
     tokenizer_digest,
 )
-from utils.data.images import MAX_IMAGE_BYTES, as_sent
-from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
-from utils.data.mistakes import report_skipped
+from utils.data.images import as_sent
 from utils.data.prompts import THINKS, leaves_thinking_open
-from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of_polygons
+from utils.data.samples import Sample
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
 from utils.families import family_in
-from utils.geometry import normal_label
 from utils.learner.learner import Learner
 from utils.learner.model import position_ids_for
 from utils.packing import NO_IDS, Batch, collate_packed, collate_padded, place
@@ -57,7 +49,8 @@ from utils.rollout.backend import Engine, NoEngine, ServerEngine
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import is_loopback
 from utils.rollout.teacher import Teacher
-from utils.run.inputs import INDEX_FOLDER, Digests, check_inputs, data_paths
+from utils.run.data_files import open_data, with_generation
+from utils.run.inputs import check_inputs
 from utils.run.monitor import Monitor, is_evaluated, write_run_json
 from utils.run.policy import Policy
 from utils.run.records import Timer
@@ -105,10 +98,7 @@ def open_session(
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
     lock, checkpoint = claim_run_dir(cfg, resume, ranks)
     inputs = check_inputs(cfg, checkpoint, accepted_changes, ranks)
-    datasets, val_files = load_data(cfg, ranks, inputs["digests"], processor, rewards)
-    check_lengths(cfg, ranks.is_main, datasets, processor, val_files)
-    check_ground_truth(cfg, ranks, datasets, table)
-    check_images(cfg, ranks.is_main, datasets, val_files)
+    datasets, val_files = open_data(cfg, ranks, inputs["digests"], processor, table, rewards)
     val_samples: Sequence[Sample] = ConcatDataset(val_files) if val_files else []
     weights = [spec.weight for spec in cfg.custom.train_jsonl]
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
@@ -119,18 +109,8 @@ def open_session(
     client = reach_servers(cfg, ranks) if cfg.servers() else None
     teacher = reach_teacher(cfg, ranks, processor) if cfg.rm.teacher else None
 
-    try:
-        learner = Learner(cfg, ranks, num_steps)
-    except ValueError as error:  # a tuner that does not fit the model, or an incomplete checkpoint
-        exit_with(str(error))
-    if checkpoint is not None:
-        try:
-            learner.load_state(checkpoint.path / "state")
-        except ValueError as error:  # maybe of this rank's shard alone, so that each rank speaks
-            exit_with(f"training.resume_from_checkpoint: {error}", is_main=True)
+    learner = open_learner(cfg, ranks, num_steps, checkpoint, processor)
     place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
-    if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
-        exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
     # Of the files that are generated for: only their images are known to be the server's to read.
     asked = [file for file, is_asked in with_generation(cfg, datasets, val_files) if is_asked and len(file)]
     probe = make_probe(cfg, (asked or datasets)[0][0], processor, table, learner, collate)
@@ -246,72 +226,6 @@ def open_records(
     return Monitor(run, num_steps, ranks.is_main, training.report_to, training.logging_steps)
 
 
-def load_data(
-    cfg: Config, ranks: Ranks, digests: Digests, processor: Any = None, rewards: Sequence[str] = ()
-) -> tuple[list[IndexedFile], list[IndexedFile]]:
-    """Training and validation files, whose lines rank 0 has checked in this run or an earlier one (DAT-6; collective).
-
-    Exit status 2 with every problem listed; with `on_bad_sample: skip` bad lines are left out instead, and reported.
-    """
-    grids = processor and grid_of(processor, cfg.rm.format)
-    special = special_words(processor, cfg.rm.format) if processor else ()
-    reader = LineReader(cfg.data.prompt, cfg.data.object_order, cfg.rm.format, grids, special, cfg.is_detection)
-    count_tokens = processor and partial(num_prompt_tokens, processor=processor)
-    checks = Checks(reader, count_tokens, rewards)
-    model_files = {name: found for name, found in digests["base_model"].items() if not name.endswith(".safetensors")}
-    limits = [cfg.model.image_min_pixels, cfg.model.image_max_pixels]
-    settings = [reader.prompt, reader.object_order, reader.form.name, list(rewards), model_files, limits]
-    settings.append(reader.needs_objects)
-    folder, skips_bad = Path(cfg.training.output_dir) / INDEX_FOLDER, cfg.data.on_bad_sample == "skip"
-    paths = data_paths(cfg)
-    targets = [index_path(folder, path, digests["data"][path]["blake2b"], settings) for path in paths]
-
-    def check_files(alive: Callable[[], None]) -> str | None:
-        files = dict(zip(targets, paths, strict=True))  # a file for both training and validation is one
-        indexes = [ensure_index(target, path, checks, alive) for target, path in files.items()]
-        try:
-            check_indexes(indexes, folder, skips_bad)
-        except DataError as error:
-            return str(error)
-        if skips_bad:
-            bad = chain.from_iterable(index.bad_lines() for index in indexes)
-            print(report_skipped(bad, cfg.training.output_dir), end="", flush=True)
-        return None
-
-    if problems := ranks.on_main(check_files):
-        exit_with(problems, ranks.is_main)
-    indexes = list(map(Index, targets))
-    warn_of_polygons(sum(i.num_polygons for i in indexes), sum(i.num_objects for i in indexes), reader.form)
-    warn_of_unknown_labels(cfg, indexes)
-    train, val, left = [], [], cfg.training.eval_limit
-    for spec in cfg.custom.train_jsonl:
-        train.append(IndexedFile(spec.path, indexes.pop(0), reader, spec.annotated, spec.teacher_forced_ratio))
-    for spec in cfg.custom.val_jsonl or []:
-        val.append(IndexedFile(spec.path, indexes.pop(0), reader, spec.annotated, spec.teacher_forced_ratio, left))
-        left = None if left is None else left - len(val[-1])
-    return train, val
-
-
-def warn_of_unknown_labels(cfg: Config, indexes: Sequence[Index]) -> None:
-    """Name labels of `annotated` and of `new_labels` that no object of their files has: they may be misspelt.
-
-    Args:
-        indexes: of the training files, then of the validation files.
-    """
-    files = [*cfg.custom.train_jsonl, *(cfg.custom.val_jsonl or [])]
-    for spec, index in zip(files, indexes, strict=True):
-        _warn_of_unknown(f"annotated of {spec.path}", spec.annotated or [], [index])
-    if validation := indexes[len(cfg.custom.train_jsonl) :]:
-        _warn_of_unknown(f"{RM}.eval.new_labels", cfg.rm.eval.new_labels, validation)
-
-
-def _warn_of_unknown(what: str, labels: Sequence[str], indexes: Sequence[Index]) -> None:
-    known = [index.labels for index in indexes]
-    unknown = [label for label in labels if not any(own is None or normal_label(label) in own for own in known)]
-    if unknown:
-        logger.warning("%s: no object there is called %s; is it misspelt?", what, ", ".join(unknown))
-
-
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
     """Load processor and token table; exit status 2 for a family that is not supported, or not in this answer format.
     Without coordinate tokens: the same, or no table if they are not needed."""
@@ -348,122 +262,6 @@ def check_reference(cfg: Config, is_main: bool) -> None:
     what = "is no readable checkpoint" if found is None else "differs in architecture or vocabulary"
     rule = f"{what}; it must be one of the same model as model.path={cfg.model.path}"
     exit_with(problem(cfg, "model.reference_path", rule), is_main)
-
-
-def check_lengths(
-    cfg: Config, is_main: bool, train: Sequence[IndexedFile], processor: Any, val: Sequence[IndexedFile] = ()
-) -> None:
-    """Exit with status 2 and name the samples whose prompt + `max_new_tokens` fits no row or engine (CFG-15).
-
-    Nothing is generated for a file that is only teacher-forced (DAT-5), nor for validation without an evaluation.
-    """
-    (path, limit), key = length_limit(cfg), cfg.rollout_path("max_new_tokens")
-    files = [(f, cfg.rm.max_new_tokens * is_asked) for f, is_asked in with_generation(cfg, train, val)]
-
-    def reason(sample: Sample, new_tokens: int) -> str:
-        try:
-            needed = num_prompt_tokens(sample, processor) + new_tokens
-        except ValueError as error:
-            return f"{sample.source}: {error}"
-        return f"{sample.source}: prompt + {key}={new_tokens} make {needed} tokens"
-
-    found = [
-        (file, index, new_tokens)
-        for file, new_tokens in files
-        for index in np.flatnonzero(file.num_tokens > limit - new_tokens)
-    ]
-    if found:
-        reasons = [reason(file[index], new_tokens) for file, index, new_tokens in found[:MAX_SHOWN]]
-        rule = f"{len(found)} of {sum(len(file) for file, _ in files)} samples do not fit; raise it, lower {key} or "
-        line = problem(cfg, path, rule + "model.image_max_pixels or remove these samples")
-        exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
-
-
-def check_ground_truth(cfg: Config, ranks: Ranks, train: Sequence[IndexedFile], table: TokenTable | None) -> None:
-    """Exit with status 2 and name the training samples whose prompt and whole ground truth fit no row (collective).
-
-    A sample becomes such a sequence where it is teacher-forced or its answer is of no use, so that it would stop the
-    run when it is drawn, and the resumed run as well (PCK-3).
-    """
-    limit = cfg.global_max_length
-    if cfg.is_grpo or limit is None or table is None:
-        return
-
-    def lengths(alive: Callable[[], None]) -> str | None:
-        found = []
-        for file in train:
-            for index in np.flatnonzero(file.num_tokens + file.max_answer_tokens.astype(np.int64) >= limit):
-                alive()
-                sample = file[index]
-                needed = file.num_tokens[index] + len(table.encode(cfg.rm.format.write(sample.objects))) + 1
-                if needed > limit:
-                    found.append(f"{sample.source}: prompt and ground truth make {needed} tokens")
-        if not found:
-            return None
-        rule = f"{len(found)} training samples do not fit; raise it, or remove them"
-        return f"{problem(cfg, 'global_max_length', rule)}\n{DataError(found[:MAX_SHOWN], len(found[MAX_SHOWN:]))}"
-
-    if problems := ranks.on_main(lengths):
-        exit_with(problems, ranks.is_main)
-
-
-def with_generation(
-    cfg: Config, train: Sequence[IndexedFile], val: Sequence[IndexedFile]
-) -> list[tuple[IndexedFile, bool]]:
-    """Each file, and whether anything is generated for it."""
-    own, default = [spec.teacher_forced_ratio for spec in cfg.custom.train_jsonl], cfg.rm.teacher_forced_ratio
-    generates = [(default if ratio is None else ratio) < 1 for ratio in own]
-    generates += [bool(cfg.training.eval_steps or cfg.training.eval_at_start)] * len(val)
-    return list(zip([*train, *val], generates, strict=True))
-
-
-def check_images(cfg: Config, is_main: bool, train: Sequence[IndexedFile], val: Sequence[IndexedFile] = ()) -> None:
-    """Exit with status 2 and name images that a rollout server would not read: they have too many pixels or bytes
-    (SRV-10), or lie where a server on this machine may not read (SRV-5). Servers elsewhere may see other paths and
-    links."""
-    if not (cfg.rs and cfg.servers()):
-        return
-    files = [file for file, is_asked in with_generation(cfg, train, val) if is_asked]
-    problems = [_too_many_pixels(cfg, files), _too_many_bytes(files)]
-    here = [index for index, address in enumerate(cfg.servers()) if is_loopback(address.base_url)]
-    problems += [_outside_roots(cfg, files, index) for index in here]
-    if found := list(filter(None, dict.fromkeys(problems))):
-        exit_with("\n".join(found), is_main)
-
-
-def _too_many_pixels(cfg: Config, files: Sequence[IndexedFile]) -> str | None:
-    limit = min(cfg.server_settings(index).max_image_pixels for index in range(len(cfg.servers())))
-    found = [(file, index) for file in files for index in np.flatnonzero(file.num_pixels > limit)]
-    if not found:
-        return None
-    most = max(int(file.num_pixels.max(initial=0)) for file in files)
-    rule = f"the images of {len(found)} samples have more pixels, {most} at most; raise it or make them smaller"
-    return f"{problem(cfg, f'{RS}.max_image_pixels', rule)}\n{_sources(found)}"
-
-
-def _too_many_bytes(files: Sequence[IndexedFile]) -> str | None:
-    found = [(file, index) for file in files for index in np.flatnonzero(file.num_larger(MAX_IMAGE_BYTES))]
-    if not found:
-        return None
-    rule = f"a server reads image files of at most {MAX_IMAGE_BYTES >> 20} MiB; {len(found)} samples have a larger one"
-    return f"{rule}: save it smaller, as PNG or JPEG\n{_sources(found)}"
-
-
-def _sources(found: Sequence[tuple[IndexedFile, int]]) -> DataError:
-    named = [file[index].source for file, index in found[:MAX_SHOWN]]
-    return DataError(named, len(found) - len(named))
-
-
-def _outside_roots(cfg: Config, files: Sequence[IndexedFile], index: int) -> str | None:
-    roots = [Path(root).resolve() for root in cfg.image_roots(index)]
-    found = [
-        f"{file.path}:{number}: an image in {folder}"
-        for file in files
-        for folder, number in file.folders.items()
-        if not any(Path(folder).is_relative_to(root) for root in roots)
-    ]
-    rule = "images lie outside the folders that a server may read (links are resolved); add theirs and start it again"
-    return f"{problem(cfg, f'{RS}.allowed_image_roots', rule)}\n{DataError(found)}" if found else None
 
 
 _START = """  start the server: make server GPUS=<ids> CONFIG={file} \
@@ -517,6 +315,23 @@ def reach_teacher(cfg: Config, ranks: Ranks, processor: Any) -> Teacher:
     error = capture_error(teacher.connect, tokenizer_digest(cfg.model.path), prompts, cfg.global_max_length)
     ranks.raise_on_all_ranks(error, f"reaching the teacher ({RM}.teacher)")
     return teacher
+
+
+def open_learner(cfg: Config, ranks: Ranks, num_steps: int, checkpoint: Checkpoint | None, processor: Any) -> Learner:
+    """Load the model, or the checkpoint's, into its engine, and check that it is what the rest takes it for; exit
+    status 2 where it is not (collective)."""
+    try:
+        learner = Learner(cfg, ranks, num_steps)
+    except ValueError as error:  # a tuner that does not fit the model, or an incomplete checkpoint
+        exit_with(str(error))
+    if checkpoint is not None:
+        try:
+            learner.load_state(checkpoint.path / "state")
+        except ValueError as error:  # maybe of this rank's shard alone, so that each rank speaks
+            exit_with(f"training.resume_from_checkpoint: {error}", is_main=True)
+    if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
+        exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
+    return learner
 
 
 def make_layout(
