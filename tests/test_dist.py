@@ -203,3 +203,19 @@ def test_what_several_ranks_say_is_told_once_SYN_3(monkeypatch):
         Ranks().raise_on_all_ranks(None, "asking")
     told = "asking failed on 3 of 4 ranks\nranks 0, 2: ValueError: no server\nrank 3: KeyError: 1"
     assert str(failure.value) == told
+
+
+def test_an_error_is_the_cause_of_a_fence_that_breaks_SYN_3(monkeypatch):
+    """SYN-3: otherwise the report would only say that another rank is gone."""
+    ranks, own = Ranks(), MemoryError("no room")
+
+    def broken(value):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(ranks, "gather", broken)
+    with pytest.raises(RuntimeError, match="closed by peer") as raised:
+        ranks.raise_on_all_ranks(own, "merging")
+    assert raised.value.__cause__ is own
+    with pytest.raises(RuntimeError) as raised:
+        ranks.gather_or_raise(1, "counting")
+    assert raised.value.__cause__ is None

@@ -472,6 +472,17 @@ def test_structure_is_supervised_where_the_config_says_so_TGT_10(folder, start_m
     assert "bbox_2d" in found[1] and "bbox_2d" not in found[0]
 
 
+def test_a_segment_prepared_ahead_that_no_row_holds_any_more_is_refused_LRN_5(folder, start_model):
+    """LRN-5: before servers and weights; it would stop each resumed run in its first step."""
+    run = run_of(folder, start_model)
+    segment = segment_of(run, run.samples[0], None, train_stage2.Rollouts())
+    run.session.cfg.global_max_length = len(segment) - 1
+    state = {"buffer": CarryBuffer(8, 8).state_dict(), "stream": {}}
+    state["ahead"] = [train_stage2.MicroStep([segment], train_stage2.Rollouts()).state_dict()]
+    with pytest.raises(ValueError, match=f"global_max_length is {len(segment) - 1}"):
+        train_stage2.Stage2.load_state_dict(run, state)
+
+
 @pytest.mark.parametrize("where", ["buffer", "ahead"])
 def test_a_teacher_that_is_new_in_a_resumed_run_is_refused_before_it_trains_TGT_16_LRN_5(folder, start_model, where):
     """TGT-16, LRN-5: for what waits for a row, whether packed or prepared ahead, it was never asked. One that is gone

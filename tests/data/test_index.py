@@ -122,6 +122,9 @@ def test_dat_6_large_files_are_read_by_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "SMALL_BYTES", 10)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     assert len(indexed(path)) == 1 and asked == [3]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(224)))  # of the node, whatever the container has
+    list(scan(path, CHECKS))
+    assert asked == [3, 16]
 
 
 def test_dat_6_a_worker_that_dies_ends_the_pass(tmp_path, monkeypatch):

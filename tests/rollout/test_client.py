@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from utils.capacity import capacity_slots, chunk_size, requests_per_server
-from utils.config.rollout import Server
+from utils.config.rollout import Server, ServerSettings
 from utils.rollout import link as rollout_link
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import CallFailed, CallTimeout, RolloutError
@@ -978,3 +979,46 @@ def test_log_6_health_has_its_latency():
         assert health["boot_id"] == "boot0" and health["latency_s"] > 0
         by_replica = {'rollout_running{replica="0"}': 3.0, 'rollout_running{replica="1"}': 4.0}
         assert client.metrics(0) == {"rollout_running": 7.0, "rollout_waiting": 2.0} | by_replica
+
+
+def test_con_4_a_server_that_was_started_with_another_config_is_refused_by_name():
+    """CON-4: with less room answers would be cut, with other log-probabilities wrongly weighted. More room is fine."""
+    with setting(1, 1, ready=False) as (client, (one, two)):
+        two.on_health = lambda: (200, two.health(max_model_len=1024, logprobs_mode="raw_logprobs"))
+        client.wait_ready()
+        own = ServerSettings(vllm_max_model_len=1024)
+        client.check_settings([own, own])
+        client.check_settings([own, own.model_copy(update={"vllm_max_model_len": 512})])
+        longer = own.model_copy(update={"vllm_max_model_len": 2048})
+        with pytest.raises(RolloutError, match=f"{two.url} was started with vllm_max_model_len 1024, .* has 2048"):
+            client.check_settings([longer, longer])
+        processed = own.model_copy(update={"vllm_engine_kwargs": {"logprobs_mode": "processed_logprobs"}})
+        with pytest.raises(RolloutError, match="logprobs_mode raw_logprobs, .* has processed_logprobs"):
+            client.check_settings([processed, processed])
+        two.on_health = lambda: (200, two.health(max_model_len=512, logprobs_mode="raw_logprobs"))
+        with pytest.raises(RolloutError, match="max model len 512 instead of 1024; restart the run"):
+            client.wait_ready()
+
+
+def test_con_1_a_url_that_the_server_does_not_know_itself_by_is_not_waited_for():
+    """CON-1: its Host header is refused every time."""
+    with setting(1, timeout_s=30.0, ready=False) as (client, (server,)):
+        server.on_health = lambda: (421, {"detail": "the Host header is no address of this server"})
+        start = time.monotonic()
+        with pytest.raises(RolloutError, match="no address of this server"):
+            client.wait_ready()
+        assert time.monotonic() - start < 5.0
+
+
+def test_con_1_posts_in_flight_can_be_cut():
+    """CON-1: as when another server refused."""
+    with setting(1) as (client, (server,)), ThreadPoolExecutor(1) as pool:
+        server.on_infer = server.hang
+        post = pool.submit(client.post, 0, "/infer/", {"infer_requests": [], "request_config": {}}, 20.0)
+        while not server.paths.count("/infer/"):
+            time.sleep(0.01)
+        start = time.monotonic()
+        client.cut_posts("given up")
+        with pytest.raises(CallFailed, match="given up"):
+            post.result()
+        assert time.monotonic() - start < 3.0

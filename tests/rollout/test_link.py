@@ -1,5 +1,6 @@
 """One HTTP connection that another thread can cancel, against sockets that misbehave."""
 
+import contextlib
 import datetime
 import ipaddress
 import socket
@@ -9,6 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+import requests
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -228,3 +230,15 @@ def server_context(folder):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     return context
+
+
+def test_a_connection_that_does_not_come_up_is_told_with_its_own_limit(monkeypatch):
+    """Not with the limit of the call, which others would raise in vain."""
+
+    def refuse(*args, **options):
+        raise requests.ConnectTimeout
+
+    with contextlib.closing(Link("http://127.0.0.1:9", None)) as link:
+        monkeypatch.setattr(link._session, "request", refuse)
+        with pytest.raises(CallTimeout, match="no connection within 10 s"):
+            link.request("GET", "/health/", 300.0)

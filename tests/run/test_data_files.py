@@ -2,6 +2,7 @@
 checked before anything heavy starts."""
 
 import json
+import math
 import os
 import socket
 import time
@@ -35,7 +36,7 @@ from utils.config.schema import RM
 from utils.data import index as index_module
 from utils.data.encoding import EncodedPrompt, load_processor
 from utils.data.images import MAX_IMAGE_BYTES, as_sent
-from utils.data.index import Checks, Index, IndexedFile, scan, write_index
+from utils.data.index import NO_LENGTH, Checks, Index, IndexedFile, scan, write_index
 from utils.data.samples import LineReader, Sample
 from utils.dist import Ranks
 from utils.run import data_files, inputs, setup
@@ -467,3 +468,19 @@ def test_images_that_a_server_would_not_read_are_named_at_start_SRV_5_SRV_10(
         cfg = build_config(data)
         with pytest.raises(SystemExit, match="2"):
             check_images(cfg, True, [file], [IndexedFile(path, Index(tmp_path / "index"), reader, limit=0)])
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named_where_no_length_is_set_CFG_15(tmp_path, monkeypatch, capsys):
+    """CFG-15: GRPO without a server needs no length."""
+    monkeypatch.setattr(data_files, "length_limit", lambda cfg: ("global_max_length", math.inf))
+
+    def refuse(sample, processor):
+        raise ValueError("spells a special token")
+
+    monkeypatch.setattr(data_files, "num_prompt_tokens", refuse)
+    data = config_of(tmp_path, tmp_path / "model", "http://127.0.0.1:8000", 8001, {})
+    train = type("File", (list,), {"num_tokens": np.array([NO_LENGTH])})([SimpleNamespace(source="a.jsonl:1")])
+    with pytest.raises(SystemExit) as end:
+        check_lengths(build_config(data), True, [train], None)
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "1 samples cannot be encoded" in told and "a.jsonl:1: spells a special" in told

@@ -22,6 +22,7 @@ from utils.config.load import build_config, load_config
 from utils.dist import Ranks
 from utils.policy_loss import policy_segment
 from utils.rollout.client import RolloutClient
+from utils.run import setup
 from utils.run.monitor import write_evaluation
 from utils.run.resume import Checkpoint
 from utils.run.rollout_log import read_rollout_log
@@ -337,3 +338,21 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_starts_LOG_3(tm
         open_session(build_config(data), metric="f1")
     assert end.value.code == 2
     assert "training.report_to" in (told := capsys.readouterr().err) and "requirements-trackers.txt wandb" in told
+
+
+def test_a_model_that_one_rank_finds_wrong_ends_all_with_its_reason_FAM_3(tmp_path, monkeypatch, capsys):
+    """FAM-3: and what is no fault of the model is raised as it is."""
+    monkeypatch.setattr(setup, "Learner", lambda *_: None)
+    monkeypatch.setattr(setup, "check_model", lambda *_: None)
+    two = SimpleNamespace(is_main=True, gather=lambda value: [value, "packing changes the model's output"])
+    cfg = config(tmp_path)
+    with pytest.raises(SystemExit):
+        setup.open_learner(cfg, two, 1, None, None)
+    assert "packing changes the model's output" in capsys.readouterr().err
+
+    def broken(*_):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(setup, "check_model", broken)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        setup.open_learner(cfg, two, 1, None, None)

@@ -197,3 +197,10 @@ def test_a_server_of_images_that_speaks_no_http_spoils_its_image_only_SRV_10(ans
 
 def test_a_learner_reaches_an_ipv6_server():
     assert learner_host("http://[::1]:8000") == "::1"
+
+
+def test_an_upgrade_to_a_web_socket_is_an_ordinary_request_SRV_10(port):
+    """SRV-10: it would leave the connection without its bounds."""
+    head = b"GET /a HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    head += b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    assert b" 200 " in ask(port, head)

@@ -47,7 +47,9 @@ class FakeLLM:
     def __init__(self, replicas: int = 2, seconds: float = 0.01):
         self.seconds = seconds
         self.errored = False
-        self.model_config = SimpleNamespace(get_diff_sampling_param=dict, is_multimodal_model=False, max_model_len=512)
+        self.model_config = SimpleNamespace(
+            get_diff_sampling_param=dict, is_multimodal_model=False, max_model_len=512, logprobs_mode="raw_logprobs"
+        )
         self.engine_core = SimpleNamespace(
             core_engines=list(range(replicas)), _call_utility_async=self._utility, pause_scheduler_async=self._pause
         )
@@ -801,3 +803,25 @@ def test_a_422_lists_the_first_mistakes_only():
     client = TestClient(make_app(engine, updates, None))
     answer = client.post("/infer/", json={"infer_requests": [dict.fromkeys("abcdefghijklmnopqrstuvw", 1)]})
     assert answer.status_code == 422 and len(answer.json()["detail"]) == 20
+
+
+def test_a_run_whose_opening_failed_does_not_own_the_server_CON_4():
+    """CON-4: `/health/` would stop the run that owned it before and waits for it to come back."""
+
+    async def run():
+        llm, engine, updates = make()
+        await updates.init(INIT)
+        seen, on_all = [], engine.on_all_workers
+
+        async def fails(step, payload=None):
+            if step == "init":
+                seen.append(updates.owner)
+                raise UpdateFailed("no learner came")
+            return await on_all(step, *([payload] if payload is not None else []))
+
+        engine.on_all_workers = fails
+        with pytest.raises(UpdateFailed):
+            await updates.init(INIT.model_copy(update={"run_id": "b"}))
+        assert seen == [None] and updates.owner is None
+
+    asyncio.run(run())

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,9 @@ class StandIn:
 
     def url(self, index: int) -> str:
         return f"http://server{index}"
+
+    def cut_posts(self, why: str) -> None:
+        """No post waits here."""
 
     def health(self, index: int) -> dict:
         if index == 0:
@@ -229,6 +233,24 @@ def test_a_closed_port_is_explained_CON_1(weights):
     for words in (f"group port {PORTS[1]}", "server1/init_communicator/ refused", "Ways out:\n  free the port"):
         assert words in str(raised.value)
     assert "open" not in server.events  # nobody to meet: that would take a whole time-out
+
+
+def test_a_server_that_refuses_ends_the_opening_of_the_others_CON_1(weights, monkeypatch):
+    """CON-1: these would wait for a learner that does not come; only the refusal is told."""
+    server, cut = StandIn(weights, fail_at="/init_communicator/"), threading.Event()
+    post = server.post
+
+    def waits(index: int, *args: Any) -> dict:
+        if index == 0:
+            assert cut.wait(20)
+            raise ConnectionError("given up")
+        return post(index, *args)
+
+    monkeypatch.setattr(server, "post", waits)
+    monkeypatch.setattr(server, "cut_posts", lambda why: cut.set())
+    with pytest.raises(RuntimeError, match="server1/init_communicator/ refused") as raised:
+        sync_with(server).open()
+    assert cut.is_set() and "given up" not in str(raised.value)
 
 
 def test_opening_is_bounded_by_its_own_limit_on_both_sides_CFG_8(weights, monkeypatch):

@@ -1,5 +1,6 @@
 """The merged-weight source against PEFT's own merge, and the sender's handling of failure (section SYN)."""
 
+import contextlib
 import copy
 from collections import Counter
 
@@ -212,3 +213,21 @@ def test_what_cannot_be_merged_is_refused_by_name_SYN_4(base_model):
     model = get_peft_model(copy.deepcopy(base_model), LoraConfig(r=4, target_modules=["embed_tokens"]))
     with pytest.raises(ValueError, match="embed_tokens"):
         MergedWeights(model)
+
+
+def test_an_error_while_merging_is_raised_after_all_gathers_SYN_3(base_model, monkeypatch):
+    """SYN-3: under ZeRO-3 the other ranks wait in them."""
+    weights, gathered = MergedWeights(base_model), []
+    monkeypatch.setattr(weights, "gathered", lambda entry: gathered.append(entry.name) or contextlib.nullcontext())
+    write = weights.write
+
+    def fails(entry, out):
+        if entry is weights.entries[2]:
+            raise torch.OutOfMemoryError("no room")
+        write(entry, out)
+
+    monkeypatch.setattr(weights, "write", fails)
+    seen = []
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        seen.extend(name for name, _ in weights.tensors())
+    assert gathered == [entry.name for entry in weights.entries]

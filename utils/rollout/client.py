@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from utils.capacity import capacity_slots, check_capacity, chunk_size, rounds, small_round
+from utils.config.rollout import ServerSettings
 from utils.config.schema import ServerAddress
 from utils.rollout.access import access_token
 from utils.rollout.link import CONNECT_TIMEOUT_S, CallFailed, Link, RolloutError
@@ -212,6 +213,21 @@ class RolloutClient:
                     "config"
                 )
 
+    def check_settings(self, settings: Sequence[ServerSettings]) -> None:
+        """Check that every server, in order, was started with what the config says of it and answers depend on (CON-4).
+
+        Raises: RolloutError, which names the first server that answers with less room or other log-probabilities.
+        """
+        for index, (health, own) in enumerate(zip(self._healths, settings, strict=True)):
+            theirs, mode = health.get("max_model_len"), own.vllm_engine_kwargs.get("logprobs_mode", "raw_logprobs")
+            what = None
+            if theirs is not None and theirs < own.vllm_max_model_len:
+                what = f"vllm_max_model_len {theirs}, and this run's config has {own.vllm_max_model_len}"
+            elif health.get("logprobs_mode", mode) != mode:
+                what = f"logprobs_mode {health['logprobs_mode']}, and this run's config has {mode}"
+            if what:
+                raise RolloutError(f"{self.url(index)} was started with {what}; start it again with this run's config")
+
     def check_owner(self, index: int, health: dict[str, Any]) -> None:
         """Check that no other run opened a communicator with a server since this one did. Raises: RolloutError."""
         owner = health.get("owner")
@@ -250,7 +266,7 @@ class RolloutClient:
             if first != index:
                 raise RolloutError(f"{self.url(first)} and {self.url(index)} are the same rollout server")
             old = self._healths[index] if self._healths else health
-            for key in ("world_size", "model", "max_model_len"):
+            for key in ("world_size", "model", "max_model_len", "logprobs_mode"):
                 if health.get(key) != old.get(key):
                     change = f"{key.replace('_', ' ')} {health.get(key)} instead of {old.get(key)}"
                     raise RolloutError(f"{self.url(index)} came back with {change}; restart the run")

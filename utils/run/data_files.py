@@ -1,6 +1,7 @@
 """The data files of a run: opened by all ranks, and checked against the config before anything heavy starts."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -14,7 +15,7 @@ from utils.config.rules import length_limit
 from utils.config.schema import RM, RS
 from utils.data.encoding import grid_of, num_prompt_tokens, special_words
 from utils.data.images import MAX_IMAGE_BYTES
-from utils.data.index import Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
+from utils.data.index import NO_LENGTH, Checks, Index, IndexedFile, check_indexes, ensure_index, index_path
 from utils.data.mistakes import report_skipped
 from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of_polygons
 from utils.dist import Ranks
@@ -124,12 +125,14 @@ def check_lengths(
     found = [
         (file, index, new_tokens)
         for file, new_tokens in files
-        for index in np.flatnonzero(file.num_tokens > limit - new_tokens)
+        for index in np.flatnonzero((file.num_tokens > limit - new_tokens) | (file.num_tokens == NO_LENGTH))
     ]
     if found:
         reasons = [reason(file[index], new_tokens) for file, index, new_tokens in found[:MAX_SHOWN]]
         rule = f"{len(found)} of {sum(len(file) for file, _ in files)} samples do not fit; raise it, lower {key} or "
         line = problem(cfg, path, rule + "model.image_max_pixels or remove these samples")
+        if limit == math.inf:
+            line = problem(cfg, "custom.train_jsonl", f"{len(found)} samples cannot be encoded; mend or remove them")
         exit_with(f"{line}\n{DataError(reasons, len(found) - len(reasons))}", is_main)
 
 

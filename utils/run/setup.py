@@ -299,6 +299,8 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
     def reach() -> None:
         client.wait_ready()
         client.check_model(cfg.model.path, model_digest(cfg.model.path))
+        if cfg.rs is not None:
+            client.check_settings(list(map(cfg.server_settings, range(len(client.servers)))))
 
     ranks.raise_on_all_ranks(capture_error(reach), "reaching the rollout servers")
     return client
@@ -329,8 +331,13 @@ def open_learner(cfg: Config, ranks: Ranks, num_steps: int, checkpoint: Checkpoi
             learner.load_state(checkpoint.path / "state")
         except ValueError as error:  # maybe of this rank's shard alone, so that each rank speaks
             exit_with(f"training.resume_from_checkpoint: {error}", is_main=True)
-    if (wrong := capture_error(check_model, learner, processor, cfg.training.packing)) is not None:
-        exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
+    wrong = None
+    try:
+        check_model(learner, processor, cfg.training.packing)
+    except ValueError as error:
+        wrong = str(error)
+    if found := list(filter(None, ranks.gather(wrong))):
+        exit_with(f"model.path={cfg.model.path}: {found[0]}", ranks.is_main)
     return learner
 
 

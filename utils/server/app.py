@@ -166,6 +166,7 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
             "model_digest": engine.model_digest,
             "tokenizer_digest": engine.tokenizer_digest,
             "max_model_len": engine.max_model_len,
+            "logprobs_mode": engine.logprobs_mode,
             "owner": updates.owner,
             "running": sum(engine.num_running),
             "waiting": weights.num_waiting,

@@ -129,6 +129,7 @@ class RolloutEngine:
         self.model_digest = model_digest(model_path)
         self.tokenizer_digest = tokenizer_digest(model_path)
         self.max_model_len: int = llm.model_config.max_model_len
+        self.logprobs_mode: str = llm.model_config.logprobs_mode
         self.world_size = world_size
         self.stuck_s = stuck_s
         self.update_s = stuck_s
