@@ -245,6 +245,9 @@ def test_a_teacher_whose_weights_change_is_refused_TGT_16(segment):
     teacher = teacher_of(client)
     teacher.connect("same", [], longest=None)
     teacher.score(samples_of([segment]), [segment], 0)
+    teacher.model, client.change = "/large", reply(weight_version="b:7", model="/small")
+    with pytest.raises(RolloutError, match=r"has another model than at the start \(/small, was /large\)"):
+        teacher.score(samples_of([segment]), [segment], 0)
     client.change = reply(weight_version="b:8")
     with pytest.raises(RolloutError, match=rf"sample s0: the teacher at {URL} has other weights .*\(b:8, was b:7\)"):
         teacher.score(samples_of([segment]), [segment], 0)

@@ -30,11 +30,13 @@ class Teacher:
     Attributes:
         client: of this server alone.
         decode: token ids to text, for messages.
-        weight_version: of the server's weights when it was connected; None: as it loaded them.
+        model: path of the model that the server had loaded when it was connected.
+        weight_version: of the server's weights then; None: as it loaded them.
     """
 
     client: RolloutClient
     decode: Callable[[list[int]], str]
+    model: str | None = None
     weight_version: str | None = None
 
     def connect(
@@ -53,7 +55,7 @@ class Teacher:
         self.client.wait_ready()
         url, health = self.client.url(0), self.client.health(0)
         theirs, taken = health.get("tokenizer_digest"), health.get("max_model_len")
-        self.weight_version = health.get("weight_version")
+        self.model, self.weight_version = health.get("model"), health.get("weight_version")
         if longest is not None and taken is not None and taken <= longest:  # vLLM wants room for one token more
             raise RolloutError(
                 f"{url}: the teacher takes {taken - 1} tokens, and a prompt with its answer may have {longest}; set "
@@ -99,6 +101,11 @@ class Teacher:
                 f"{where}: the teacher at {self.client.url(0)} has other weights than at the start "
                 f"({answer.get('weight_version')}, was {self.weight_version}): another run trains it; give this run a "
                 "server of its own"
+            )
+        if isinstance(answer, dict) and answer.get("model", self.model) != self.model:
+            raise RolloutError(
+                f"{where}: the teacher at {self.client.url(0)} has another model than at the start ({answer['model']}, "
+                f"was {self.model}); start it again with the old one, or start a run of its own for the new one"
             )
         try:
             check_prompt(where, prompt_ids + answer_ids, answer["prompt_token_ids"], self.decode)

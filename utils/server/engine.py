@@ -206,6 +206,7 @@ class RolloutEngine:
             "top_token_ids": [list(step) for step in found],
             "top_logprobs": [list(step.values()) for step in found],
             "prompt_token_ids": list(output.prompt_token_ids),
+            "model": self.model_path,
             "weight_version": self.weights.version,
         }
 
