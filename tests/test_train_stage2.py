@@ -476,11 +476,11 @@ def test_a_segment_prepared_ahead_that_no_row_holds_any_more_is_refused_LRN_5(fo
     """LRN-5: before servers and weights; it would stop each resumed run in its first step."""
     run = run_of(folder, start_model)
     segment = segment_of(run, run.samples[0], None, train_stage2.Rollouts())
-    run.session.cfg.global_max_length = len(segment) - 1
+    cfg = run.cfg.model_copy(update={"global_max_length": len(segment) - 1})
     state = {"buffer": CarryBuffer(8, 8).state_dict(), "stream": {}}
     state["ahead"] = [train_stage2.MicroStep([segment], train_stage2.Rollouts()).state_dict()]
     with pytest.raises(ValueError, match=f"global_max_length is {len(segment) - 1}"):
-        train_stage2.Stage2.load_state_dict(run, state)
+        train_stage2.Stage2.load_state_dict(SimpleNamespace(session=SimpleNamespace(cfg=cfg)), state)
 
 
 @pytest.mark.parametrize("where", ["buffer", "ahead"])

@@ -218,7 +218,7 @@ class RolloutClient:
 
         Raises: RolloutError, which names the first server that answers with less room or other log-probabilities.
         """
-        for index, (health, own) in enumerate(zip(self._healths, settings, strict=True)):
+        for index, (health, own) in enumerate(zip(self._healths, settings, strict=False)):
             theirs, mode = health.get("max_model_len"), own.vllm_engine_kwargs.get("logprobs_mode", "raw_logprobs")
             what = None
             if theirs is not None and theirs < own.vllm_max_model_len:

@@ -37,8 +37,8 @@ class RolloutLog:
         self._pending: list[Call] = []  # calls made ahead of their step
         if client is not None and ranks.is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a+b") as file:
-                if file.tell():
+            if self._path.exists() and self._path.stat().st_size:
+                with self._path.open("r+b") as file:
                     file.seek(-1, os.SEEK_END)
                     if file.read() != b"\n":
                         file.write(b"\n")  # ends a line in the middle of which an earlier process was killed
