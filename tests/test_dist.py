@@ -69,6 +69,11 @@ def main(folder: str) -> None:
     except DistributedError as failure:
         seen["failed_work"] = str(failure)
     seen["after_work"] = ranks.gather(ranks.rank)
+    seen["own_work"] = ranks.on_each(lambda: time.sleep((TIMEOUT_S + 2) * ranks.rank) or ranks.rank, "reading")
+    try:
+        ranks.on_each(lambda: [0, 1][ranks.rank * 2], "reading")
+    except DistributedError as failure:
+        seen["failed_own_work"] = str(failure)
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
     ranks.close()
 
@@ -89,6 +94,12 @@ def test_ranks_wait_for_the_work_of_rank_0_as_long_as_it_is_alive_DAT_6(seen):
     assert [rank["work"] for rank in seen] == [[0, 7]] * 2
     assert all("rank 0: IndexError: list index out of range" in rank["failed_work"] for rank in seen)
     assert [rank["after_work"] for rank in seen] == [[0, 1], [0, 1]]
+
+
+def test_ranks_wait_for_the_work_of_each_however_long_it_takes_DAT_6(seen):
+    """DAT-6: data files are read on every node before anything else is told."""
+    assert [rank["own_work"] for rank in seen] == [0, 1]
+    assert all("rank 1: IndexError: list index out of range" in rank["failed_own_work"] for rank in seen)
 
 
 def test_the_device_is_deepspeeds_whatever_torch_sees(monkeypatch):

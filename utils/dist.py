@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -219,6 +220,25 @@ class Ranks:
             while self.gather(None)[0] == "at work":
                 pass
         return self.gather_or_raise(done, "rank 0's work", error)[0][0]
+
+    def on_each(self, work: Callable[[], Any], where: str) -> Any:
+        """This rank's `work()`, once all ranks have done theirs, however long that takes (collective).
+
+        Each works in a thread, while the rank tells the others that it is there; a stop request does not wait for it.
+
+        Raises:
+            DistributedError: as `raise_on_all_ranks`.
+        """
+        done: list[Any] = []
+        errors: list[BaseException | None] = []
+        thread = threading.Thread(
+            target=lambda: errors.append(capture_error(lambda: done.append(work()))), name="work", daemon=True
+        )
+        thread.start()
+        while not all(self.gather(not thread.is_alive())):
+            thread.join(ALIVE_S)
+        self.raise_on_all_ranks(errors[0], where)
+        return done[0]
 
     def raise_on_all_ranks(self, error: BaseException | None, where: str) -> None:
         """Wait for all ranks and raise on every rank if any arrives with an error (SYN-3).

@@ -163,11 +163,15 @@ def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[
 def _data_digests(cfg: Config, ranks: Ranks) -> tuple[dict[str, Any], dict[str, str]]:
     """Digests of the data files, and the states of files on all nodes that have them; one rank per node reads."""
     known, found, unreadable = KnownDigests(cfg.training.output_dir), {}, []
-    for path in dict.fromkeys(data_paths(cfg) * (ranks.local_rank == 0)):
-        try:
-            found[path] = known.describe(path)
-        except OSError as error:
-            unreadable.append(_unreadable(cfg, path, error))
+
+    def read() -> None:
+        for path in dict.fromkeys(data_paths(cfg) * (ranks.local_rank == 0)):
+            try:
+                found[path] = known.describe(path)
+            except OSError as error:
+                unreadable.append(_unreadable(cfg, path, error))
+
+    ranks.on_each(read, "reading the data files")
     arrived = ranks.gather((found, known.states, unreadable))
     data, _, unreadable = arrived[0]
     if unreadable:
