@@ -18,7 +18,7 @@ from utils import detection_rewards
 from utils.data.samples import Sample, load_samples
 from utils.geometry import Object, iou_matrix
 from utils.parsing import parse_answer
-from utils.rewards import NEEDS, REWARDS, Completion, RewardError, data_problems, load_rewards, score
+from utils.rewards import NEEDS, REWARDS, Completion, FileProblem, RewardError, data_problems, load_rewards, score
 from utils.scores import count_sample, scores
 from utils.targets import format_objects
 
@@ -556,3 +556,19 @@ def test_samples_that_lack_what_a_reward_needs_grp_5(tmp_path: Path) -> None:
     assert "required by summary_tversky, summary_category_recall" in found[2]
     assert data_problems(["detection_f1", "my_own"], samples) == []
     assert NEEDS.keys() == REWARDS.keys()
+
+
+@pytest.mark.parametrize(
+    "definition", [f"{head}: return 1" for head in ("def mine(a)", "def mine(a, **more)", "async def mine(a, b)")]
+)
+def test_a_reward_that_cannot_be_called_is_refused_when_it_is_loaded(tmp_path, definition):
+    """Not at the first rollouts."""
+    path = tmp_path / "mine.py"
+    path.write_text(definition + "\n")
+    with pytest.raises(FileProblem, match="mine must be a plain function of .completion, sample."):
+        load_rewards(["mine"], [str(path)])
+    path.write_text("def mine(completion, sample=None, **more): return 1\n")
+    assert list(load_rewards(["mine"], [str(path)])) == ["mine"]
+    path.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(FileProblem, match="mine.py: cannot be loaded: SystemExit: 3"):
+        load_rewards(["mine"], [str(path)])

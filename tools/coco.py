@@ -165,7 +165,9 @@ class CocoFile:
 
 
 def valid_id(value: Any) -> int | str | None:
-    """Return an id that fits the database and a dictionary; None for a value that is no id."""
+    """Return an id that fits the database and a dictionary, 7.0 as 7; None for a value that is no id."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     fits = isinstance(value, str) or isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
     return value if fits else None
 

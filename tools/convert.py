@@ -59,6 +59,7 @@ UNLISTED = "category not in the file's list"  # of an object, as `convert_object
 INCOMPLETE = "an object's category is not in the file's list"
 NOT_EXHAUSTIVE = "not_exhaustive_category_ids"
 UNKNOWN_GAP = f"{NOT_EXHAUSTIVE} has one that is not in the file's list"
+MISSING = "no such image file"
 NOT_CHOSEN = "not in the list (--only)"
 UNKNOWN = "in the list (--only), but not in the annotations"
 STRAY = "their image is not in the file's list"
@@ -190,7 +191,7 @@ def find_image(image: dict[str, Any], folder: Path) -> Path:
                 return folder / candidate
     except OSError as error:  # a name too long, a folder that may not be read
         raise LeftOut(f"image file cannot be read: {error.strerror}") from None
-    raise LeftOut("no such image file")
+    raise LeftOut(MISSING)
 
 
 def _checked_size(image: dict[str, Any], path: Path, exif: str | None) -> tuple[int, int, int]:
@@ -325,6 +326,8 @@ def convert(
     output, folder, options = Path(output), Path(images), options or Options()
     if not folder.is_dir():
         raise ValueError(f"--images {folder}: no such folder")
+    if output.is_dir():
+        raise ValueError(f"--output {output}: is a folder; name a file in it")
     targets = {name: output.with_name(f"{output.stem}_{name}{output.suffix}") for name in splits} if splits else {}
     targets = targets or {"": output}
     check_not_inputs(targets.values(), {"--annotations": annotations, "--names": names, "--only": only})
@@ -360,7 +363,12 @@ def convert(
                 report.note("images left out", reason, None, number)
             report.note("images left out", UNKNOWN, None, listed.num_unknown() if listed else 0)
         if not any(report.objects.values()):
-            raise ValueError(f"{annotations}: {report.why_empty(kind)}\n{report.text()}")
+            hint = ""
+            if 0 < report.count("images left out", MISSING) == sum(count for count, _ in report.reasons.values()):
+                first = json.loads(next(coco.images())[1])
+                name = first.get("file_name") or first.get("coco_url")
+                hint = f"; {name} is not below {folder}: --images is the folder that these names are relative to"
+            raise ValueError(f"{annotations}: {report.why_empty(kind)}{hint}\n{report.text()}")
     return report
 
 

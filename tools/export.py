@@ -163,7 +163,10 @@ def _is_exported(file: Path) -> bool:
 
 def read(path: Path) -> list[Record]:
     """Read an evaluation's answers. Raises OSError, and ValueError for another file."""
-    records = [json.loads(line) for line in path.open()]
+    try:
+        records = [json.loads(line) for line in path.open()]
+    except ValueError as error:
+        raise ValueError(f"no file of answers (eval/step_N.jsonl, or of tools.evaluate): {error}") from None
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not {"id", "images", "gt", "pred"} <= record.keys():
             raise ValueError(f"line {number} is no answer of an evaluation (eval/step_N.jsonl, or of tools.evaluate)")

@@ -64,7 +64,9 @@ class Annotations:
         if kind == "voc":
             self._items, self.repeated[COPY] = _without_copies(self._items, images)
         if not self._items:
-            raise ValueError(f"{path}: nothing to read")
+            way_out = "; --annotations names their folder, --images that of the images"
+            what = {"yolo": f"holds no .txt of labels{way_out}", "voc": f"holds no .xml of annotations{way_out}"}
+            raise ValueError(f"{path}: {what.get(kind, 'nothing to read')}")
         labels = {item["category_id"] for _, _, items in self._items for item in items}
         self.categories: dict[Any, str] = {label: label for label in labels if _is_description(label)}
         if kind == "yolo":
@@ -221,7 +223,8 @@ def _yolo_object(line: str, keypoints: int) -> dict[str, Any]:
 
 def _yolo_settings(labels: Path, given: Path | None) -> tuple[dict[Any, str], int]:
     """Class names, and how many numbers of a line are keypoints (`kpt_shape` of data.yaml; 0: no pose labels)."""
-    near = [labels / "classes.txt", *(folder / "data.yaml" for folder in (labels, *labels.resolve().parents[:2]))]
+    folders = [labels, *labels.resolve().parents[:2]]
+    near = [folder / name for name in ("classes.txt", "data.yaml") for folder in folders]
     files = [*([given] if given else []), *(path for path in near if path.is_file())]
     if not files:
         raise ValueError(f"{labels}: no class names: neither classes.txt nor data.yaml is near it; pass --names FILE")

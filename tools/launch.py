@@ -177,6 +177,16 @@ def launched_as(arguments: list[str]) -> str:
     return shlex.join(["python", "-m", "tools.launch", *arguments])
 
 
+def _check_hostfile(path: Path) -> None:
+    lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(path.read_text().splitlines(), 1)]
+    lines = [(number, line) for number, line in lines if line]
+    if not lines:
+        raise ValueError(f"--hostfile {path}: names no host; write one a line, as `node-a slots=4`")
+    for number, line in lines:
+        if not re.fullmatch(r"\S+\s+slots=\d+", line):
+            raise ValueError(f"--hostfile {path}:{number}: {line!r} must look like `node-a slots=4`")
+
+
 def check_places_of(arguments: list[str]) -> None:
     """Raise ValueError if `--hostfile` names no file, or `--include` a GPU that this machine lacks.
 
@@ -186,6 +196,8 @@ def check_places_of(arguments: list[str]) -> None:
     options = options_of(arguments)
     if options.hostfile is not None and not options.has_hosts:
         raise ValueError(f"--hostfile {options.hostfile}: no such file; correct HOSTFILE=")
+    if options.hostfile is not None:
+        _check_hostfile(Path(options.hostfile))
     wanted = re.fullmatch(r"localhost:(\d+(?:,\d+)*)", options.include)
     if options.has_hosts or not wanted:
         return

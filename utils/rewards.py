@@ -138,7 +138,7 @@ def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, R
     """The functions called `names`, in that order: built-in ones and those in the user's files, which are executed.
 
     Raises:
-        FileProblem: a file cannot be loaded.
+        FileProblem: a file cannot be loaded, or its function cannot be called.
         ValueError: a name is unknown, or two places define it.
     """
     known = [("utils/rewards.py", REWARDS), *((path, _functions_of(path)) for path in files)]
@@ -152,6 +152,8 @@ def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, R
         if len(places) > 1:
             raise ValueError(f"reward {name!r} is defined in {' and in '.join(places)}; rename one")
         chosen[name] = dict(known)[places[0]][name]
+        if name not in REWARDS:
+            _check_can_be_called(places[0], name, chosen[name])
     return chosen
 
 
@@ -164,13 +166,23 @@ def _functions_of(path: str) -> dict[str, RewardFunction]:
             raise ValueError("not a Python file")
         module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may fail in any way
+    except (Exception, SystemExit) as error:  # a user's file may fail in any way
         raise FileProblem(f"{path}: cannot be loaded: {type(error).__name__}: {error}") from error
     return {
         key: value
         for key, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
     }
+
+
+def _check_can_be_called(path: str, name: str, function: RewardFunction) -> None:
+    try:
+        inspect.signature(function).bind(None, None)
+        if not inspect.iscoroutinefunction(function):
+            return
+    except TypeError:
+        pass
+    raise FileProblem(f"{path}: {name} must be a plain function of (completion, sample) that returns a number")
 
 
 def data_problems(names: Sequence[str], samples: Sequence[Sample]) -> list[str]:

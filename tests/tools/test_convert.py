@@ -1,6 +1,7 @@
 """tools.convert with COCO and LVIS: conversion (DAT-1), against values by hand and the mask library itself."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -719,3 +720,19 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 def test_object_of_an_unknown_category_type():
     with pytest.raises(Exception, match="category not in the file's list"):
         convert_object(annotation(category_id=[1]), CATEGORIES, WIDTH, HEIGHT, Options())
+
+
+def test_ids_that_are_whole_fractions_are_numbers(tmp_path):
+    """As pandas writes them."""
+    path = coco_file(tmp_path, [annotation() | {"category_id": 1.0, "image_id": 1.0}])
+    assert convert(path, tmp_path, tmp_path / "d.jsonl").objects["bbox_2d"] == 1
+
+
+def test_images_that_are_not_found_are_named_with_the_way_out(tmp_path):
+    path = coco_file(tmp_path, [annotation()])
+    (tmp_path / "other").mkdir()
+    told = f"is not below {tmp_path / 'other'}: --images is the folder that these names are relative to"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        convert(path, tmp_path / "other", tmp_path / "d.jsonl")
+    with pytest.raises(ValueError, match="--output .*other: is a folder; name a file in it"):
+        convert(path, tmp_path, tmp_path / "other")

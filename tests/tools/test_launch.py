@@ -4,6 +4,7 @@ nodes of a hostfile, through DeepSpeed and a stand-in for pdsh."""
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -287,3 +288,17 @@ def test_with_a_hostfile_the_port_is_rank_0s_business(tmp_path, monkeypatch):
     monkeypatch.setattr("tools.launch.check_master_port", lambda port: pytest.fail("this may be another node"))
     (tmp_path / "hosts").write_text("node-a slots=1\n")
     check_port_of(["--hostfile", str(tmp_path / "hosts"), "train_stage2.py"])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# none\n", "hosts: names no host; write one a line"),
+        ("a slots=2\nb 4\n", "hosts:2: 'b 4' must"),
+    ],
+)
+def test_a_hostfile_that_deepspeed_would_not_read_is_refused(tmp_path, text, told):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_places_of(["--hostfile", str(path), "train_stage2.py"])

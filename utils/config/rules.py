@@ -42,6 +42,8 @@ def _paths_are_written_out(cfg: Config) -> Found:
     for key in ("train_jsonl", "val_jsonl"):
         files = data["custom"][key] or []
         paths += [(f"custom.{key}[{i}]", file["path"]) for i, file in enumerate(files)]
+    rewards = data["rlhf"]["reward_files"] if data["rlhf"] else []
+    paths += [(f"rlhf.reward_files[{i}]", path) for i, path in enumerate(rewards)]
     for path, value in paths:
         if value is not None and not value.strip():
             yield path, "must not be empty; name a path"
@@ -124,7 +126,8 @@ def _server_form(cfg: Config) -> Found:
     paired = server.base_url is not None or server.group_port is not None
     if paired == (server.servers is not None):
         both = "servers and base_url/group_port are both given" if paired else "neither servers nor base_url is given"
-        yield path, f"{both}; give exactly one: servers, or base_url with group_port"
+        unset = "; unset what `extends` brings with base_url: null, group_port: null" if paired else ""
+        yield path, f"{both}; give exactly one: servers, or base_url with group_port{unset}"
     elif paired and (server.base_url is None or server.group_port is None):
         yield path, "base_url and group_port belong together; give both"
     else:

@@ -275,7 +275,8 @@ def _parse_line(line: bytes, number: int) -> dict[str, Any]:
         hint = f"; the file looks like one JSON text, not one sample per line. Is it COCO? convert it: {FROM_COCO}"
         raise _Mistake("json", f"not valid JSON: {error}{hint * is_one}") from None
     if not isinstance(row, dict):
-        raise _Mistake("json", f"a sample is one JSON object, not {_json_type(row)}")
+        hint = "; write each object of the list on a line of its own (jq -c '.[]' does)" * isinstance(row, list)
+        raise _Mistake("json", f"a sample is one JSON object, not {_json_type(row)}{hint}")
     if b"\\ud" in line.lower() and SURROGATE.search(json.dumps(row, ensure_ascii=False)):
         raise _Mistake("json", "half a character: an escape \\ud800 to \\udfff without its other half")
     return row
@@ -482,7 +483,8 @@ def _read_objects(
     """Read all objects. `sizes` and `size` are None where their source is wrong and has been reported."""
     given = row.get("objects", [] if "summary" in row and not needs_objects else None)
     if given is None:
-        raise _Mistake("objects", "objects: missing; write [] for an image without objects")
+        keys = ", ".join(sorted(row))
+        raise _Mistake("objects", f"objects: missing; write [] for an image without objects (the line has {keys:.200})")
     if isinstance(given, dict):
         items = _swift_objects(given, sizes, size)
     elif isinstance(given, list):
