@@ -22,6 +22,7 @@ from utils.rollout.backend import RolloutSampling
 from utils.run import session
 from utils.run.resume import random_states
 from utils.run.session import Data, Session
+from utils.run.shutdown import Stopped
 
 
 @pytest.fixture
@@ -131,6 +132,31 @@ def test_micro_steps_that_draw_more_are_prepared_one_at_a_time_GRP_6_LRN_5(draws
     run.cfg.rm.async_.enabled = False
     Session.prefetch(run, None, draws_more)
     assert run.prefetcher._draws_more is draws_more
+
+
+def test_micro_steps_are_prepared_as_far_ahead_and_as_many_at_once_as_the_config_says_DIS_3_LRN_8_CON_4(monkeypatch):
+    """DIS-3, LRN-8: one thread for each micro-step of a step, and for each that may be queued. CON-4: a recovery waits
+    until all have ended."""
+    made, run = {}, MagicMock()
+    monkeypatch.setattr(session, "Prefetcher", lambda *args, **more: made.update(more) or run.made)
+    run.cfg.training.gradient_accumulation_steps = 3
+    run.cfg.rm.async_.queue_limit, run.cfg.rm.async_.version_window = 5, 2
+    for is_ahead, expected in ((True, (2, 5, 8)), (False, (0, 5, 3))):
+        run.cfg.rm.async_.enabled = is_ahead
+        Session.prefetch(run, None)
+        assert tuple(made[name] for name in ("window", "queue_limit", "num_threads")) == expected
+        assert run.policy.drain is run.made.drain
+
+
+def test_a_signal_during_an_evaluation_stops_behind_it_LRN_12():
+    """LRN-12: not one step later."""
+    run = MagicMock(steps_done=4, num_steps=9)
+    run.cfg.training.save_steps = 0
+    run._stop_signal = lambda: "SIGTERM"
+    run._stop_words = str
+    with pytest.raises(Stopped):
+        Session.end_step(run, MagicMock(), None)
+    run._save_unsaved.assert_called_once_with()
 
 
 def test_a_signal_that_another_rank_received_stops_this_one_too_LRN_12():

@@ -329,6 +329,18 @@ def test_the_records_of_an_evaluation_that_is_owed_are_dropped_LRN_5(tmp_path, o
     assert [line["phase"] for line in read_rollout_log(log)] == ["train"] + ["eval"] * (not owes)
 
 
+def test_the_records_of_a_run_that_ended_before_its_first_checkpoint_are_dropped_LRN_5(tmp_path):
+    """LRN-5: it begins anew, in the same folder."""
+    log = tmp_path / "run" / "rollouts.jsonl"
+    log.parent.mkdir()
+    log.write_text(json.dumps({"step": 1, "phase": "train"}) + "\n")
+    log.with_name("run.json").write_text("{}")
+    engine = SimpleNamespace(mode="full", fallback=None)
+    monitor = open_records(config(tmp_path), Ranks(), "def", None, None, {"accepted_changes": []}, False, 9, engine)
+    monitor.close()
+    assert read_rollout_log(log) == [] and monitor.facts.purge_step == 0
+
+
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_tracker_that_is_not_installed_is_told_before_anything_starts_LOG_3(tmp_path, capsys):
     """LOG-3: exit status 2 with the command that installs it; the model's folder does not even exist."""
