@@ -149,6 +149,14 @@ def test_a_host_without_an_address_is_an_error_that_names_it(host):
         listen(host, 8000)
 
 
+def test_a_name_that_leads_to_loopback_is_refused_where_others_are_to_reach_it(monkeypatch):
+    """SRV-2: as a node's own name does in Debian's /etc/hosts. Learners would wait for a server that is up."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 8000))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(OSError, match=r"cannot listen on node-a:8000: here that name leads to 127.0.1.1, .* base_url"):
+        listen("node-a", 8000)
+
+
 def test_answers_are_not_held_back_by_nagle():
     """asyncio sets TCP_NODELAY only on sockets that name their protocol; without it every answer waits for 40 ms."""
     server = listen("127.0.0.1", 0)

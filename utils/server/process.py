@@ -96,12 +96,17 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises:
         OSError: the port is taken (names the process, where that can be seen), the address is not this machine's, or
-            the name has none.
+            the name has none, or one on loopback.
     """
+    from utils.config.rollout import is_loopback
+
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: no name at all, such as a..b
         raise OSError(f"cannot listen on {host}:{port}: no address of that name; change base_url ({error})") from error
+    if is_loopback(address[0]) and not is_loopback(host) and not host.endswith(".localhost"):
+        rule = f"here that name leads to {address[0]}, where no other machine reaches it; put an address into base_url"
+        raise OSError(f"cannot listen on {host}:{port}: {rule}")
     # asyncio sets TCP_NODELAY only where the protocol is named; else every answer waits 40 ms for an acknowledgement.
     server = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former server may linger
