@@ -125,6 +125,7 @@ def test_dat_6_nodes_that_see_other_files_do_not_train(tmp_path, monkeypatch, ca
         return [[{str(path): {"bytes": 1, "blake2b": "0"}}, {}, []] if isinstance(own, tuple) else None, own]
 
     monkeypatch.setattr(ranks, "gather", gather)
+    monkeypatch.setattr(ranks, "on_each", lambda work, where: work())
     with pytest.raises(SystemExit) as ended:
         check_inputs(cfg, None, (), ranks)
     assert ended.value.code == 2
