@@ -9,7 +9,7 @@ import requests
 from tests.rollout.test_client import setting
 from tests.sync.test_sync_order import StandIn, sync_with, weights  # noqa: F401
 from utils.rollout.client import RolloutClient
-from utils.rollout.link import Link
+from utils.rollout.link import CallFailed, Link
 from utils.rollout.round import NUM_RETRIES, ServerBatch
 from utils.run.server_watch import server_scalars
 from utils.run.session import Session
@@ -80,7 +80,7 @@ def test_an_infer_call_is_tried_three_times_1_5_and_3_s_apart_CON_3():
     pauses, wait = [], SimpleNamespace(wait=lambda s: pauses.append(s))
     a_round = SimpleNamespace(raise_if_cancelled=lambda: None, cancelled=wait)
     batch = ServerBatch(client, a_round, None, 0, range(4))
-    failure, watch = SimpleNamespace(status=500), SimpleNamespace(wait_good=lambda since: None)
+    failure, watch = CallFailed("url", "broken", 500), SimpleNamespace(wait_good=lambda since: None)
     tries, pending = [], deque([(range(4), 0)])
     while len(tries) <= NUM_RETRIES:
         tries.append(pending.pop())

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -57,13 +56,13 @@ def test_run_json_holds_config_versions_and_command_LOG_2(tmp_path):
 def test_run_json_stays_whole_on_a_full_disk_LOG_2_LRN_5(tmp_path, monkeypatch):
     """LOG-2, LRN-5: when a resumed run replaces it, and when its sync falls back; a resume reads it."""
     write_run_json(tmp_path, {"a": 1}, run_id="abc", resumed_from={"checkpoint": "elsewhere/checkpoint-2"})
-    before, write_text = (tmp_path / "run.json").read_text(), Path.write_text
+    before = (tmp_path / "run.json").read_text()
 
-    def write_half(path, text):
-        write_text(path, text[: len(text) // 2])
+    def write_half(descriptor):
+        os.truncate(descriptor, os.fstat(descriptor).st_size // 2)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", write_half)
+    monkeypatch.setattr(os, "fsync", write_half)
     log = RolloutLog(tmp_path, Calls(call()), Rank())
     for write in (
         lambda: write_run_json(tmp_path, {"a": 2}, run_id="def"),
