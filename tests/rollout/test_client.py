@@ -602,7 +602,8 @@ def test_con_3_one_bad_sample_never_loses_the_others():
         for call in server.calls:
             first = int(call["infer_requests"][0]["uuid"][1:])
             assert call["request_config"]["seed"] == (2**31 - 3 + first) % 2**31
-        assert sorted(set(server.sizes())) == [1, 2, 3, 4, 7]  # 7 -> 4 + 3; 3 -> 2 + 1; 2 -> 1 + 1
+        assert sorted(set(server.sizes())) == [1, 2, 3, 4, 7]
+        assert sum(call["splits"] for call in client.calls) == 3  # 7 -> 4 + 3; 3 -> 2 + 1; 2 -> 1 + 1
 
 
 def test_con_3_a_rejected_body_is_split_without_retries():

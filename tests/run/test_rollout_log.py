@@ -74,6 +74,7 @@ def test_log_1_every_call_is_recorded_with_seed_server_and_outcome(tmp_path):
         assert ["out of memory" in call["outcome"] for call in line["calls"]] == [True] + [False] * (len(sent) - 1)
         assert values["rollout/num_calls"] == len(sent) and values["rollout/retries"] == 1
         assert values["rollout/failed_calls"] == 1 and values["rollout/timeouts"] == 0
+        assert values["rollout/splits"] == 0
         assert values["rollout/first_seed"] == line["calls"][0]["seed"] and values["rollout/weight_version"] == 7
         assert values["rollout/decoding/temperature"] == 0.5
         assert values["server/0/retries"] == 1 and values["server/1/retries"] == 0
@@ -193,3 +194,12 @@ def test_torn_lines_that_are_json_still_are_skipped(tmp_path):
     whole = '{"step": 1, "phase": "train"}'
     (tmp_path / "rollouts.jsonl").write_text("\n".join([whole, "5", "[]", '{"step": 2}', '{"step": 2, "ph', whole, ""]))
     assert read_rollout_log(tmp_path / "rollouts.jsonl") == [json.loads(whole)] * 2
+
+
+def test_log_6_con_3_a_batch_that_was_halved_is_counted(tmp_path):
+    """CON-3: a body that is refused is halved until the bad request is alone."""
+    with setting(1) as (client, (server,)):
+        server.on_infer = lambda body: (422, {}) if len(body["infer_requests"]) > 1 else server.answer(body)
+        log = RolloutLog(tmp_path, client, Rank())
+        roll_out(client, 4)
+        assert log.write(8, "v")["rollout/splits"] == 3  # 4 -> 2 + 2 -> 1 + 1 + 1 + 1

@@ -127,6 +127,7 @@ class ServerBatch:
     index: int
     numbers: range
     ended: threading.Event = field(default_factory=threading.Event)
+    num_splits: int = 0  # since the last call
 
     def run(self, link: Link) -> None:
         """Fill in the outputs of all requests, or cancel the round: by one call, its retries, then half by half."""
@@ -152,7 +153,8 @@ class ServerBatch:
         record = {**self.job.labels, "server": self.index, "url": self.client.url(self.index), "seed": seed}
         record |= {"group_port": self.client.servers[self.index].group_port}
         record |= {"first_request": numbers.start, "num_requests": len(numbers)}
-        record |= {"attempt": attempt + 1, "outcome": "ok", "timed_out": False}
+        record |= {"attempt": attempt + 1, "splits": self.num_splits, "outcome": "ok", "timed_out": False}
+        self.num_splits = 0
         start = time.monotonic()
         try:
             return read_outputs(*link.request("POST", "/infer/", self.client.infer_timeout_s, json=body), len(numbers))
@@ -183,6 +185,7 @@ class ServerBatch:
             self._store(numbers, [{"response": None, "response_token_ids": [], "rollout_infos": infos}])
             return []
         log.warning("splitting requests %d-%d: %s", numbers[0], numbers[-1], failure)
+        self.num_splits += 1
         half = (len(numbers) + 1) // 2
         return [(numbers[half:], 0), (numbers[:half], 0)]
 

@@ -24,8 +24,9 @@ class RolloutLog:
     A line holds `step`, `phase` (`train` or `eval`), `time`, `servers`, `sync` (the current mode, and why it is not the
     configured one), `weight_version`, `decoding` and `calls`. A call holds rank, server, url, seed, first request,
     number of requests, `global_step` and `micro_step_idx`, `attempt` (above 1 for a retry; halves of a call, and what
-    is made again after a server was lost, begin anew), `outcome` (`ok` or the error), `timed_out`, seconds, and its
-    weight version or decoding if they are not the line's. Rank 0 writes, if servers generate.
+    is made again after a server was lost, begin anew), `splits` (failed calls that were halved since the one before),
+    `outcome` (`ok` or the error), `timed_out`, seconds, and its weight version or decoding if they are not the line's.
+    Rank 0 writes, if servers generate.
     """
 
     def __init__(self, run_dir: Path, client: RolloutClient | None, ranks: Ranks, fallback: str | None = None) -> None:
@@ -136,9 +137,9 @@ def _belongs_to(call: Call, step: int, phase: str) -> bool:
 
 
 def _in_order(calls_by_rank: Sequence[Sequence[Call]]) -> list[dict[str, Any]]:
-    """All calls by rank, step and request. Calls in checkpoints of earlier versions lack `attempt` or `timed_out`."""
+    """All calls by rank, step and request. Calls in checkpoints of earlier versions lack some keys."""
     calls = [
-        {"attempt": 1, "timed_out": False, **call, "rank": rank}
+        {"attempt": 1, "splits": 0, "timed_out": False, **call, "rank": rank}
         for rank, part in enumerate(calls_by_rank)
         for call in part
     ]
@@ -150,6 +151,7 @@ def _scalars(calls: Sequence[Call], common: Mapping[str, Any], prefix: str) -> d
     values = {
         "num_calls": len(calls),
         "retries": sum(call["attempt"] > 1 for call in calls),
+        "splits": sum(call["splits"] for call in calls),
         "failed_calls": sum(call["outcome"] != "ok" for call in calls),
         "timeouts": sum(call["timed_out"] for call in calls),
         "first_seed": calls[0]["seed"],
