@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -309,6 +310,27 @@ def test_the_engine_sleeps_and_wakes_once_per_step_ROL_7(monkeypatch):
     engine.sleeps = False
     policy.with_current_weights(2, lambda: generate(1), "preparing step 2")
     assert calls[12:] == ["generate"]
+
+
+def test_an_error_while_merging_aborts_the_update_and_reaches_all_ranks_SYN_3():
+    """SYN-3: it must not leave `sync` before the fence, where the other ranks wait."""
+    from utils.rollout.colocate import ColocateEngine
+
+    engine, calls = MagicMock(verify="off"), []
+
+    def broken():
+        yield [("a", None)]
+        raise torch.OutOfMemoryError("no room")
+
+    def reach_all(error, where):
+        if error is not None:
+            raise RuntimeError(f"{where}: {error}")
+
+    engine._buckets, engine._weight_rpc = broken, lambda step, payload=None: calls.append(step)
+    engine.ranks.raise_on_all_ranks = reach_all
+    with pytest.raises(RuntimeError, match="weight sync run:1: no room"):
+        ColocateEngine.sync(engine, "run:1")
+    assert calls == ["start", "load", "abort"] and not engine._finish.called
 
 
 if __name__ == "__main__":
