@@ -35,14 +35,15 @@ from utils.grpo import (
 from utils.learner.learner import NotFinite, StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
-from utils.policy_loss import PolicyRow, policy_segment
+from utils.policy_loss import PolicyRow
 from utils.rewards import Completion, FileProblem, RewardFunction, load_rewards, score
 from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
-from utils.run.grpo_steps import MicroStep, Prompts, ResponseGroup, Responses
+from utils.run.grpo_steps import MicroStep, Prompts, ResponseGroup, Responses, dump_answers, reward_metrics
 from utils.run.program import run_program
-from utils.run.records import dump_answers, reward_metrics, step_metrics
+from utils.run.records import step_metrics
 from utils.run.session import Session
 from utils.run.setup import open_session
+from utils.targets import plain_segment
 
 
 def main() -> None:
@@ -206,7 +207,7 @@ class Grpo:
         cfg = self.session.cfg
         stop_ids = [] if result.stop_token_id is None else [result.stop_token_id]
         stop_logprobs = [] if result.stop_logprob is None else [result.stop_logprob]
-        segment = policy_segment(
+        segment = plain_segment(
             sample.id,
             **vars(prompt),
             answer_ids=[*result.response_token_ids, *stop_ids],

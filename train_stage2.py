@@ -275,8 +275,7 @@ class Stage2:
 def teacher_forced(cfg: Config, step: int, micro_step_idx: int, rank: int, samples: Sequence[Sample]) -> np.ndarray:
     """Which samples train on the plain ground truth (DAT-4, DAT-5), bool `[n]`; fixed by seed, step and rank."""
     generator = np.random.default_rng([cfg.training.seed, step, micro_step_idx, rank])
-    own, default = [sample.teacher_forced_ratio for sample in samples], cfg.rm.teacher_forced_ratio
-    return generator.random(len(samples)) < [default if ratio is None else ratio for ratio in own]
+    return generator.random(len(samples)) < [cfg.forced_ratio(sample.teacher_forced_ratio) for sample in samples]
 
 
 def make_segment(

@@ -35,9 +35,8 @@ from utils.learner.model import RowModel, position_ids_for
 from utils.learner.objectives import MatchingObjective
 from utils.losses import loss_sums, num_chunks_for, total_loss
 from utils.packing import Batch, collate_packed, collate_padded, denominators
-from utils.policy_loss import policy_segment
 from utils.sync.merged_weights import MergedWeights
-from utils.targets import Segment
+from utils.targets import Segment, plain_segment
 
 RESULTS = Path(__file__).parent / "gpu_results.json"
 OBJECTIVE = MatchingObjective(Losses())
@@ -145,7 +144,7 @@ def smallest_image(model: Qwen3VLForConditionalGeneration) -> Segment:
     vision = model.config.vision_config
     merge, patch_dim = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     image = {"pixel_values": torch.zeros(merge**2, patch_dim), "image_grid_thw": torch.tensor([[1, merge, merge]])}
-    return policy_segment("", [model.config.image_token_id], [], image)
+    return plain_segment("", [model.config.image_token_id], [], image)
 
 
 def make_segments(size: Size) -> list[Segment]:

@@ -14,10 +14,10 @@ from tests.test_rewards import sample
 from utils.credit import REST, Credit, attempts, close_decision, credit_of, go_on_decision, object_decision
 from utils.geometry import Object, iou_matrix
 from utils.grpo import Answer, choose_rows, decision_advantages, has_signal, weight_answers
-from utils.policy_loss import policy_loss, policy_segment, policy_sums, policy_tokens, token_weights
+from utils.policy_loss import policy_loss, policy_sums, policy_tokens, token_weights
 from utils.rewards import Completion, load_rewards, score
 from utils.scores import Overlaps
-from utils.targets import format_objects
+from utils.targets import format_objects, plain_segment
 
 A = Object("red car", "bbox_2d", (0, 0, 100, 100))
 B = Object("blue car", "bbox_2d", (500, 500, 700, 700))
@@ -148,7 +148,7 @@ def test_malformed_text_before_the_closing_is_the_rest_GRP_8():
 
 def answer_of(text: str, truth: list[Object], names=F1, annotated=None, **state) -> Answer:
     completion, image = completion_of(text), replace(sample(truth), annotated=annotated)
-    segment = policy_segment("s", [1, 2], [*completion.token_ids, 0], policy_version="r:0")
+    segment = plain_segment("s", [1, 2], [*completion.token_ids, 0], policy_version="r:0")
     rewards = score(completion, image, load_rewards(names))
     return Answer(segment, text, rewards, [], credit=credit(text, truth, names, annotated), **state)
 

@@ -24,7 +24,7 @@ from utils.grpo import (
 )
 from utils.learner.model import load_model, position_ids_for
 from utils.packing import collate_packed
-from utils.policy_loss import policy_segment
+from utils.targets import plain_segment
 
 
 def test_small_groups_by_hand_grp_6() -> None:
@@ -115,7 +115,7 @@ class Alone:
 
 
 def answer(rewards: list[float], length: int = 3, **state) -> Answer:
-    segment = policy_segment(f"s{length}", [1, 2], list(range(10, 10 + length)), policy_version="r:0")
+    segment = plain_segment(f"s{length}", [1, 2], list(range(10, 10 + length)), policy_version="r:0")
     return Answer(segment, "text", np.array(rewards), [-0.5] * length, **state)
 
 
@@ -143,7 +143,7 @@ def test_the_std_of_the_batch_is_that_of_all_ranks_GRP_6():
 
 def test_answers_left_out_weigh_nothing_and_take_no_row_GRP_6():
     """GRP-6."""
-    failed = Answer(policy_segment("f", [1, 2], []), "", np.zeros(2), [], is_valid=False, is_failed=True)
+    failed = Answer(plain_segment("f", [1, 2], []), "", np.zeros(2), [], is_valid=False, is_failed=True)
     group = [answer([0.0, 0.0]), answer([1.0, 0.0]), answer([1.0, 1.0], is_valid=False, is_truncated=True), failed]
     weighted = weight_answers([group], WEIGHTS, RLHF, Alone())
     assert [set(own) for own in weighted.advantages] == [{-0.5}, {0.5}, {0.0}, set()] and weighted.denominator == 2.0

@@ -21,12 +21,12 @@ from utils.policy_loss import (
     PolicyTokens,
     policy_loss,
     policy_metrics,
-    policy_segment,
     policy_sums,
     policy_tokens,
     token_logprobs,
     token_weights,
 )
+from utils.targets import plain_segment
 
 VOCAB, WIDTH, MAX_NEW_TOKENS = 50, 8, 20
 
@@ -350,7 +350,7 @@ def answers_of(model: nn.Module, num: int = 4) -> list:
     raw = [make_segment(model, seed, grids[seed % 4], 5 + 2 * seed) for seed in range(num)]
     split = [(s.input_ids[: s.answer_start], s.input_ids[s.answer_start :]) for s in raw]
     return [
-        policy_segment(s.sample_id, prompt, answer, s.vision) for s, (prompt, answer) in zip(raw, split, strict=True)
+        plain_segment(s.sample_id, prompt, answer, s.vision) for s, (prompt, answer) in zip(raw, split, strict=True)
     ]
 
 

@@ -18,7 +18,7 @@ from utils import detection_rewards
 from utils.data.samples import Sample, load_samples
 from utils.geometry import Object, iou_matrix
 from utils.parsing import parse_answer
-from utils.rewards import NEEDS, REWARDS, Completion, FileProblem, RewardError, data_problems, load_rewards, score
+from utils.rewards import NEEDS, REWARDS, Completion, FileProblem, RewardError, load_rewards, reward_key_problems, score
 from utils.scores import count_sample, scores
 from utils.targets import format_objects
 
@@ -546,7 +546,7 @@ def test_samples_that_lack_what_a_reward_needs_grp_5(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"images": [], **line}) + "\n" for line in lines))
     (samples,) = load_samples([path], "Summarise.")
     names = ["summary_header", "summary_tversky", "summary_category_recall", "detection_f1"]
-    found = data_problems(names, samples)
+    found = reward_key_problems(names, samples)
     assert [line.removeprefix(f"{path}:").split(";")[0] for line in found] == [
         "2: domain: must be text without <, >, comma and line break",
         "3: domain: must be text without <, >, comma and line break",
@@ -554,7 +554,7 @@ def test_samples_that_lack_what_a_reward_needs_grp_5(tmp_path: Path) -> None:
         "4: domain: must be text without <, >, comma and line break",
     ]
     assert "required by summary_tversky, summary_category_recall" in found[2]
-    assert data_problems(["detection_f1", "my_own"], samples) == []
+    assert reward_key_problems(["detection_f1", "my_own"], samples) == []
     assert NEEDS.keys() == REWARDS.keys()
 
 

@@ -19,7 +19,7 @@ from utils.scores import (
     count_evaluation,
     count_sample,
     evaluation_scores,
-    is_held_against,
+    is_wrong_if_unmatched,
     label_counts,
     prediction_record,
     scores,
@@ -66,7 +66,7 @@ def test_labels_are_compared_in_composed_form_LRN_7():
     answer = parse_answer(ground_truth_target([true], table, TargetOptions()).answer_ids.tolist(), table)
     assert answer.objects[0].object.desc == "caf\u00e9"
     assert scores(count_sample(answer, [true], 0.5, False))["f1"] == 1.0
-    assert is_held_against(answer.objects[0].object, {normal_label(true.desc)})
+    assert is_wrong_if_unmatched(answer.objects[0].object, {normal_label(true.desc)})
 
 
 def test_a_wrong_label_counts_by_place_only_LRN_7():

@@ -29,11 +29,10 @@ from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
 from utils.grpo import Answer, WeightedAnswers
 from utils.learner.learner import Learner, NotFinite, StepResult
-from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutResult, RolloutSampling
 from utils.run.prefetch import Prefetcher
 from utils.run.session import Session
-from utils.targets import format_objects
+from utils.targets import format_objects, plain_segment
 
 REWARDS = """
 def odd(completion, sample):
@@ -273,7 +272,7 @@ def test_answers_fill_rows_up_to_the_length_or_the_batch_of_the_config_PCK_6(mon
     cfg = SimpleNamespace(training=training, rlhf=rlhf, global_max_length=9)
     session = SimpleNamespace(cfg=cfg, collate=None, ranks=SimpleNamespace(gather=lambda own: [own]))
     session.on_all_ranks = lambda work, where: work()
-    answers = [Answer(policy_segment("s", [1], [2, 3]), "", np.zeros(1), []) for _ in range(4)]
+    answers = [Answer(plain_segment("s", [1], [2, 3]), "", np.zeros(1), []) for _ in range(4)]
     weighted = WeightedAnswers(answers, [np.ones(2)] * 4, np.ones(4), 4.0, np.ones(2, dtype=bool))
     assert [len(row) for row in grpo_of(session, {}).pack(weighted, 0)] == sizes
 
@@ -441,7 +440,7 @@ def test_thresholds_and_weights_follow_the_step_GRP_9(folder, start_model):
     run.session, run.rewards = SimpleNamespace(cfg=cfg), {"odd": None, "same": None}
     assert [run.reward_weights(step).tolist() for step in (0, 1, 4, math.inf)] == [[1, 0], [1, 0.5], [1, 2], [1, 2]]
     run.session.ranks = SimpleNamespace(gather=lambda value: [value])
-    group = [Answer(policy_segment("s", [1], [2]), "", np.array(rewards), []) for rewards in ([0.0, 0.0], [0.0, 1.0])]
+    group = [Answer(plain_segment("s", [1], [2]), "", np.array(rewards), []) for rewards in ([0.0, 0.0], [0.0, 1.0])]
     assert [run.weight([SimpleNamespace(groups=[group])], step).has_signal.tolist() for step in (0, 4)] == [
         [False],
         [True],
@@ -516,7 +515,7 @@ class Engine:
         self.calls.append((micro_step_idx, list(samples)))
         if len(self.calls) == self.fails:
             raise ConnectionError("server gone")
-        segment = policy_segment("s", [1], [2])
+        segment = plain_segment("s", [1], [2])
         groups = [
             [
                 Answer(segment, str(sample), np.array([float(sample in self.good)]), []),
@@ -619,7 +618,7 @@ def test_what_a_checkpoint_holds_ahead_must_fit_the_settings_of_now_LRN_5_PCK_3(
         run.data_position = stream.state_dict()
         return run
 
-    ahead = [train_grpo.MicroStep([[Answer(policy_segment("s", [1], [2, 3]), "", np.zeros(2), [])]], 1, {})]
+    ahead = [train_grpo.MicroStep([[Answer(plain_segment("s", [1], [2, 3]), "", np.zeros(2), [])]], 1, {})]
     state = run_of(3, "odd", "same").state_dict()
     if not has_names:
         del state["rewards"]

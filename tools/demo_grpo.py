@@ -32,8 +32,7 @@ from tools.warmup_sft import load_warmup_config, warm_up
 from utils.config.load import load_config_or_exit
 from utils.data.encoding import encode_prompt
 from utils.data.samples import Sample
-from utils.policy_loss import policy_segment
-from utils.targets import Segment
+from utils.targets import Segment, plain_segment
 
 CONFIG, WARMUP_CONFIG = "configs/demo/grpo.yaml", "configs/demo/grpo_warmup.yaml"
 ROOT = Path("runs/demo_grpo")
@@ -96,7 +95,7 @@ def supervised_summary(sample: Sample, processor: Any) -> Segment:
     """Return the sample's prompt followed by its summary, every token of which is a label."""
     text = f"<DOMAIN={sample.extra['domain']}>, <TASK=SUMMARY>\n{json.dumps(sample.extra['summary'])}"
     answer = [*processor.tokenizer.encode(text, add_special_tokens=False), processor.tokenizer.eos_token_id]
-    return policy_segment(sample.id, **vars(encode_prompt(sample, processor)), answer_ids=answer)
+    return plain_segment(sample.id, **vars(encode_prompt(sample, processor)), answer_ids=answer)
 
 
 # ---- results -------------------------------------------------------------------------------------------------------

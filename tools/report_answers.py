@@ -18,7 +18,7 @@ from utils.credit import BACKGROUND_IOU
 from utils.data.images import open_image
 from utils.geometry import Object
 from utils.matching import TOLERANCE
-from utils.scores import DUPLICATE_IOU, Overlaps, is_held_against
+from utils.scores import DUPLICATE_IOU, Overlaps, is_wrong_if_unmatched
 
 ERRORS = ("missed", "duplicate", "wrong label", "badly placed", "extra")
 MAX_JPEG_BYTES = 48 << 10
@@ -59,7 +59,7 @@ def judge(record: Record, iou_threshold: float) -> Judged:
         verdict, on = _verdict(overlaps.iou[p], overlaps.labelled[p], bool(repeats[:, p].any()), iou_threshold)
         if p in found:
             verdict, on = "found", None
-        elif not is_held_against(obj, record.get("annotated")):
+        elif not is_wrong_if_unmatched(obj, record.get("annotated")):
             verdict, on = "not judged", None
         verdicts.append(verdict)
         if on is not None:
@@ -100,7 +100,7 @@ def precision_recall(records: Sequence[Record], iou_threshold: float) -> tuple[n
             is_hit = bool(len(gt)) and bool(iou[p].max() >= iou_threshold - TOLERANCE)
             if is_hit:
                 iou[:, iou[p].argmax()] = 0.0
-            if is_hit or is_held_against(obj, record.get("annotated")):
+            if is_hit or is_wrong_if_unmatched(obj, record.get("annotated")):
                 scores.append(own[p]["score"])
                 hits.append(is_hit)
     if not scores or not num_gt:

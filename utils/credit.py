@@ -25,7 +25,7 @@ from utils.detection_rewards import OF_OBJECTS, repeats
 from utils.geometry import bounding_box
 from utils.matching import TOLERANCE, match
 from utils.rewards import Completion, RewardFunction, score
-from utils.scores import Overlaps, is_held_against
+from utils.scores import Overlaps, is_wrong_if_unmatched
 from utils.token_table import touched
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def credit_of(
     counted = [
         index
         for index, obj in enumerate(predicted)
-        if is_held_against(obj, sample.annotated) or not np.allclose(earned[index], 0)  # or some reward counts it
+        if is_wrong_if_unmatched(obj, sample.annotated) or not np.allclose(earned[index], 0)  # or some reward counts it
     ]
     return Credit(
         np.array(earned).reshape(-1, len(rewards))[counted],
@@ -154,7 +154,7 @@ def attempts(overlaps: Overlaps, iou_threshold: float, annotated: Collection[str
     found = np.full(len(overlaps.predicted), -1)
     for index, at in overlaps.matches(iou_threshold):
         found[index] = at
-    held = np.array([is_held_against(obj, annotated) for obj in overlaps.predicted], dtype=bool)
+    held = np.array([is_wrong_if_unmatched(obj, annotated) for obj in overlaps.predicted], dtype=bool)
     left, missed = np.flatnonzero((found < 0) & held), np.setdiff1d(np.arange(len(overlaps.truth)), found)
     for row, column in match(overlaps.iou[np.ix_(left, missed)], BACKGROUND_IOU):
         found[left[row]] = missed[column]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from utils.scores import IOUS, count_giants, is_held_against, scores
+from utils.scores import IOUS, count_giants, is_wrong_if_unmatched, scores
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
@@ -45,7 +45,7 @@ def detection_f1_no_label(completion: Completion, sample: Sample) -> float:
 def detection_f1_mean(completion: Completion, sample: Sample) -> float:
     """Mean of F1 over the IoUs 0.5, 0.55, ..., 0.95: COCO's thresholds (Lin et al. 2014, arXiv:1405.0312)."""
     overlaps = completion.overlaps(sample)
-    held = {p for p, obj in enumerate(overlaps.predicted) if is_held_against(obj, sample.annotated)}
+    held = {p for p, obj in enumerate(overlaps.predicted) if is_wrong_if_unmatched(obj, sample.annotated)}
     values = []
     for threshold in IOUS:
         matched = {p for p, _ in overlaps.matches(threshold)}
@@ -117,7 +117,7 @@ def repeats(completion: Completion, sample: Sample) -> set[int]:
     near = overlaps.mutual >= completion.iou_threshold
     found = np.flatnonzero(np.tril(near, k=-1).any(axis=1) | near[:, matched].any(axis=1))
     again = set(found.tolist()) - set(matched)
-    return {p for p in again if is_held_against(overlaps.predicted[p], sample.annotated)}
+    return {p for p in again if is_wrong_if_unmatched(overlaps.predicted[p], sample.annotated)}
 
 
 def _num_counted(counts: Counter[str]) -> int:

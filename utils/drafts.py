@@ -12,7 +12,7 @@ import numpy as np
 
 from utils.geometry import Object, iou_matrix
 from utils.parsing import ParsedAnswer, PredObject, cut_tokens, parse_answer
-from utils.scores import is_held_against, label_of
+from utils.scores import is_wrong_if_unmatched, label_of
 from utils.token_table import TokenTable, touched
 
 
@@ -41,7 +41,7 @@ def num_kept_by_trim(
     """Number of leading predictions that `trim` keeps: up to the last that is matched or of a label without complete
     annotation."""
     matched = {p for p, _ in matches}
-    kept = [p for p, obj in enumerate(predicted) if p in matched or not is_held_against(obj, annotated)]
+    kept = [p for p, obj in enumerate(predicted) if p in matched or not is_wrong_if_unmatched(obj, annotated)]
     return max(kept, default=-1) + 1
 
 
@@ -78,7 +78,7 @@ def wrong_entries(
     """
     found = []
     for i, entry in enumerate(entries):
-        if entry.gt is None and is_held_against(entry.object, annotated):
+        if entry.gt is None and is_wrong_if_unmatched(entry.object, annotated):
             to_come = [other for other in entries[i + 1 :] if other.gt is not None]
             chosen = next((other for other in to_come if other.pred is None), to_come[0] if to_come else None)
             found.append((i, gt_objects[chosen.gt] if chosen and chosen.gt is not None else None))

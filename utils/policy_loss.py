@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from utils.losses import chunks_of
 from utils.packing import Batch, Movable
-from utils.targets import Segment
 
 if TYPE_CHECKING:
     from utils.config.rlhf import Rlhf
@@ -70,30 +69,6 @@ def token_weights(lengths: np.ndarray, loss_type: LossType, max_new_tokens: int)
     if loss_type == "dr_grpo":
         return counts / max_new_tokens, counts
     return counts / np.maximum(lengths, 1), counts
-
-
-def policy_segment(
-    sample_id: str,
-    prompt_token_ids: Sequence[int],
-    answer_ids: Sequence[int],
-    vision: dict[str, Tensor] | None = None,
-    policy_version: str | None = None,
-) -> Segment:
-    """Prompt and answer as a segment. All of the answer is scored, its end token too if the model generated one."""
-    answer = np.array(answer_ids, dtype=np.int64)
-    start = len(prompt_token_ids)
-    return Segment(
-        sample_id=sample_id,
-        input_ids=np.concatenate([np.array(prompt_token_ids, dtype=np.int64), answer]),
-        answer_start=start,
-        coord_index=np.zeros(0, dtype=np.int64),
-        coord_target=np.zeros(0, dtype=np.float32),
-        text_index=start + np.arange(len(answer)),
-        text_label=answer,
-        text_weight=np.ones(len(answer), dtype=np.float32),
-        vision=vision or {},
-        policy_version=policy_version,
-    )
 
 
 def policy_tokens(

@@ -185,7 +185,7 @@ def _check_can_be_called(path: str, name: str, function: RewardFunction) -> None
     raise FileProblem(f"{path}: {name} must be a plain function of (completion, sample) that returns a number")
 
 
-def data_problems(names: Sequence[str], samples: Sequence[Sample]) -> list[str]:
+def reward_key_problems(names: Sequence[str], samples: Sequence[Sample]) -> list[str]:
     """`file:line: reason` for every sample that lacks a key of a built-in reward; for a check before the first step."""
     readers: dict[str, list[str]] = {}
     for name in names:

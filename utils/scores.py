@@ -82,7 +82,7 @@ def count_sample(
     pred_objects = parsed.pred_objects
     overlaps = overlaps or Overlaps(pred_objects, gt_objects)
     iou, labelled = overlaps.iou, overlaps.matches(iou_threshold)
-    held = [p for p, obj in enumerate(pred_objects) if is_held_against(obj, annotated)]
+    held = [p for p, obj in enumerate(pred_objects) if is_wrong_if_unmatched(obj, annotated)]
     pairs = match_by_geometry(overlaps, iou_threshold, annotated)
     best = iou.max(axis=1, initial=0.0)
     counts: Counter[str] = Counter(
@@ -111,7 +111,7 @@ def match_by_geometry(
     """`match` by geometry, in ascending order of predictions. A neutral one (TGT-12) takes nobody's object: it gets
     what is left by those that are held against the model or have the right label."""
     right = {p for p, _ in overlaps.matches(iou_threshold)}
-    goes_first = [p in right or is_held_against(obj, annotated) for p, obj in enumerate(overlaps.predicted)]
+    goes_first = [p in right or is_wrong_if_unmatched(obj, annotated) for p, obj in enumerate(overlaps.predicted)]
     is_first = np.array(goes_first, dtype=bool)[:, None]
     pairs = match(np.where(is_first, overlaps.iou, 0.0), iou_threshold)
     if is_first.all():
@@ -135,7 +135,7 @@ def count_evaluation(
     overlaps = Overlaps(predicted, truth)
     counts = count_sample(parsed, truth, iou_threshold, truncated, sample.annotated, overlaps)
     pred_labels, gt_labels = list(map(label_of, predicted)), list(map(label_of, truth))
-    counted = [is_held_against(obj, sample.annotated) for obj in predicted]
+    counted = [is_wrong_if_unmatched(obj, sample.annotated) for obj in predicted]
     for threshold in IOUS:
         pairs = overlaps.matches(threshold)
         counts[f"matched@{threshold}"] = len(pairs)
@@ -213,7 +213,7 @@ def count_giants(overlaps: Overlaps, sample: "Sample", iou_threshold: float) -> 
         return 0
     giants = [p for p, obj in enumerate(overlaps.predicted) if is_giant(obj, sample.grid)]
     matched = {p for p, _ in overlaps.matches(iou_threshold)} if giants else set()
-    return sum(p not in matched and is_held_against(overlaps.predicted[p], sample.annotated) for p in giants)
+    return sum(p not in matched and is_wrong_if_unmatched(overlaps.predicted[p], sample.annotated) for p in giants)
 
 
 def is_giant(obj: Object, grid: Grid) -> bool:
@@ -308,7 +308,7 @@ def label_of(object_: Object) -> str:
     return normal_label(object_.desc)
 
 
-def is_held_against(prediction: Object, annotated: Collection[str] | None) -> bool:
+def is_wrong_if_unmatched(prediction: Object, annotated: Collection[str] | None) -> bool:
     """Whether a prediction that matches nothing is wrong. If annotation is not complete for its label, it is neutral.
 
     `annotated` are labels as `label_of` gives them; None: all (TGT-12)."""

@@ -439,6 +439,30 @@ def make_segment(
     return segment
 
 
+def plain_segment(
+    sample_id: str,
+    prompt_token_ids: Sequence[int],
+    answer_ids: Sequence[int],
+    vision: "dict[str, torch.Tensor] | None" = None,
+    policy_version: str | None = None,
+) -> Segment:
+    """Prompt and answer as a segment. All of the answer is scored, its end token too if the model generated one."""
+    answer = np.array(answer_ids, dtype=np.int64)
+    start = len(prompt_token_ids)
+    return Segment(
+        sample_id=sample_id,
+        input_ids=np.concatenate([np.array(prompt_token_ids, dtype=np.int64), answer]),
+        answer_start=start,
+        coord_index=np.zeros(0, dtype=np.int64),
+        coord_target=np.zeros(0, dtype=np.float32),
+        text_index=start + np.arange(len(answer)),
+        text_label=answer,
+        text_weight=np.ones(len(answer), dtype=np.float32),
+        vision=vision or {},
+        policy_version=policy_version,
+    )
+
+
 def check_segment(segment: Segment, table: TokenTable) -> None:
     """Check TGT-8: every supervised index lies inside the answer, and every supervised coordinate is a coordinate token
     (where coordinates are numbers, a token that holds a digit).

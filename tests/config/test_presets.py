@@ -31,9 +31,9 @@ from utils.families import part_of
 from utils.learner import learner as learner_module
 from utils.learner.learner import Learner
 from utils.learner.model import base_model
-from utils.policy_loss import policy_segment
 from utils.run.setup import make_layout
 from utils.sync.merged_weights import MergedWeights, whole_groups
+from utils.targets import plain_segment
 
 ROOT = Path(__file__).parents[2]
 RELEASED = Path(__file__).with_name("qwen3vl_8b_config.json")  # Qwen/Qwen3-VL-8B-Instruct's
@@ -165,7 +165,7 @@ def test_the_learner_sets_up_and_trains_what_the_plan_counts_LRN_2(name):
     assert given["config"]["train_batch_size"] == learners(name) * cfg.training.samples_per_rank
     assert ("partitioned" in given) == (given["config"]["zero_optimization"]["stage"] == 3)
     has_tiles = released(name).startswith("InternVL")
-    dummy = policy_segment("", [1, 2], [], {}) if has_tiles else smallest_image(learner.model)
+    dummy = plain_segment("", [1, 2], [], {}) if has_tiles else smallest_image(learner.model)
     batch = make_layout(cfg, learner, None, dummy)[1]([])
     assert batch.position_ids.shape[0] == (1 if has_tiles else 4)  # the real model's multimodal positions
 

@@ -40,11 +40,11 @@ from utils.families import FAMILIES, PARTS, part_of
 from utils.learner.checkpoint import save_merged
 from utils.learner.model import RowModel, apply_tuner, enable_gradient_checkpointing, load_model, position_ids_for
 from utils.packing import NO_IDS, collate_packed, collate_padded
-from utils.policy_loss import policy_segment
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling
 from utils.rollout.hf import HfEngine
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe
+from utils.targets import plain_segment
 
 ANSWER = [40, 41, 42, 43, 44, 45]
 SIZES = {"odd": [(77, 50)], "two": [(64, 64), (30, 180)], "text": []}  # pixels of each sample's images
@@ -110,7 +110,7 @@ def layout(model: nn.Module, processor) -> dict:
 
 
 def segments_of(samples: list[Sample], processor) -> list:
-    return [policy_segment(s.id, **vars(encode_prompt(s, processor)), answer_ids=ANSWER) for s in samples]
+    return [plain_segment(s.id, **vars(encode_prompt(s, processor)), answer_ids=ANSWER) for s in samples]
 
 
 @every_family

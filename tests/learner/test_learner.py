@@ -20,9 +20,9 @@ from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
 from utils.learner.model import apply_tuner, base_model, load_model, param_groups, partition, position_ids_for
 from utils.learner.objectives import MatchingObjective, PolicyObjective
 from utils.packing import Batch, collate_packed
-from utils.policy_loss import PolicyRow, policy_segment, policy_tokens, token_weights
+from utils.policy_loss import PolicyRow, policy_tokens, token_weights
 from utils.sync.merged_weights import MergedWeights
-from utils.targets import Segment
+from utils.targets import Segment, plain_segment
 
 RLHF = Rlhf(reward_funcs=["detection_f1"])
 
@@ -208,7 +208,7 @@ def answers_of(model: nn.Module, num: int = 5) -> list[Segment]:
     grids = [(4, 6), None, (2, 4), None]
     raw = [make_segment(model, seed, grids[seed % 4], 5 + 2 * seed) for seed in range(num)]
     split = [(s.input_ids[: s.answer_start], s.input_ids[s.answer_start :], s) for s in raw]
-    return [policy_segment(s.sample_id, prompt, own, s.vision) for prompt, own, s in split]
+    return [plain_segment(s.sample_id, prompt, own, s.vision) for prompt, own, s in split]
 
 
 def policy_row_of(model: nn.Module, segments: list[Segment], advantages: dict[str, float]) -> PolicyRow:

@@ -35,8 +35,7 @@ from utils.learner.model import (
 )
 from utils.learner.objectives import MatchingObjective
 from utils.packing import collate_packed, collate_padded, denominators
-from utils.policy_loss import policy_segment
-from utils.targets import Segment
+from utils.targets import Segment, plain_segment
 
 IMPLEMENTATIONS = ["sdpa", "eager"]
 WEIGHTS = Losses(text=0.7, coord=1.0, w1=2.0, gate=0.5, sigma=8.0)
@@ -92,7 +91,7 @@ def smallest_image(model: nn.Module) -> Segment:
     vision = config.vision_config
     merge, patch_dim = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     image = {"pixel_values": torch.zeros(merge**2, patch_dim), "image_grid_thw": torch.tensor([[1, merge, merge]])}
-    return policy_segment("", [config.vision_start_token_id, config.image_token_id], [], image)
+    return plain_segment("", [config.vision_start_token_id, config.image_token_id], [], image)
 
 
 def images_of_three_sizes(model: nn.Module) -> list[Segment]:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError, is_loopback
+from utils.rollout.link import CallFailed, CallTimeout, Link, RolloutError, is_loopback_url
 
 REFUSED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 3\r\n\r\nwho"
 MOVED = b"HTTP/1.1 307 Moved\r\nLocation: /elsewhere/\r\nContent-Length: 0\r\n\r\n"
@@ -206,7 +206,7 @@ def test_srv_3_the_token_is_not_replaced_by_netrc(monkeypatch, tmp_path):
 )
 def test_con_2_loopback(url, expected):
     """CON-2: loopback urls do not look at the environment."""
-    assert is_loopback(url) is expected
+    assert is_loopback_url(url) is expected
     assert Link(url, None)._session.trust_env is not expected
 
 

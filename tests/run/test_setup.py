@@ -20,7 +20,6 @@ from tests.e2e.processes import config_of
 from tests.run.test_resume import ranks  # noqa: F401
 from utils.config.load import build_config, load_config
 from utils.dist import Ranks
-from utils.policy_loss import policy_segment
 from utils.rollout.client import RolloutClient
 from utils.run import setup
 from utils.run.monitor import write_evaluation
@@ -37,6 +36,7 @@ from utils.run.setup import (
     owes_an_evaluation,
     reach_servers,
 )
+from utils.targets import plain_segment
 
 HOST = socket.gethostname()
 
@@ -163,9 +163,9 @@ def test_rows_are_collated_and_checked_as_the_config_and_the_answer_format_want_
     monkeypatch.setattr("utils.run.setup.position_ids_for", lambda model: lambda ids, vision: ids[None])
     cfg = config(tmp_path)
     cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"packing": packing})})
-    table, dummy = make_table("native", "qwen3vl"), policy_segment("", [1, 2], [], {})
+    table, dummy = make_table("native", "qwen3vl"), plain_segment("", [1, 2], [], {})
     _, collate = make_layout(cfg, SimpleNamespace(model=None), table, dummy)
-    parts = [policy_segment(name, [1, 2], [int(table.digit_ids[0])], {}) for name in "ab"]
+    parts = [plain_segment(name, [1, 2], [int(table.digit_ids[0])], {}) for name in "ab"]
     for segment in parts:
         segment.digit_index = np.array([2])
     assert (collate(parts).attention_mask is None) == packing

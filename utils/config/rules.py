@@ -96,7 +96,7 @@ def _engine_lengths(cfg: Config) -> dict[str, int]:
     name = "vllm_max_model_len"
     if cfg.rs is None or cfg.is_colocate or not cfg.uses_vllm:
         return {}
-    num_servers = 0 if any(True for _ in _server_form(cfg)) else len(cfg.servers())
+    num_servers = len(cfg.servers()) if _servers_are_known(cfg) else 0
     if not num_servers:
         return {f"{RS}.{name}": cfg.rs.vllm_max_model_len}
     own = [i for i, server in enumerate(cfg.rs.servers) if name in server.model_fields_set]
@@ -141,6 +141,11 @@ def _server_form(cfg: Config) -> Found:
         yield from _address_problems(addresses, path, paired)
 
 
+def _servers_are_known(cfg: Config) -> bool:
+    """False where `_server_form` finds fault with the list of servers, which nothing may read then."""
+    return next(_server_form(cfg), None) is None
+
+
 def _address_problems(addresses: list[ServerAddress], path: str, paired: bool) -> Found:
     """Find malformed urls, and servers that share a url, a host and port, or a group port."""
     taken: dict[tuple[str, int], int] = {}
@@ -173,7 +178,7 @@ def _teacher_is_another_server(cfg: Config) -> Found:
         return
     if (place := _host_and_port(teacher.base_url)) is None:
         yield f"{path}.base_url", f"{teacher.base_url!r} must be http(s)://HOST[:PORT][/PREFIX]; correct it"
-    elif not any(True for _ in _server_form(cfg)) and place in [_host_and_port(s.base_url) for s in cfg.servers()]:
+    elif _servers_are_known(cfg) and place in [_host_and_port(s.base_url) for s in cfg.servers()]:
         rule = "is a rollout server of this run, which generates with the weights in training"
         yield f"{path}.base_url", f"{rule}; start the teacher's server at another port"
 
@@ -218,7 +223,7 @@ def _colocate_needs_no_lora(cfg: Config) -> Found:
 
 @reads(RS, f"{RM}.vllm.server", "rlhf")
 def _overrides_have_servers(cfg: Config) -> Found:
-    if cfg.rs is None or not cfg.rs.servers or any(True for _ in _server_form(cfg)) or not cfg.connection:
+    if cfg.rs is None or not cfg.rs.servers or not _servers_are_known(cfg) or not cfg.connection:
         return
     given, known = len(cfg.rs.servers), len(cfg.servers())
     if given > known:

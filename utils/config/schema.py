@@ -364,8 +364,11 @@ class Config(Section):
     @property
     def trains_on_rollouts(self) -> bool:
         """False where every training sample is teacher-forced (stage 1)."""
-        own = [file.teacher_forced_ratio for file in self.custom.train_jsonl]
-        return min(self.rm.teacher_forced_ratio if ratio is None else ratio for ratio in own) < 1
+        return min(self.forced_ratio(file.teacher_forced_ratio) for file in self.custom.train_jsonl) < 1
+
+    def forced_ratio(self, own: float | None) -> float:
+        """The share of teacher-forced samples of a data file whose own `teacher_forced_ratio` is given (DAT-5)."""
+        return self.rm.teacher_forced_ratio if own is None else own
 
     @property
     def generates(self) -> bool:

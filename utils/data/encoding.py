@@ -20,8 +20,7 @@ from utils.data.prompts import render_prompt, to_chat_messages
 from utils.data.samples import Sample
 from utils.geometry import Grid
 from utils.packing import join_vision
-from utils.policy_loss import policy_segment
-from utils.targets import Segment
+from utils.targets import Segment, plain_segment
 
 DUMMY_PX = 32  # processors enlarge an image that is smaller than they allow
 
@@ -136,7 +135,7 @@ def encode_prompt(sample: Sample, processor: Any, pixel_dtype: torch.dtype = tor
 def dummy_segment(processor: Any) -> Segment:
     """A small blank image alone, without supervision; a row without an image runs the vision tower on it (PCK-8)."""
     [tokens], vision = encode_images([Image.new("RGB", (DUMMY_PX, DUMMY_PX))], processor)
-    return policy_segment("", tokens, [], vision)
+    return plain_segment("", tokens, [], vision)
 
 
 def encode_images(images: list[Image.Image], processor: Any) -> tuple[list[list[int]], dict[str, torch.Tensor]]:

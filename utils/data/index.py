@@ -36,7 +36,7 @@ from utils.data.mistakes import BadLine, read_bad_lines, write_bad_line
 from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, empty_file, labels_in_both, map_ahead
 from utils.data.workers import map_in_processes
 from utils.geometry import normal_label
-from utils.rewards import data_problems
+from utils.rewards import reward_key_problems
 
 LINE = np.dtype(
     [("offset", "<i8"), ("first_image", "<i8"), ("num_images", "<i4")]
@@ -130,7 +130,7 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
         images += [(*size, *_place(image)) for size, image in zip(item.image_sizes, item.images, strict=True)]
         for folder in filter(None, map(_folder, item.images)):
             found.folders.setdefault(folder, number)
-        found.unfit += data_problems(checks.rewards, [item])
+        found.unfit += reward_key_problems(checks.rewards, [item])
         found.num_objects += len(item.objects)
         found.num_polygons += sum(obj.kind == "poly" for obj in item.objects)
         found.labels.update(normal_label(obj.desc) for obj in item.objects)

@@ -10,7 +10,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError
 
-from utils.config.rollout import is_loopback as is_loopback_host
+from utils.config.rollout import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 2.0  # uvicorn closes idle connections after 5 s; a request sent at that very moment would be lost
@@ -53,7 +53,7 @@ class Link(HTTPAdapter):
         self._connection: Any = None
         self._last_use = time.monotonic()
         self._session = requests.Session()
-        self._session.trust_env = not is_loopback(base_url)  # CON-2
+        self._session.trust_env = not is_loopback_url(base_url)  # CON-2
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
             self._session.auth = lambda request: request  # without one, ~/.netrc would replace the header
@@ -121,7 +121,7 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def is_loopback(url: str) -> bool:
+def is_loopback_url(url: str) -> bool:
     """Does the url name this machine by a loopback address or name? Proxies never apply to those (CON-2)."""
     host = (urlsplit(url).hostname or "").rstrip(".")
-    return is_loopback_host(host) or host.endswith(".localhost")
+    return is_loopback(host) or host.endswith(".localhost")

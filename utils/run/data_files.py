@@ -21,7 +21,7 @@ from utils.data.samples import MAX_SHOWN, DataError, LineReader, Sample, warn_of
 from utils.dist import Ranks
 from utils.geometry import normal_label
 from utils.parsing import TokenTable
-from utils.rollout.link import is_loopback
+from utils.rollout.link import is_loopback_url
 from utils.run.inputs import INDEX_FOLDER, Digests, data_paths
 
 logger = logging.getLogger(__name__)
@@ -168,8 +168,7 @@ def with_generation(
     cfg: Config, train: Sequence[IndexedFile], val: Sequence[IndexedFile]
 ) -> list[tuple[IndexedFile, bool]]:
     """Each file, and whether anything is generated for it."""
-    own, default = [spec.teacher_forced_ratio for spec in cfg.custom.train_jsonl], cfg.rm.teacher_forced_ratio
-    generates = [(default if ratio is None else ratio) < 1 for ratio in own]
+    generates = [cfg.forced_ratio(spec.teacher_forced_ratio) < 1 for spec in cfg.custom.train_jsonl]
     generates += [bool(cfg.training.eval_steps or cfg.training.eval_at_start)] * len(val)
     return list(zip([*train, *val], generates, strict=True))
 
@@ -182,7 +181,7 @@ def check_images(cfg: Config, is_main: bool, train: Sequence[IndexedFile], val: 
         return
     files = [file for file, is_asked in with_generation(cfg, train, val) if is_asked]
     problems = [_too_many_pixels(cfg, files), _too_many_bytes(files)]
-    here = [index for index, address in enumerate(cfg.servers()) if is_loopback(address.base_url)]
+    here = [index for index, address in enumerate(cfg.servers()) if is_loopback_url(address.base_url)]
     problems += [_outside_roots(cfg, files, index) for index in here]
     if found := list(filter(None, dict.fromkeys(problems))):
         exit_with("\n".join(found), is_main)

@@ -35,6 +35,7 @@ from utils.run.monitor import (
     evaluation_file,
     first_evaluation,
     write_evaluation,
+    write_whole,
 )
 from utils.run.policy import Policy
 from utils.run.prefetch import Prefetcher, Stages
@@ -423,11 +424,11 @@ class Session:
             return
         seconds = {name: round(value, 3) for name, value in self.timer.seconds.items()}
         record = {"steps": self.num_steps, "world_size": self.ranks.world_size, "seconds": seconds, **facts}
-        (self.run_dir / "finished.json").write_text(json.dumps(record, indent=2) + "\n")
+        write_whole(self.run_dir / "finished.json", json.dumps(record, indent=2) + "\n")
         ledger = self.policy.engine.ledger
         if ledger and self.cfg.rm.vllm.sync.verify == "always":
             record = {"version": self.policy.version, "digests": ledger}
-            (self.run_dir / "weights.json").write_text(json.dumps(record, indent=2) + "\n")
+            write_whole(self.run_dir / "weights.json", json.dumps(record, indent=2) + "\n")
         logger.info("finished %d steps%s", self.num_steps, "".join(f"; {name}: {fact}" for name, fact in facts.items()))
         logger.info("seconds on rank 0: %s", seconds)
         checkpoint = self.run_dir / f"checkpoint-{self.num_steps}"

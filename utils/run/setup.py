@@ -44,10 +44,9 @@ from utils.learner.learner import Learner
 from utils.learner.model import position_ids_for
 from utils.packing import NO_IDS, Batch, collate_packed, collate_padded, place
 from utils.parsing import TokenTable
-from utils.policy_loss import policy_segment
 from utils.rollout.backend import Engine, NoEngine, ServerEngine
 from utils.rollout.client import RolloutClient
-from utils.rollout.link import is_loopback
+from utils.rollout.link import is_loopback_url
 from utils.rollout.teacher import Teacher
 from utils.run.data_files import open_data, with_generation
 from utils.run.inputs import check_inputs
@@ -64,7 +63,7 @@ from utils.run.trackers import TRACKERS, RunFacts
 from utils.sync.adapter_sync import FallbackSync, make_sync
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.weight_sync import Probe, WeightSync
-from utils.targets import Segment, TargetOptions
+from utils.targets import Segment, TargetOptions, plain_segment
 
 logger = logging.getLogger(__name__)
 
@@ -291,7 +290,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         capacity_key=cfg.rollout_path("decode_batch_size"),
     )
 
-    remote = [address.base_url for address in cfg.servers() if not is_loopback(address.base_url)]
+    remote = [address.base_url for address in cfg.servers() if not is_loopback_url(address.base_url)]
     if lacking := ranks.places(bool(remote) and not client.token):
         rule = f"{remote[0]} is not on loopback and requires a token; export it on every node (docs/scaling.md)"
         exit_with(f"ROLLOUT_SERVER_TOKEN: not set for {lacking}, but {rule}", ranks.is_main)
@@ -431,7 +430,7 @@ def make_probe(
         token_ids = targets.ground_truth_target(sample.objects[:8], table, TargetOptions()).answer_ids.tolist()
     if (room := length_limit(cfg)[1] - len(prompt.prompt_token_ids) - 1) < len(token_ids):
         token_ids = token_ids[: max(int(room), 1)]
-    segment = policy_segment(sample.id, **vars(prompt), answer_ids=token_ids)
+    segment = plain_segment(sample.id, **vars(prompt), answer_ids=token_ids)
     request = {"messages": prompt_chat(sample), "images": list(map(as_sent, sample.images))}
     logprobs = partial(learner.last_logprobs, collate([segment]), len(token_ids))
     return Probe(request, token_ids, logprobs, make_prompts(processor, length_limit(cfg)[1]))

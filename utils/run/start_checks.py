@@ -20,8 +20,7 @@ from utils.families import PARTS, part_of
 from utils.learner.learner import Learner
 from utils.learner.model import base_model, has_multimodal_positions, position_ids_for
 from utils.packing import NO_IDS, Batch, collate_packed
-from utils.policy_loss import policy_segment
-from utils.targets import Segment
+from utils.targets import Segment, plain_segment
 
 SIZES_PX = ((77, 50), (64, 64), (30, 180))  # odd, square, tall
 TEXT = "A packed row must not show one text to another, and every image has its own place: 1, 2, 3."
@@ -69,7 +68,7 @@ def make_segments(processor: Any) -> list[Segment]:
     for index, own in enumerate((images[:1], [], images[1:])):
         tokens, vision = encode_images(own, processor) if own else ([], {})
         ids = [*text[index:], *(token for image in tokens for token in [*image, *text[:2]]), *text]
-        found.append(policy_segment(f"start check {index}", ids, [], vision))
+        found.append(plain_segment(f"start check {index}", ids, [], vision))
     return found
 
 
