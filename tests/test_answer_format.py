@@ -387,6 +387,17 @@ def test_tgt_6_qwen3vl_going_on_to_a_false_positive_is_not_learnt(opening: str) 
         assert [label for token, label in learnt(longer) if token.startswith('"},')] == [" with"]
 
 
+def test_TGT_11_qwen3vl_a_redirected_token_weighs_as_structure() -> None:
+    """TGT-11: `"},` ends a label, whose weight is 10, and goes on to a wrong object: what it learns is to close."""
+    options = TargetOptions(arrangement=Arrangement(unmatched="redirect"), desc_weight=10.0)
+    target = rollout_target([MAN, CAR], [MAN], [(0, 0)], options)
+    of_prefix = target.text_weight[target.text_index < target.num_prefix].tolist()
+    found = {token: (label, weight) for (token, label), weight in zip(learnt(target), of_prefix, strict=True)}
+    (label, weight) = next(found[token] for token in found if token.startswith('"},'))
+    assert label.startswith('"}]') and weight == 1
+    assert 10 in of_prefix  # the label's own text
+
+
 @pytest.mark.parametrize("structure", [False, True])
 def test_TGT_15_qwen3vl_an_inserted_object_does_not_teach_to_go_on_to_a_false_positive(structure: bool) -> None:
     """TGT-15, TGT-6, TGT-10: nor does a matched one, with `supervise_structure` either."""

@@ -605,6 +605,8 @@ def test_health_is_good_only_while_the_server_can_generate():
     engine.weights.move("idle", "a:2")
     llm.errored = True
     assert client.get("/health/").json()["status"] == "dead"
+    infer = client.post("/infer/", json={"infer_requests": [{"messages": [{"role": "user", "content": "x"}]}]})
+    assert (infer.status_code, "an engine process died" in infer.text) == (503, True)  # at once: nobody would answer
 
 
 def test_an_engine_that_is_silent_for_too_long_counts_as_hung_SRV_6():
