@@ -387,6 +387,13 @@ def test_tgt_6_qwen3vl_going_on_to_a_false_positive_is_not_learnt(opening: str) 
         assert [label for token, label in learnt(longer) if token.startswith('"},')] == [" with"]
 
 
+def test_TGT_6_a_token_with_the_end_of_a_wrong_number_learns_nothing() -> None:
+    """TGT-6: `3, 2` ends 163, which should be 170, and begins 252: as a label it would teach the wrong digit."""
+    pred, gt = (Object("man", "bbox_2d", (x, 252, 549, 633)) for x in (163, 170))
+    pairs = learnt(rollout_target([pred, DOG], [gt], [(0, 0)], IGNORE, "fused"), "fused")
+    assert pairs[:3] == [("16", "17"), (", 5", ", 5"), ("49", "49")]  # and not `52`, which follows it
+
+
 def test_TGT_11_qwen3vl_a_redirected_token_weighs_as_structure() -> None:
     """TGT-11: `"},` ends a label, whose weight is 10, and goes on to a wrong object: what it learns is to close."""
     options = TargetOptions(arrangement=Arrangement(unmatched="redirect"), desc_weight=10.0)

@@ -11,7 +11,16 @@ from tests.answers import make_table, make_tokenizer
 from tests.test_grpo import Alone
 from tests.test_policy_loss import settings_of
 from tests.test_rewards import sample
-from utils.credit import REST, Credit, attempts, close_decision, credit_of, go_on_decision, object_decision
+from utils.credit import (
+    BACKGROUND_IOU,
+    REST,
+    Credit,
+    attempts,
+    close_decision,
+    credit_of,
+    go_on_decision,
+    object_decision,
+)
 from utils.geometry import Object, iou_matrix
 from utils.grpo import Answer, choose_rows, decision_advantages, has_signal, weight_answers
 from utils.policy_loss import policy_loss, policy_sums, policy_tokens, token_weights
@@ -54,6 +63,18 @@ def test_copies_do_not_blame_each_other_GRP_8(order) -> None:
     """GRP-8: the better copy is the object, wherever it stands; without the other F1 is 1, with it 2/3."""
     expected = {A: 1.0, NEAR_A: 2 / 3 - 1}
     assert earned(list(order), [A]) == pytest.approx([expected[obj] for obj in order])
+
+
+def test_a_copy_that_overlaps_another_true_object_is_no_attempt_at_it_GRP_8() -> None:
+    """GRP-8: it says the first cat again; the second one is missed."""
+    cat = Object("cat", "bbox_2d", (100, 100, 300, 300))
+    copy, missed = (replace(cat, coords=(x, 100, x + 200, 300)) for x in (140, 260))
+    overlaps = Overlaps([copy], [cat, missed])
+    assert overlaps.iou[0, 0] > 0.5 and overlaps.iou[0, 1] > BACKGROUND_IOU
+    found = credit(format_objects([cat, copy]), [cat, missed])
+    assert found.truths.tolist() == [0, -1]
+    assert found.earned[:, 0].tolist() == pytest.approx([2 / 3 - 0, 2 / 4 - 2 / 3])
+    assert found.possible[:, 0].tolist() == pytest.approx([2 / 3 - 0, 1 - 2 / 3])
 
 
 def test_what_overlaps_a_missed_object_is_an_attempt_at_it_GRP_8() -> None:

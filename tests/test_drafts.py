@@ -217,6 +217,29 @@ def test_TGT_12_redirect_does_not_learn_to_close_where_annotation_is_partial() -
     assert ("green", "blue") in learnt(target, table)
 
 
+def test_TGT_12_redirect_does_not_learn_to_close_in_any_form() -> None:
+    """TGT-11, TGT-12: nor to end the answer, where the form has no closing of its own."""
+    table = make_table("native", "internvl")
+    options = TargetOptions("ignore", Arrangement(unmatched="redirect"), supervise_closing="complete")
+    parsed = parse_answer(table.encode(table.format.write([RED, GREEN])), table)
+    assert len(parsed.objects) == 2
+    circles = {"red circle", label_of(GREEN)}
+    right = build_target(parsed, [RED], [(0, 0)], table, options, {"red circle"})
+    assert (
+        build_target(parsed, [RED], [(0, 0)], table, options, circles).text_label.tolist() == right.text_label.tolist()
+    )
+
+
+def test_TGT_12_redirect_does_not_learn_to_close_before_what_is_neutral() -> None:
+    """TGT-11, TGT-12: green is wrong, and blue, of which nobody knows, follows: closing would unlearn it."""
+    circles = {"red circle", label_of(GREEN)}
+    assert redirected([RED, GREEN, BLUE], [RED], [(0, 0)], annotated=circles) == []
+    assert redirected([GREEN, BLUE, BLUE], [], [], annotated=circles) == []  # nothing annotated is there
+    assert redirected([RED, BLUE, GREEN], [RED], [(0, 0)], annotated=circles) == [("]},", "]}]}")]  # behind it, closing
+    assert redirected([GREEN, BLUE], [RED], [], annotated=circles) == [("green", "red")]  # a missed one, as ever
+    assert redirected([GREEN, BLUE, RED], [RED], [(2, 0)], annotated=circles) == [("green", "red")]  # found later
+
+
 def test_TGT_11_redirect_to_an_object_that_comes_later() -> None:
     """TGT-11: nothing is missed, but red is still to come: it, not the closing, belongs in green's place."""
     assert redirected([GREEN, RED], [RED], [(1, 0)]) == [("green", "red")]

@@ -45,11 +45,16 @@ def test_dat_2_bins_and_back() -> None:
 
 
 def test_lrn_9_coco_boxes_have_area() -> None:
-    """LRN-9: a side of length 0 gets a tiny one, any other stays."""
+    """LRN-9: a side of length 0 gets one of a bin's length inside the image, any other stays."""
     bbox, area = geometry.coco_box(Object("a", "poly", (0, 0, 999, 0, 999, 333)), (640, 480))
     assert (bbox, area) == (pytest.approx([0, 0, 640, 160]), pytest.approx(640 * 160))
     bbox, area = geometry.coco_box(Object("a", "bbox_2d", (999, 0, 999, 999)), (640, 480))
-    assert bbox == [640, 0, 1e-6, 480] and area == pytest.approx(480e-6)
+    side = 0.49 / 999 * 640
+    assert (bbox, area) == (pytest.approx([640 - side, 0, side, 480]), pytest.approx(side * 480))
+    for obj in (box(500, 7, 500, 9), box(0, 7, 3, 7), box(999, 999, 999, 999)):  # and it reads back as it was
+        for width, height in ((1, 1), (640, 480), (6000, 4000)):
+            (x, y, w, h), _ = geometry.coco_box(obj, (width, height))
+            assert geometry.pixels_to_bins((x, y, x + w, y + h), width, height) == obj.coords
 
 
 def test_tgt_4_box_iou_by_hand() -> None:
@@ -61,12 +66,22 @@ def test_tgt_4_box_iou_by_hand() -> None:
 
 
 def test_tgt_4_shapes_without_area() -> None:
-    """TGT-4: a shape thinner than one bin overlaps with its equal and with nothing else, without any warning."""
-    line, dot = box(5, 0, 5, 10), box(3, 3, 3, 3)
-    flat = poly(0, 0, 10, 10, 20, 20)
+    """TGT-4: a shape thinner than one bin is as wide as its bin, so one that is a bin longer overlaps; a slanted line
+    overlaps with its equal alone. Without any warning."""
+    line, dot, flat = box(5, 0, 5, 10), box(3, 3, 3, 3), poly(5, 0, 5, 4, 5, 10)
+    slanted = poly(0, 0, 10, 10, 20, 20)
+    longer, wider, square = box(5, 0, 5, 11), box(5, 0, 6, 10), box(0, 0, 10, 10)
     with np.errstate(all="raise"):
-        iou = iou_matrix([line, dot, flat], [line, dot, flat, box(0, 0, 10, 10)])
-    assert iou.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]
+        iou = iou_matrix([line, dot, flat, slanted], [line, dot, flat, slanted, longer, wider, square])
+    side = 0.98
+    to_wider = 0.49 / (1 + 0.49)
+    expected = [
+        [1, 0, 1, 0, 10 / 11, to_wider, side / 10],
+        [0, 1, 0, 0, 0, 0, side * side / 100],
+        [1, 0, 1, 0, 10 / 11, to_wider, side / 10],
+        [0, 0, 0, 1, 0, 0, 0],
+    ]
+    assert iou == pytest.approx(np.array(expected))
 
 
 def test_tgt_4_polygon_iou_by_hand() -> None:
@@ -152,12 +167,16 @@ FLAT = {
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_tgt_4_flat_shapes_overlap_with_their_equal_only(name: str) -> None:
-    """TGT-4: zero area and collinear: no overlap with what lies around them, none that is not a number."""
+def test_tgt_4_flat_shapes_overlap_as_their_bins_do(name: str) -> None:
+    """TGT-4: zero area and collinear: what lies around them holds a bin of them, or nothing; all are numbers."""
     flat, around = FLAT[name], [box(0, 0, 10, 10), poly(0, 0, 10, 0, 10, 10, 0, 10), poly(0, 0, 10, 10, 0, 10)]
     with np.errstate(all="raise"):
         iou = iou_matrix([flat, *around], [flat, *around])
-    assert iou[0].tolist() == iou[:, 0].tolist() == [1, 0, 0, 0]
+    assert iou[0].tolist() == pytest.approx(iou[:, 0].tolist()) and iou[0, 0] == 1
+    width, height = {"a point": (0.98, 0.98), "a point box": (0.98, 0.98)}.get(name, (10, 0.98))
+    expected = 0 if name.startswith("collinear") else width * height / 100
+    assert iou[0, 1:3].tolist() == pytest.approx([expected] * 2)
+    assert 0 <= iou[0, 3] <= expected
 
 
 @pytest.mark.parametrize("name", FLAT)

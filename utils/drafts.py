@@ -75,11 +75,15 @@ def wrong_entries(
     """For each prediction that is wrong, its index in `entries` and what an expert would write in its place.
 
     That is the next missed object; if none is left, the next object that is found behind it; None: the expert closes.
+    Where only neutral objects (TGT-12) are behind it nobody knows: closing would unlearn them.
     """
     found = []
     for i, entry in enumerate(entries):
         if entry.gt is None and is_wrong_if_unmatched(entry.object, annotated):
-            to_come = [other for other in entries[i + 1 :] if other.gt is not None]
+            behind = entries[i + 1 :]
+            to_come = [other for other in behind if other.gt is not None]
+            if not to_come and not all(is_wrong_if_unmatched(other.object, annotated) for other in behind):
+                continue
             chosen = next((other for other in to_come if other.pred is None), to_come[0] if to_come else None)
             found.append((i, gt_objects[chosen.gt] if chosen and chosen.gt is not None else None))
     return found

@@ -19,7 +19,7 @@ from scipy.optimize import linear_sum_assignment, linprog
 
 NUM_BINS = 1000
 MAX_BIN = NUM_BINS - 1
-MIN_SIDE_PX = 1e-6  # in COCO's form, of a side without length: two empty boxes have no IoU
+HALF_BIN = 0.49  # a little less: what is that far off still rounds to the same bin
 _MAX_COPIES = 256  # transport problems up to this common multiple are assignments, larger ones linear programs
 
 Kind = Literal["bbox_2d", "poly"]
@@ -81,15 +81,15 @@ def bins_to_pixels(coords: Sequence[float], width: float, height: float) -> tupl
 def coco_box(obj: Object, size: tuple[float, float]) -> tuple[list[float], float]:
     """COCO's `bbox` (x, y, width, height in pixels) of the tightest box around a shape in bins, and the box's `area`.
 
-    A box thinner than one bin gets a tiny side, since COCO's IoU of two boxes without area is 0 / 0, also if they are
-    equal.
+    A box thinner than one bin is a `solid_box`, cut at the image's edges: COCO's IoU of two boxes without area is
+    0 / 0, also if they are equal.
 
     Args:
         size: (width, height) of the image.
     """
-    x1, y1, x2, y2 = bins_to_pixels(bounding_box(obj), *size)
-    width, height = max(x2 - x1, MIN_SIDE_PX), max(y2 - y1, MIN_SIDE_PX)
-    return [x1, y1, width, height], width * height
+    corners = (min(max(value, 0), MAX_BIN) for value in solid_box(obj))
+    x1, y1, x2, y2 = bins_to_pixels(tuple(corners), *size)
+    return [x1, y1, x2 - x1, y2 - y1], (x2 - x1) * (y2 - y1)
 
 
 def corner_points(obj: Object) -> np.ndarray:
@@ -110,17 +110,24 @@ def bounding_box(obj: Object) -> tuple[float, float, float, float]:
     return min(xs), min(ys), max(xs), max(ys)
 
 
+def solid_box(obj: Object) -> tuple[float, float, float, float]:
+    """`bounding_box`, with sides of length 0 made almost one bin long: the shape lies somewhere in that bin."""
+    x1, y1, x2, y2 = bounding_box(obj)
+    x_more, y_more = HALF_BIN * (x1 == x2), HALF_BIN * (y1 == y2)
+    return x1 - x_more, y1 - y_more, x2 + x_more, y2 + y_more
+
+
 def iou_matrix(pred: Sequence[Object], gt: Sequence[Object]) -> np.ndarray:
     """Intersection over union of every prediction with every ground-truth object, float64 `[num_pred, num_gt]`.
 
-    Boxes in closed form; a pair with a polygon by exact area overlap, self-crossing outlines made valid first. Two
-    shapes without area overlap fully (1.0) if their coordinates are equal and not at all otherwise, so that an object
-    thinner than one bin can still be matched.
+    Boxes in closed form; a pair with a polygon by exact area overlap, self-crossing outlines made valid first. A shape
+    thinner than one bin counts as its `solid_box`. A slanted line has no area: it overlaps fully (1.0) with its equal
+    and with nothing else.
     """
     if not pred or not gt:
         return np.zeros((len(pred), len(gt)))
-    pred_boxes = np.array([bounding_box(obj) for obj in pred], dtype=np.float64)
-    gt_boxes = np.array([bounding_box(obj) for obj in gt], dtype=np.float64)
+    pred_boxes = np.array([solid_box(obj) for obj in pred], dtype=np.float64)
+    gt_boxes = np.array([solid_box(obj) for obj in gt], dtype=np.float64)
     overlap = _box_overlap(pred_boxes, gt_boxes)
     pred_area, gt_area = (np.prod(boxes[:, 2:] - boxes[:, :2], axis=1) for boxes in (pred_boxes, gt_boxes))
     iou = _ratio(overlap, np.add.outer(pred_area, gt_area) - overlap)
@@ -162,7 +169,10 @@ def _fill_polygon_pairs(iou: np.ndarray, box_overlap: np.ndarray, pred: Sequence
 
 
 def _valid_shape(obj: Object) -> shapely.Geometry:
-    """A valid areal geometry: a self-crossing outline keeps the area of all its lobes, a flat one becomes empty."""
+    """A valid areal geometry: a self-crossing outline keeps the area of all its lobes, a slanted line becomes empty."""
+    x1, y1, x2, y2 = bounding_box(obj)
+    if x1 == x2 or y1 == y2:
+        return shapely.box(*solid_box(obj))
     shape = shapely.Polygon(corner_points(obj))
     return shape if shape.is_valid else shapely.make_valid(shape, method="structure", keep_collapsed=False)
 

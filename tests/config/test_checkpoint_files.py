@@ -104,6 +104,29 @@ def test_CFG_17_quantized_weights_are_refused_by_name(model: Path, section: str)
     assert checkpoint_problems(model) == [message]
 
 
+def test_LRN_6_an_adapter_beside_the_weights_is_refused(model: Path) -> None:
+    """LRN-6: transformers would load it on top of weights that may have it merged in."""
+    (model / "adapter_config.json").write_text("{}")
+    (problem,) = checkpoint_problems(model)
+    assert problem.startswith("holds an adapter beside the model (adapter_config.json); move it to a folder of its own")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ({"use_sliding_window": True}, True),
+        ({"use_sliding_window": False, "sliding_window": 4096}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, False),  # as for more layers than there are
+    ],
+)
+def test_FAM_2_sliding_windows_are_refused_by_name(model: Path, text: dict[str, Any], is_refused: bool) -> None:
+    """FAM-2: the learner's attention keeps segments apart, and would ignore the window."""
+    for config in (text, {"text_config": text}):
+        (model / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"} | config))
+        assert ["sliding-window" in problem for problem in checkpoint_problems(model)] == [True] * is_refused
+
+
 @pytest.mark.parametrize("family", BUILDERS)
 def test_SRV_2_what_transformers_writes_is_whole(tmp_path: Path, family: str) -> None:
     """SRV-2: with the family's own processor and tokenizer."""

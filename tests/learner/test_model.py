@@ -14,13 +14,14 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import KasaConfig, MontecloraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.families import build_family
 from tools.make_demo import build_start_model
+from utils.config.memory import model_size
 from utils.config.schema import Losses, Training, Tuner
 from utils.families import part_of
 from utils.learner.model import (
@@ -411,6 +412,38 @@ def test_saved_embeddings_stay_tied_to_the_head_lrn_2(model, name):
     with torch.no_grad():
         embed.weight.mul_(2.0)
     assert float((logits_of(model, batch) - before).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(
+    "saved, settings",
+    [
+        (["norm"], {}),  # not `q_norm` or `input_layernorm`
+        (["attn"], {}),  # the vision tower's, not `self_attn`
+        (["proj", "attn"], {"freeze_vit": False}),  # one holds the other, and both would have adapters
+        (["merger", "embed_tokens"], {"freeze_llm": True}),  # nothing else is trained: no adapter at all
+    ],
+)
+def test_modules_to_save_are_those_that_are_named_lrn_2_lrn_6(start, tmp_path, saved, settings):
+    """LRN-2, LRN-6, CFG-16: and what is saved loads with PEFT, and is what the plan counts."""
+    tuner = Tuner(type="lora", rank=4, modules_to_save=saved, **settings)
+    model = apply_tuner(load_model(start, "float32", "sdpa"), tuner)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    whole = {name.split(".modules_to_save.")[0] for name in trained if ".modules_to_save." in name}
+    assert whole and all(f".{name}".endswith(tuple(f".{entry}" for entry in (*saved, "lm_head"))) for name in whole)
+    assert not any(".modules_to_save." in name and ".lora_" in name for name in trained)
+    assert any(".lora_" in name for name in trained) != settings.get("freeze_llm", False)
+    assert sum(parameter.numel() for parameter in trained.values()) == model_size(start, tuner).trainable
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(0.05)
+    model.save_pretrained(tmp_path)
+    batch = collate(model, images_of_three_sizes(model))
+    expected = logits_of(model, batch)
+    by_peft = PeftModel.from_pretrained(load_model(start, "float32", "sdpa"), tmp_path)
+    torch.testing.assert_close(logits_of(by_peft, batch), expected)
+    again = apply_tuner(load_model(start, "float32", "sdpa"), tuner.model_copy(update={"adapter_path": str(tmp_path)}))
+    torch.testing.assert_close(logits_of(again, batch), expected)
+    assert {name for name, parameter in again.named_parameters() if parameter.requires_grad} == set(trained)
 
 
 def test_an_existing_adapter_is_trained_further_lrn_2(start, tmp_path):

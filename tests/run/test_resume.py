@@ -363,6 +363,17 @@ def test_settings_that_must_stay_are_named_with_both_values_LRN_5(tmp_path, rank
     assert 'model.path was "m", now "n"; tuner.rank was 4, now 8' in str(caught.value)
 
 
+def test_the_answer_format_must_stay_LRN_5(tmp_path, ranks):
+    """LRN-5: segments that wait are written in it."""
+
+    def config_of(form: str) -> dict:
+        return CONFIG | {"custom": CONFIG["custom"] | {"extra": {"rollout_matching": {"answer_format": form}}}}
+
+    save(tmp_path, 2, ranks, config=config_of("coord_tokens"))
+    with pytest.raises(ValueError, match='rollout_matching.answer_format was "coord_tokens", now "qwen3vl"; set them'):
+        choose_checkpoint(tmp_path, "auto", config_of("qwen3vl"), ranks)
+
+
 @pytest.mark.parametrize(
     ("batch", "accumulation", "is_ahead", "is_refused"),
     [(4, 3, False, False), (2, 6, False, False), (2, 3, False, True), (2, 6, True, True), (4, 3, True, False)],

@@ -5,10 +5,10 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from utils.config.released import known_model
-from utils.families import family_from, read_config
+from utils.families import family_from, read_config, text_config
 
 _LFS_POINTER = b"version https://git-lfs"
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -39,7 +39,14 @@ def checkpoint_problems(folder: Path, with_processor: bool = True) -> list[str]:
     if quantization := config.get("quantization_config") or config.get("text_config", {}).get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         return [f"config.json is of quantized weights ({method}), which are not supported; use the release in bfloat16"]
+    if _has_window(text_config(config)):
+        return ["config.json asks for sliding-window attention, which packed rows have not; use a model without it"]
     there = {path.name for path in folder.iterdir()}
+    if "adapter_config.json" in there:  # transformers would add it to the weights, which may hold it already
+        return [
+            "holds an adapter beside the model (adapter_config.json); move it to a folder of its own, which "
+            "tuner.adapter_path can name"
+        ]
     index = _INDEX if any(".safetensors" in name for name in there) else _OLD_INDEX
     weights = {name for name in there if name.endswith(_WEIGHTS)} | _shards(folder / index)
     files: dict[str, list[str]] = {}  # by what is wrong with them
@@ -53,6 +60,12 @@ def checkpoint_problems(folder: Path, with_processor: bool = True) -> list[str]:
         if there.isdisjoint(names):
             found.append(f"holds no {' or '.join(names)}; download it again, or copy it from the model it was made of")
     return found
+
+
+def _has_window(text: dict[str, Any]) -> bool:
+    """Whether some layer of a language model attends to the last tokens only."""
+    layers = text.get("layer_types")
+    return "sliding_attention" in layers if isinstance(layers, list) else text.get("use_sliding_window") is True
 
 
 def adapter_problems(folder: Path) -> list[str]:

@@ -112,10 +112,11 @@ def _frozen_parts(tuner: Tuner) -> set[str]:
 
 
 def adapter_targets(model: nn.Module, tuner: Tuner) -> list[str]:
-    """Full names of the linear layers that get an adapter: those `target_modules` selects, minus head and frozen parts.
+    """Full names of the linear layers that get an adapter: those `target_modules` selects, minus head, frozen parts and
+    what is trained in full; maybe none beside `modules_to_save`.
 
     Raises:
-        ValueError: an entry of `target_modules` matches no linear layer, or all selected layers are frozen.
+        ValueError: an entry matches nothing, or all selected layers are frozen.
     """
     head, wanted, frozen = model.get_output_embeddings(), tuner.target_modules, _frozen_parts(tuner)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
@@ -129,32 +130,50 @@ def adapter_targets(model: nn.Module, tuner: Tuner) -> list[str]:
                 f"tuner.target_modules: no linear layer (except the head) has a name that ends in {unknown}"
             )
         selected = [name for name in linear if any(_ends_with(name, entry) for entry in wanted)]
-    chosen = [name for name in selected if part_of(name) not in frozen]
-    if not chosen:
+    whole = saved_modules(model, tuner)
+    chosen = [name for name in selected if part_of(name) not in frozen and not _is_within(name, whole)]
+    if not chosen and not whole:
         keys = ", ".join(f"tuner.freeze_{part}" for part in PARTS if part in frozen - {"embeddings"})
         why = f"all {len(selected)} selected layers are frozen ({keys})" if selected else "it matches no linear layer"
         raise ValueError(f"tuner.target_modules={wanted}: {why}, so nothing is left to train")
     return chosen
 
 
+def saved_modules(model: nn.Module, tuner: Tuner) -> list[str]:
+    """Full names of the modules that `modules_to_save` selects; not of those that another of them holds. PEFT takes any
+    name that ends in an entry's letters, so that `norm` would be `q_norm`, too.
+
+    Raises:
+        ValueError: an entry matches no module.
+    """
+    names = [name for name, _ in model.named_modules()]
+    if unknown := [entry for entry in tuner.modules_to_save if not any(_ends_with(name, entry) for name in names)]:
+        raise ValueError(f"tuner.modules_to_save: no module's name ends in {unknown}")
+    found = [name for name in names if any(_ends_with(name, entry) for entry in tuner.modules_to_save)]
+    return [name for name in found if not _is_within(name, [other for other in found if other != name])]
+
+
 def _ends_with(name: str, ending: str) -> bool:
     return name == ending or name.endswith("." + ending)
 
 
+def _is_within(name: str, modules: Sequence[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
 def _new_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     from peft import LoraConfig, get_peft_model
+    from peft.utils.constants import DUMMY_TARGET_MODULES
 
-    names = [name for name, _ in model.named_modules()]
-    if unknown := [entry for entry in tuner.modules_to_save if not any(_ends_with(name, entry) for name in names)]:
-        raise ValueError(f"tuner.modules_to_save: no module's name ends in {unknown}")
-    saves_embeddings = any(part_of(entry) == "embeddings" for entry in tuner.modules_to_save)
+    saved = saved_modules(model, tuner)
+    saves_embeddings = any(part_of(name) == "embeddings" for name in saved)
     config = LoraConfig(
         r=tuner.rank,
         lora_alpha=tuner.alpha,
         lora_dropout=tuner.dropout,
         use_dora=tuner.use_dora,
-        target_modules=adapter_targets(model, tuner),
-        modules_to_save=list(tuner.modules_to_save) or None,
+        target_modules=adapter_targets(model, tuner) or DUMMY_TARGET_MODULES,
+        modules_to_save=saved or None,
         # Otherwise PEFT trains a copy of the embeddings and leaves the head unchanged (or the other way round).
         ensure_weight_tying=saves_embeddings and _is_tied(model),
     )
@@ -173,7 +192,7 @@ def _load_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
         "rank": (saved.r, tuner.rank),
         "alpha": (saved.lora_alpha, tuner.alpha),
         "use_dora": (saved.use_dora, tuner.use_dora),
-        "modules_to_save": (_normalized(saved.modules_to_save), _normalized(tuner.modules_to_save)),
+        "modules_to_save": (_taken_by_peft(model, saved.modules_to_save), _normalized(saved_modules(model, tuner))),
     }
     wrong = [f"tuner.{key}={ours} (the adapter has {its})" for key, (its, ours) in pairs.items() if its != ours]
     if wrong:
@@ -202,9 +221,14 @@ def _is_tied(model: nn.Module) -> bool:
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def _normalized(names: Sequence[str] | None) -> list[str]:
-    """Names for comparison: PEFT adds the other end of tied embeddings to the list it saves, under its full name."""
-    return sorted({"embeddings" if part_of(name) == "embeddings" else name for name in names or ()})
+def _taken_by_peft(model: nn.Module, entries: Sequence[str] | None) -> list[str]:
+    """The modules that an adapter's `modules_to_save` are, by PEFT's own rule."""
+    return _normalized([name for name, _ in model.named_modules() if name.endswith(tuple(entries or ()))])
+
+
+def _normalized(names: Sequence[str]) -> list[str]:
+    """Names for comparison: PEFT adds the other end of tied embeddings to the list it saves."""
+    return sorted({"embeddings" if part_of(name) == "embeddings" else name for name in names})
 
 
 @contextmanager

@@ -50,6 +50,7 @@ FIXED = (
     "model.dtype",
     "tuner",
     "custom.trainer_variant",
+    "custom.extra.rollout_matching.answer_format",
     "custom.train_jsonl",
     "training.seed",
     "training.packing",
