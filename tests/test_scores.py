@@ -1,6 +1,8 @@
 """Detection scores (LRN-7), by hand."""
 
 import copy
+import itertools
+import random
 import re
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +16,7 @@ from utils.data.samples import Sample
 from utils.geometry import Object, normal_label
 from utils.parsing import ParsedAnswer, PredObject, parse_answer
 from utils.scores import (
+    Overlaps,
     confidences,
     count_duplicates,
     count_evaluation,
@@ -48,6 +51,25 @@ def test_counts_are_summed_over_objects_not_averaged_over_images_LRN_7():
     result = scores(counts)
     assert (result["precision"], result["recall"], result["f1"]) == (1.0, 0.5, pytest.approx(2 / 3))
     assert result["num_images"] == 2 and result["mean_iou"] == 1.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_matches_of_some_objects_are_those_of_an_answer_with_these_GRP_8(seed: int) -> None:
+    """GRP-8, TGT-4: solved in parts, against all at once; crowds with ties, objects twice, true ones said exactly."""
+    rng = random.Random(seed)
+
+    def some(number: int) -> list[Object]:
+        corners = [(rng.randrange(0, 60, 4), rng.randrange(0, 40, 4)) for _ in range(number)]
+        return [box(rng.choice(["red", "blue"]), x, y, x + rng.choice([12, 16]), y + 16) for x, y in corners]
+
+    predicted, truth = some(14), some(12)
+    whole = Overlaps([*predicted, *predicted[:2]], truth)
+    for _ in range(60):
+        own = [obj for obj in whole.predicted if rng.random() < 0.8] + rng.sample(truth, rng.randrange(3))
+        for threshold, by_label in itertools.product((0.3, 0.5, 0.75), (True, False)):
+            expected = Overlaps(own, truth).matches(threshold, by_label)
+            assert whole.of(own).matches(threshold, by_label) == expected
+    assert whole.of([]).matches(0.5) == []
 
 
 def test_labels_are_compared_without_case_and_outer_blanks_LRN_7():

@@ -32,6 +32,7 @@ from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import Plan, at_least_one, format_plan, make_plan
 from utils.config.rollout import MAX_IMAGE_PIXELS
 from utils.data.encoding import grid_of, load_processor
+from utils.data.images import find_in_shard
 from utils.data.prompts import THINKS, leaves_thinking_open
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.families import Family, family_in
@@ -333,7 +334,8 @@ def measure(samples: Sequence[Sample], num_lines: int, processor: Any, form: Ans
 def image_roots(samples: Sequence[Sample]) -> list[str]:
     """The folders that the images lie in; where they are many, those above them, as deep as they can be, but never /:
     a server must not read all of a machine."""
-    files = [image for sample in samples for image in sample.images if not image.startswith("data:")]
+    images = [image for sample in samples for image in sample.images if not image.startswith("data:")]
+    files = [image for image in images if find_in_shard(image) is None]  # from a shard the server gets the bytes
     folders = {os.path.dirname(os.path.realpath(file)) for file in files}  # the server follows links
     for depth in range(max((folder.count("/") for folder in folders), default=0), 0, -1):
         groups = defaultdict(list)

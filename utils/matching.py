@@ -28,13 +28,13 @@ def match(iou: np.ndarray, threshold: float) -> list[tuple[int, int]]:
     allowed = iou >= threshold - TOLERANCE
     alone = allowed & (allowed.sum(axis=1) == 1)[:, None] & (allowed.sum(axis=0) == 1)[None, :]
     pairs: list[tuple[int, int]] = [(p, g) for p, g in np.argwhere(alone).tolist()]  # no choice: most of them
-    for rows, cols in _components(allowed & ~alone):
+    for rows, cols in components(allowed & ~alone):
         block = np.where(allowed[np.ix_(rows, cols)], iou[np.ix_(rows, cols)], -np.inf)
         pairs += [(int(rows[p]), int(cols[g])) for p, g in enumerate(_first_optimum(block)) if g >= 0]
     return sorted(pairs)
 
 
-def _components(allowed: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+def components(allowed: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Independent sub-problems as (prediction indices, ground-truth indices), both ascending and non-empty."""
     num_pred, num_gt = allowed.shape
     rows, cols = np.nonzero(allowed)

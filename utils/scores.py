@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.geometry import Grid, Object, bounding_box, iou_matrix, normal_label, to_norm1000
-from utils.matching import match
+from utils.matching import TOLERANCE, components, match
 from utils.parsing import ParsedAnswer
 from utils.token_table import touched
 
@@ -25,7 +25,8 @@ class Overlaps:
 
     def __init__(self, predicted: Sequence[Object], truth: Sequence[Object]) -> None:
         self.predicted, self.truth = predicted, truth
-        self._matches: dict[float, list[tuple[int, int]]] = {}
+        self._matches: dict[tuple[float, bool], list[tuple[int, int]]] = {}
+        self._chosen_from: tuple[dict[bool, _Parts], np.ndarray] | None = None  # and the rows that are these
 
     @cached_property
     def iou(self) -> np.ndarray:
@@ -43,23 +44,71 @@ class Overlaps:
         return labelled_iou(self.predicted, self.predicted)
 
     @cached_property
-    def _pool(self) -> tuple["Overlaps", dict[Object, int]]:
+    def _pool(self) -> tuple["Overlaps", dict[bool, "_Parts"], dict[Object, int]]:
         objects = [*self.predicted, *self.truth]
-        return Overlaps(objects, self.truth), {obj: row for row, obj in enumerate(objects)}
+        pool = Overlaps(objects, self.truth)
+        parts = {True: _Parts(pool.labelled), False: _Parts(pool.iou)}
+        return pool, parts, {obj: row for row, obj in enumerate(objects)}
 
-    def matches(self, iou_threshold: float) -> list[tuple[int, int]]:
-        """`match` among pairs with equal label."""
-        if iou_threshold not in self._matches:
-            self._matches[iou_threshold] = match(self.labelled, iou_threshold)
-        return self._matches[iou_threshold]
+    def matches(self, iou_threshold: float, by_label: bool = True) -> list[tuple[int, int]]:
+        """`match`, among pairs with equal label or whatever the labels."""
+        key = iou_threshold, by_label
+        if key not in self._matches:
+            if self._chosen_from is None:
+                self._matches[key] = match(self.labelled if by_label else self.iou, iou_threshold)
+            else:
+                parts, rows = self._chosen_from
+                self._matches[key] = parts[by_label].match(rows, iou_threshold)
+        return self._matches[key]
 
     def of(self, objects: Sequence[Object]) -> "Overlaps":
         """Those of an answer with other objects; looked up if all are among these or the true ones."""
-        found, (pool, row_of) = Overlaps(objects, self.truth), self._pool
+        found, (pool, parts, row_of) = Overlaps(objects, self.truth), self._pool
         if row_of.keys() >= set(objects):
             rows = np.array([row_of[obj] for obj in objects], dtype=np.int64)
             found.iou, found.labelled, found.mutual = pool.iou[rows], pool.labelled[rows], pool.mutual[rows][:, rows]
+            found._chosen_from = parts, rows
         return found
+
+
+class _Parts:
+    """`match` of many choices among the same predictions: with or without an object, most pairs stay. Predictions that
+    no chain of overlaps links do not change each other's pairs, so each part is solved once for what is chosen of it.
+
+    Args:
+        iou: float `[num_pred, num_gt]`.
+    """
+
+    def __init__(self, iou: np.ndarray) -> None:
+        self._iou = iou
+        self._parts: dict[float, tuple[list[int], list[np.ndarray]]] = {}  # part of each row, or -1; columns of each
+        self._pairs: dict[tuple[float, tuple[int, ...]], list[tuple[int, int]]] = {}  # (place among the rows, column)
+
+    def match(self, rows: np.ndarray, iou_threshold: float) -> list[tuple[int, int]]:
+        """`match(iou[rows], iou_threshold)`."""
+        part_of, columns = self._split(iou_threshold)
+        chosen: dict[int, list[int]] = {}
+        listed = rows.tolist()
+        for place, row in enumerate(listed):
+            if part_of[row] >= 0:
+                chosen.setdefault(part_of[row], []).append(place)
+        found = []
+        for part, places in chosen.items():
+            key = iou_threshold, tuple([listed[place] for place in places])
+            if key not in self._pairs:
+                block = self._iou[np.ix_(key[1], columns[part])]
+                self._pairs[key] = [(at, int(columns[part][g])) for at, g in match(block, iou_threshold)]
+            found += [(places[at], g) for at, g in self._pairs[key]]
+        return sorted(found)
+
+    def _split(self, iou_threshold: float) -> tuple[list[int], list[np.ndarray]]:
+        if iou_threshold not in self._parts:
+            part_of, columns = np.full(len(self._iou), -1), list[np.ndarray]()
+            for rows, cols in components(self._iou >= iou_threshold - TOLERANCE):
+                part_of[rows] = len(columns)
+                columns.append(cols)
+            self._parts[iou_threshold] = part_of.tolist(), columns
+        return self._parts[iou_threshold]
 
 
 def count_sample(
@@ -112,10 +161,10 @@ def match_by_geometry(
     what is left by those that are held against the model or have the right label."""
     right = {p for p, _ in overlaps.matches(iou_threshold)}
     goes_first = [p in right or is_wrong_if_unmatched(obj, annotated) for p, obj in enumerate(overlaps.predicted)]
+    if all(goes_first):
+        return overlaps.matches(iou_threshold, by_label=False)
     is_first = np.array(goes_first, dtype=bool)[:, None]
     pairs = match(np.where(is_first, overlaps.iou, 0.0), iou_threshold)
-    if is_first.all():
-        return pairs
     left = np.where(is_first, 0.0, overlaps.iou)
     left[:, [g for _, g in pairs]] = 0.0
     return sorted(pairs + match(left, iou_threshold))

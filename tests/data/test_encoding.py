@@ -37,6 +37,14 @@ def test_rol_3_encoded_prompt_equals_the_processors_own(tmp_path, processor):
     assert encoding.num_prompt_tokens(sample, processor) == len(encoded.prompt_token_ids)
 
 
+def test_pixels_are_cast_where_prompts_are_encoded(tmp_path, processor):
+    """ROL-3: as the model would cast them, but in a thread of the data; counts stay whole."""
+    sample = load_one(tmp_path)
+    own, cast = (encode_prompt(sample, processor, dtype).vision for dtype in (torch.float32, torch.bfloat16))
+    assert torch.equal(cast["pixel_values"], own["pixel_values"].to(torch.bfloat16))
+    assert torch.equal(cast["image_grid_thw"], own["image_grid_thw"])
+
+
 def test_encode_prompt_without_an_image(tmp_path, processor):
     encoded = encode_prompt(load_one(tmp_path, images=[], objects=[]), processor)
     assert encoded.vision == {} and processor.image_token_id not in encoded.prompt_token_ids

@@ -197,6 +197,8 @@ def test_dat_1_a_summary_alone_says_nothing_of_objects(tmp_path, capsys, load):
     rlhf = build_config(grpo(reward_funcs=["summary_format"])).rlhf
     custom = cfg.custom.model_copy(update={"trainer_variant": "grpo"})
     assert len(load(cfg.model_copy(update={"custom": custom, "rlhf": rlhf}))[0][0]) == 1
+    with pytest.raises(SystemExit):  # the index of those samples is no index of this run's
+        load(cfg)
 
 
 def test_dat_6_lines_that_were_fine_are_checked_again_for_another_answer_format_DAT_3(tmp_path, capsys, load):

@@ -418,6 +418,9 @@ def test_DAT_1_questions_in_columns_of_their_own_are_kept(folder):
     turns = [{"from": "human", "value": asked["content"]}, {"from": "gpt", "value": ANSWERS["json"]}]
     path = write_lines(folder, {"id": "x", "image": "a.png", "system": "Be brief.", "conversations": turns})
     assert lines_of(folder, "sharegpt", path, unit=1000) == {"x": ([told, asked], ["cat", "dog"])}
+    turns.insert(0, {"from": "system", "value": "Be brief."})  # in both places, it is said once
+    path = write_lines(folder, {"id": "x", "image": "a.png", "system": "Be long.", "conversations": turns})
+    assert lines_of(folder, "sharegpt", path, unit=1000) == {"x": ([told, asked], ["cat", "dog"])}
 
 
 def test_TGT_12_a_question_is_complete_for_the_names_of_its_answer_alone(folder):

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.config.test_checkpoint_files import POINTER
+from tests.data.test_images import shard
 from tests.families import build_family
 from tests.tools.test_report import sample_of
 from tools.init import (
@@ -439,6 +440,8 @@ def test_many_folders_of_images_become_those_above_SRV_5(tmp_path):
     assert image_roots([*many, *far]) == ["/data", "/disk/b"]  # never /
     tops = [f"/data{i}/x" for i in range(300)]
     assert image_roots([sample_of("a", [f"{top}/a.png"], []) for top in tops]) == sorted(tops)
+    packed = shard(tmp_path / "s.tar", a=Image.new("RGB", (8, 8)))
+    assert image_roots([sample_of("a", [f"{packed}/a.png"], [])]) == []  # its images are sent as bytes
 
 
 @pytest.mark.parametrize(
