@@ -8,7 +8,7 @@ PORT   ?= 29500
 ARGS   ?=
 # Where learners run: the nodes of a hostfile (docs/scaling.md), these GPUs of this machine, or so many processes.
 HOSTFILE =
-LEARNERS = $(if $(HOSTFILE),$(if $(GPUS),$(error HOSTFILE says which GPUS of each node: give one of the two))--hostfile $(HOSTFILE),$(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),1)))
+LEARNERS = $(if $(HOSTFILE),$(if $(GPUS),$(error HOSTFILE says which GPUS of each node: give one of the two))--hostfile $(HOSTFILE),$(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),$(if $(filter gpu,$(DEVICE)),$(error say which GPUS learn, as in GPUS=3: GPU 0 may be a server's)),1)))
 # vLLM for CPU and for GPUs do not fit into one environment: a machine with GPUs has a second one for what runs on CPU.
 VENV    = $(if $(filter gpu-cpu,$(MACHINE)-$(DEVICE)),.venv-cpu,.venv)
 BIN     = $(VENV)/bin
@@ -41,7 +41,7 @@ $(READY): $(PINS)
 	  echo "$(VENV) holds the set of $$other, which does not fit that of DEVICE=$(DEVICE); give DEVICE=$${other##*-}, or remove $(VENV) first"; exit 1; done
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c '$(CHECK_PYTHON)' || { \
 	  echo "$(or $(wildcard $(BIN)/python),$(PYTHON)) is not a usable Python 3.11. Early releases, such as Debian 12's 3.11.2, misread answers and cannot resume; use 3.11.5 or newer. Install one (pyenv install 3.11, or uv python install 3.11),$(if $(wildcard $(BIN)/python), remove $(VENV),) and run: make setup PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements-$(DEVICE).txt -c constraints-$(DEVICE).txt $(EXTRA_INDEX)
 	$(if $(filter cpu,$(DEVICE)),$(BIN)/pip uninstall -q -y torchaudio torchcodec)
 	$(BIN)/python tools/torchvision_cpu.py

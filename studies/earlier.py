@@ -51,6 +51,7 @@ from studies.tables import Record, runs_of
 from tools import demo, make_demo
 from tools.cached import cached
 from tools.demo import ENVIRONMENT
+from tools.launch import deepspeed_command
 from tools.report_answers import objects_of
 from tools.warmup_sft import load_warmup_config
 from utils.config.load import resolve_yaml
@@ -234,7 +235,7 @@ def run_learner(job: Job, steps: int, server: Server) -> Record:
     run = {"training.seed": job.seed, "training.max_steps": steps, "training.eval_steps": every}
     config, log = write_config(job.task, folder, overrides | run | server.address), folder / "learner.log"
     port = demo.free_ports(1)[0]
-    launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1", "--master_port", str(port)]
+    launcher = [*deepspeed_command(), "--num_gpus", "1", "--master_port", str(port)]
     if status := run_to_end([*launcher, "train_stage2.py", "--config", str(config)], log):
         raise RunFailed(f"status {status}; the end of {log}:\n" + log.read_text()[-2000:])
     finished = json.loads((folder / "finished.json").read_text())

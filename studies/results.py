@@ -34,6 +34,7 @@ from studies.runs import RunFailed, Task, load_records, quiet_parts, same_run, s
 from studies.tables import Record
 from tools import demo
 from tools.cached import alone
+from tools.launch import deepspeed_command
 from utils.config.load import resolve_yaml
 
 REPORT = Path("docs/results.md")
@@ -117,7 +118,7 @@ def run_learner(job: Job, steps: int) -> Record:
     task = Task(job.study.name, job.arm.config or job.study.config)
     config, log = write_config(task, folder, job.overrides | run), folder / "learner.log"
     program = [job.arm.program] if job.arm.program.endswith(".py") else ["--module", job.arm.program]
-    launcher = [f"{Path(sys.executable).parent}/deepspeed", "--num_gpus", "1"]
+    launcher = [*deepspeed_command(), "--num_gpus", "1"]
     command = [*launcher, "--master_port", str(demo.free_ports(1)[0]), *program, "--config", str(config)]
     if status := runs.run_to_end(command, log):
         raise RunFailed(f"status {status}; the end of {log}:\n" + log.read_text()[-2000:])

@@ -152,7 +152,7 @@ def test_what_runs_on_cpu_has_an_environment_of_its_own_on_gpu_machines_and_sees
 
 @pytest.mark.parametrize(("machine", "device", "venv"), [("gpu", "gpu", ".venv"), ("gpu", "cpu", ".venv-cpu")])
 def test_server_and_train_use_the_environment_of_their_device(machine, device, venv):
-    commands = commands_of(f"MACHINE={machine}", f"DEVICE={device}", "train", "CONFIG=a.yaml")
+    commands = commands_of(f"MACHINE={machine}", f"DEVICE={device}", "train", "GPUS=3", "CONFIG=a.yaml")
     assert f"exec {venv}/bin/python -m tools.launch" in commands
 
 
@@ -185,6 +185,23 @@ def test_a_hostfile_and_gpus_are_not_given_together():
     command = ["make", "-n", "train", "HOSTFILE=hosts", "GPUS=4,5"]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert refused.returncode and "HOSTFILE says which GPUS of each node: give one of the two" in refused.stderr
+
+
+@pytest.mark.parametrize("target", ["train", "grpo"])
+def test_learners_on_gpus_are_told_which(target):
+    """GPU 0, which they would take, is a server's in most presets."""
+    command = ["make", "-n", target, "DEVICE=gpu"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode and "say which GPUS learn, as in GPUS=3" in refused.stderr
+    for given in (["GPUS=3"], ["RANKS=2"], ["HOSTFILE=hosts"], ["DEVICE=cpu"]):
+        assert not subprocess.run([*command, *given], cwd=ROOT, capture_output=True, timeout=60).returncode
+
+
+def test_a_setup_that_was_interrupted_before_pip_goes_on(tmp_path):
+    """`venv` makes `python` first."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    assert f"-m venv {tmp_path}" in commands_of("-B", "setup", "DEVICE=cpu", f"VENV={tmp_path}")
 
 
 def test_the_demos_hide_gpus_from_server_and_learner():

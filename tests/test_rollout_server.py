@@ -25,6 +25,7 @@ from tests.families import build_family
 from utils.config.load import build_config, load_config
 from utils.config.plan import print_dry_run
 from utils.config.schema import Model, ServerAddress, ServerSettings
+from utils.families import split_problem
 from utils.server.launch import Launch, describe, engine_args, is_loopback, model_problems, problems_of, resolve
 from utils.server.process import ON_CPU, PARENT_PID, answer_loading, listen, set_environment
 
@@ -111,6 +112,10 @@ def test_heads_that_devices_cannot_share_are_told_before_anything_is_loaded_SRV_
         launch = launch_of(model, settings={"vllm_tensor_parallel_size": devices}, **on_gpus)
         rule = f"vllm_tensor_parallel_size={devices}: cannot divide the model's 32 attention heads"
         assert any(rule in problem for problem in problems_of(launch, None)) is is_told
+    # By vLLM's own rule: either number divides the other.
+    text = {"num_attention_heads": 28, "num_key_value_heads": 4}
+    told = {n for n in (1, 2, 4, 7, 14, 28) if split_problem(text, n)}
+    assert told == {7, 14} and "4 key-value heads" in split_problem(text, 7)
 
 
 def test_CFG_15_an_argument_that_vllm_does_not_know_is_no_start(model_dir):

@@ -27,7 +27,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from tools.launch import process_tree
+from tools.launch import deepspeed_command, process_tree
 from tools.make_demo import NEW_COLOUR
 from tools.report import write_report
 from tools.report_answers import objects_of
@@ -88,8 +88,7 @@ def run_dir_of(config: str) -> Path:
 
 
 def learner_command(script: str, config: str) -> list[str]:
-    deepspeed = Path(sys.executable).parent / "deepspeed"
-    return [str(deepspeed), "--num_gpus", str(WORLD_SIZE), script, "--config", config]
+    return [*deepspeed_command(), "--num_gpus", str(WORLD_SIZE), script, "--config", config]
 
 
 def serve_and_train(script: str, config: str, environment: dict[str, str]) -> dict[str, float]:

@@ -38,8 +38,10 @@ FORWARDED = (
     *("ROLLOUT_SERVER_TOKEN", SECRET_NAME, COMMAND_NAME),
     *("GLOO_", "NCCL_", "UCX_", "OMP_", "DS_ACCELERATOR", "TORCH_", "PYTORCH_", "CUDA_HOME", "VLLM_"),
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "PATH", "LD_LIBRARY_PATH"),
+    *("WANDB_", "MLFLOW_", "TRACKIO_"),  # DeepSpeed would write MLFLOW* in clear
 )
-SECRET = re.compile("TOKEN$|KEY|SECRET|PASSWORD")  # in names: such values never stand on a command line
+# In names: such values never stand on a command line. A URI may hold a password.
+SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSWORD|URI")
 PLAIN = re.compile(r"[\w@%+=:,./ -]*")  # values that a shell leaves as they are, in double quotes
 # The slots that DeepSpeed finds without a hostfile, counted as it does (launcher/runner.py, main): on CPU, NUMA nodes.
 COUNT_SLOTS = """
@@ -61,10 +63,15 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     with environment_for(arguments) as environment:
-        status = run([str(Path(sys.executable).parent / "deepspeed"), *arguments], environment)
+        status = run([*deepspeed_command(), *arguments], environment)
     if 256 - status in set(signal.Signals):  # a signal ended one of the ranks
         print("\n".join(killed_rank_message(256 - status, arguments)), file=sys.stderr, flush=True)
     sys.exit(status if status >= 0 else 128 - status)
+
+
+def deepspeed_command() -> list[str]:
+    """DeepSpeed's launcher in this environment. Its own first line cannot name a Python in a path with a space."""
+    return [sys.executable, str(Path(sys.executable).parent / "deepspeed")]
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
@@ -233,17 +240,22 @@ def killed_rank_message(number: int, arguments: list[str]) -> list[str]:
         arguments: of this program.
     """
     # Imported late, so that the launcher stays small while the ranks run.
-    from utils.config.load import load_config
+    from utils.config.load import ConfigError, load_config
     from utils.run.rollout_log import rollout_lines
     from utils.run.shutdown import newest_checkpoint, resume_command
 
-    run_dir = Path(load_config(options_of(arguments).config).training.output_dir)
+    signal_name, command = signal.Signals(number).name, launched_as(arguments)
+    cause = "; the kernel does this when memory runs out (see dmesg)" * (number == signal.SIGKILL)
+    config = options_of(arguments).config
+    try:
+        run_dir = Path(load_config(config).training.output_dir)
+    except (ConfigError, OSError) as error:  # it was fine when the run began
+        return [f"a rank was ended by {signal_name}{cause}", f"  {command}: its config has changed since: {error}"]
     log, newest = run_dir / "rollouts.jsonl", newest_checkpoint(run_dir)
     last = deque(rollout_lines(log) if log.exists() else [], maxlen=1)
-    command = resume_command(launched_as(arguments), run_dir)
+    command = resume_command(command, run_dir)
     return [
-        f"run {run_dir}: a rank was ended by {signal.Signals(number).name}"
-        + "; the kernel does this when memory runs out (see dmesg)" * (number == signal.SIGKILL),
+        f"run {run_dir}: a rank was ended by {signal_name}{cause}",
         *(f"  last logged step: {line['step']}, with weights {line['weight_version']}" for line in last),
         f"  newest complete checkpoint: {newest}" if newest else "  no checkpoint is complete",
         f"  {'resume from it' if newest else 'start again'} with: {command}",

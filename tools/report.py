@@ -14,7 +14,7 @@ import json
 import logging
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,8 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
         record = json.loads((run_dir / "run.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{run_dir}: not a run directory: run.json cannot be read ({reason_of(error)})") from None
+    if not (isinstance(record, dict) and {"config", "command"} <= record.keys()):
+        raise ValueError(f"{run_dir}: not a run directory: run.json is not that of a run")
     notes: dict[str, str] = {}
     finished = _read_json(run_dir / "finished.json")
     evaluations = comparable([(found["step"], found) for found in read_evaluations(run_dir)], notes)
@@ -326,10 +328,12 @@ def answers(
     """The gallery and the precision-recall curve, from the answers of the first and the last evaluation."""
     shown = {"gallery": [], "errors": {}, "num_answers": 0, "precision_recall": None}
     threshold = config["custom"]["extra"]["rollout_matching"]["eval"]["iou_threshold"]
-    files = {step: _read_lines(run_dir / f"eval/step_{step:06d}.jsonl") for step, _ in evaluations}
-    steps = [step for step, records in files.items() if records and all("gt" in line for line in records.values())]
+    paths = {step: run_dir / f"eval/step_{step:06d}.jsonl" for step, _ in evaluations}
+    files = dict([*_first_of_objects(paths), *_first_of_objects(dict(reversed(paths.items())))])
+    steps = list(files)
     if not steps:
-        reason = "The answers of this run are no objects in images" if any(files.values()) else "No answers were kept"
+        were_kept = any(map(_read_lines, paths.values()))
+        reason = "The answers of this run are no objects in images" if were_kept else "No answers were kept"
         notes["gallery"] = notes["precision_recall"] = f"{reason}, so there is nothing to draw."
         return shown
     first, last = files[steps[0]], files[steps[-1]]
@@ -352,6 +356,15 @@ def answers(
     totals = {kind: sum(1 for errors in every if errors[kind]) for kind in ERRORS}
     totals["all right"] = sum(1 for errors in every if not errors.total())
     return shown | {"errors": totals, "num_answers": len(after)}
+
+
+def _first_of_objects(paths: Mapping[int, Path]) -> Iterator[tuple[int, dict[tuple[Any, ...], dict[str, Any]]]]:
+    """The first of these evaluations that kept answers, all of objects; the others' are not held in memory."""
+    for step, path in paths.items():
+        records = _read_lines(path)
+        if records and all("gt" in line for line in records.values()):
+            yield step, records
+            return
 
 
 def _read_lines(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:

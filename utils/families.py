@@ -73,6 +73,18 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("text_config", config)
 
 
+def split_problem(text: dict[str, Any], devices: int) -> str | None:
+    """Why a language model's attention heads cannot be divided among so many devices, by vLLM's rules; None if they can
+    be, or are not known."""
+    heads = text.get("num_attention_heads", 0)
+    pairs = text.get("num_key_value_heads") or heads
+    if heads % devices:
+        return f"cannot divide the model's {heads} attention heads; take a divisor of {heads}"
+    if pairs % devices and devices % pairs:
+        return f"cannot divide the model's {pairs} key-value heads, nor they it; take another divisor of {heads}"
+    return None
+
+
 def longest_sequence(config: dict[str, Any]) -> int | None:
     """Most tokens that the model of a config can hold; None where it names none, or scales them at will."""
     text = text_config(config)

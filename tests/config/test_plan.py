@@ -705,6 +705,13 @@ def test_CFG_16_a_colocated_engine_has_what_the_learner_leaves_it() -> None:
     rule = "=0.45: leaves 44.00 of 80 GiB, but a learner keeps about .*; lower it, or use zero3_"
     with pytest.raises(ConfigError, match=rule):
         make_plan(build_config(base), 2)
+    vllm["gpu_memory_utilization"] = 0.49
+    make_plan(build_config(base), 4)
+    vllm["gpu_memory_utilization"] = (
+        0.54  # enough for what it keeps alone: a sync comes on top while the engine is awake
+    )
+    with pytest.raises(ConfigError, match="=0.54: leaves 36.80 of 80 GiB, but a learner keeps about .*sync"):
+        make_plan(build_config(base), 4)
     vllm["gpu_memory_utilization"] = 0.22
     base = yaml_of("3v1") | {"custom": base["custom"]}
     rule = (

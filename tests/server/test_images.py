@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.data.test_images import DEEP_GREY, eps, png, shard
 from utils.data.images import EXIF_ORIENTATION, as_sent, find_in_shard, open_image, to_rgb
+from utils.data.prompts import TooLarge
 from utils.server import images
 from utils.server.images import ImageRefused, ImageStore
 
@@ -130,6 +131,30 @@ def test_few_pixels_are_decoded_at_once_SRV_10(monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ImageStore([]).open_all, [[source] for source in sources]))
     assert max(pixels for pixels in most if pixels % 400) <= 100 and most.count(400) == 2
+
+
+def tiled_tiff(side: int) -> str:
+    """A TIFF of 16 x 16 pixels in one tile of `side` squared, as base64."""
+    content = zlib.compress(bytes(side * side))
+    tags = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1), (322, side), (323, side)]
+    tags += [(324, 8 + 2 + 12 * (len(tags) + 2) + 4), (325, len(content))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    header = struct.pack("<2sHIH", b"II", 42, 8, len(tags))
+    return base64.b64encode(header + entries + struct.pack("<I", 0) + content).decode()
+
+
+def test_what_decodes_to_more_than_its_size_says_counts_as_much_SRV_10(monkeypatch):
+    """SRV-10: a TIFF's tile may be larger than the image; an AVIF's frame shows its size only then."""
+    taken, whole = [], ImageStore._while_decoding
+    monkeypatch.setattr(ImageStore, "_while_decoding", lambda *args: taken.append(args[1]) or whole(*args))
+    assert ImageStore([]).open_all([tiled_tiff(64)])[0].size == (16, 16)
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 24)).save(buffer, "AVIF")
+    ImageStore([]).open_all([base64.b64encode(buffer.getvalue()).decode(), base64.b64encode(png()).decode()])
+    assert taken == [64 * 64, images.MAX_DECODING, 8 * 6]
+    monkeypatch.setattr(images, "MAX_DECODING", 63 * 64)
+    with pytest.raises(TooLarge, match="a tile of 4096 pixels is larger than the image; write it with smaller tiles"):
+        ImageStore([]).open_all([tiled_tiff(64)])
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.run.test_resume import ranks, save  # noqa: F401
-from tools.launch import check_places_of, check_port_of, environment_for, killed_rank_message
+from tools.launch import check_places_of, check_port_of, deepspeed_command, environment_for, killed_rank_message
 from utils.dist import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +63,24 @@ def test_the_launcher_reports_the_run_of_a_killed_rank_LRN_5(tmp_path, ranks):  
         f"  newest complete checkpoint: {run / 'checkpoint-4'}",
         f"  resume from it with: {command}",
     ]
+
+
+def test_a_killed_rank_is_reported_even_if_the_config_is_gone_LRN_5(tmp_path):
+    """LRN-5: long runs outlive edits of their config."""
+    arguments = ["--num_gpus", "2", "train_stage2.py", "--config", str(tmp_path / "gone.yaml")]
+    first, second = killed_rank_message(signal.SIGKILL, arguments)
+    assert first.startswith("a rank was ended by SIGKILL; the kernel does this")
+    assert "gone.yaml: its config has changed since:" in second
+
+
+def test_deepspeed_starts_from_a_path_with_a_space(tmp_path):
+    """pip writes that path into the script's first line, and the kernel ends it at the space."""
+    assert deepspeed_command()[0] == sys.executable
+    script = tmp_path / "a b" / "deepspeed"
+    script.parent.mkdir()
+    script.write_text("#!/a b/python\nprint('started')\n")
+    command = [deepspeed_command()[0], str(script)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "started\n"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ""])
@@ -202,6 +220,7 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / ".deepspeed_env").write_text("OWN=mine\n\nGLOO_SOCKET_IFNAME=from-the-file\n")
     given = {"ROLLOUT_SERVER_TOKEN": SECRET, "GLOO_SOCKET_IFNAME": "eth7", "HF_HOME": "/data/a b", "HF_TOKEN": "x$HOME"}
+    given |= {"MLFLOW_TRACKING_PASSWORD": "pw-must-not-show-me", "WANDB_PROJECT": "boxes"}
     given |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3", "TORCH_EXTENSIONS_DIR": "/data/ext", "UNRELATED": "1"}
     given |= {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [sys.executable, "-m", "tools.launch", "--hostfile", str(tmp_path / "hosts"), "--master_addr", "10.0.0.1"]
@@ -217,7 +236,7 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
         assert process.poll() is None, (tmp_path / "log").read_text()
         seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
         private = [*(tmp_path / "run").glob(".launch-*")]
-        assert len(private) == 3 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
+        assert len(private) == 4 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
     finally:
@@ -234,6 +253,7 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
     shown = (tmp_path / "pdsh.log").read_text() + (tmp_path / "log").read_text()
     assert "export ROLLOUT_SERVER_TOKEN=" in shown and SECRET not in shown and "x$HOME" not in shown
     assert seen[0][1]["LEARNER_SECRET"] not in shown
+    assert "$(cat" in shown.split("export MLFLOW_TRACKING_PASSWORD=")[-1][:10]  # the last one holds
     assert not [*(tmp_path / "run").glob(".launch-*")], "a secret outlives the run"
     assert sorted((tmp_path / "pkill.log").read_text().splitlines()) == ["node 0: 0", "node 1: 0"]
 

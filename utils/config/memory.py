@@ -16,7 +16,7 @@ from utils.config.checkpoint_files import read_header
 from utils.config.released import MODELS, known_model
 from utils.config.schema import Config, Tuner
 from utils.config.section import value_at
-from utils.families import family_from, part_of, read_config, text_config
+from utils.families import family_from, part_of, read_config, split_problem, text_config
 
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that a plan assumes, unless it is told
@@ -320,9 +320,9 @@ def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
     return heads, text.get("num_key_value_heads") or heads, head_dim
 
 
-def num_heads(cfg: Config) -> int:
-    """Attention heads of the language model; 0 where they are not known."""
-    return _heads(_text_config(cfg))[0]
+def heads_problem(cfg: Config, devices: int) -> str | None:
+    """Why the language model cannot be split over so many devices, where its heads are known."""
+    return split_problem(_text_config(cfg), devices)
 
 
 def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
@@ -343,6 +343,13 @@ def outside_memory(cfg: Config, size: ModelSize) -> dict[str, int]:
     loading = size.largest * _DTYPE_BYTES[cfg.model.dtype]
     runtime = RUNTIME_GIB * GIB
     return {"CUDA, NCCL, graphs": runtime, "sync buckets": _bucket_bytes(cfg, size), "loading": loading}
+
+
+def sync_bytes(cfg: Config, size: ModelSize) -> int:
+    """What a sync takes beside a colocated engine: a bucket of merged tensors, the largest as it is gathered, and the
+    engine's copy of what it loads."""
+    largest = size.largest * _DTYPE_BYTES[cfg.model.dtype]
+    return _bucket_bytes(cfg, size) // 2 + 2 * largest
 
 
 def _bucket_bytes(cfg: Config, size: ModelSize) -> int:

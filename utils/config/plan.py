@@ -22,14 +22,15 @@ from utils.config.memory import (
     ModelSize,
     cache_size,
     checkpointed_layers,
+    heads_problem,
     learner_memory,
     model_size,
-    num_heads,
     outside_memory,
     relative_flops,
     rollout_engine,
     rollout_memory,
     row_limit,
+    sync_bytes,
 )
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
 from utils.config.schema import RM, RS, SCRIPTS, Config, Training
@@ -155,6 +156,8 @@ def _learner_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
         needs = f"a learner needs {_format_memory(memory)}, and a GPU has {device_gib:g} GiB"
         found.append(problem(cfg, "deepspeed", f"{needs}; {way_out}, shorter rows, or train fewer weights (tuner)"))
     kept = {name: memory[name] for name in KEPT if name in memory} | {"CUDA, NCCL, graphs": RUNTIME_GIB * GIB}
+    if plan.model_size:  # the engine is awake, with its cache, while weights are merged and loaded
+        kept |= {"sync": sync_bytes(cfg, plan.model_size)}
     left = device_gib * (1 - cfg.rm.vllm.gpu_memory_utilization)
     if cfg.is_colocate and sum(kept.values()) > left * GIB:
         needs = f"leaves {left:.2f} of {device_gib:g} GiB, but a learner keeps {_format_memory(kept)}"
@@ -164,13 +167,12 @@ def _learner_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
 
 def _engines_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
     """Engines whose share of their GPUs cannot hold the weights or a single answer, or cannot split the model."""
-    found, heads = [], num_heads(cfg)
+    found = []
     for index in range(max(1, len(plan.servers))):
         cache = plan.model_size and cache_size(cfg, plan.model_size, device_gib, index)
         key, share = (_engine_key(cfg, name, index) for name in ("tensor_parallel_size", "gpu_memory_utilization"))
         _, devices, _ = rollout_engine(cfg, index) or (0, None, 0.0)
-        if devices and heads % devices:
-            rule = f"cannot divide the model's {heads} attention heads; take a divisor of {heads}"
+        if devices and (rule := heads_problem(cfg, devices)):
             found.append(problem(cfg, key, rule))
         if cache and cache.num_bytes <= 0:
             rule = f"vLLM's share of {device_gib:g} GiB cannot even hold the weights; raise it, or {share}"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH, TiffImageFile
 
 from utils.config.rollout import MAX_IMAGE_PIXELS
 from utils.data.images import FORMATS, MAX_IMAGE_BYTES, shortened, to_rgb
@@ -57,6 +58,23 @@ class PixelBudget:
             self._taken += pixels
 
 
+def _decoded_pixels(image: Image.Image) -> int:
+    """Pixels that decoding an image may take, of which its size says nothing in two formats.
+
+    Raises: TooLarge for a TIFF with a tile of more than `MAX_DECODING`: it may be far larger than the image. An AVIF's
+    frame is scaled to the size that the file declares; only decoding shows its own, so it is decoded alone.
+    """
+    pixels = image.width * image.height
+    if image.format == "AVIF":
+        return max(pixels, MAX_DECODING)
+    if isinstance(image, TiffImageFile):
+        tile = int(image.tag_v2.get(TILEWIDTH, 0)) * int(image.tag_v2.get(TILELENGTH, 0))
+        if tile > max(pixels, MAX_DECODING):
+            raise TooLarge(f"a tile of {tile} pixels is larger than the image; write it with smaller tiles")
+        return max(pixels, tile)
+    return pixels
+
+
 class ImageStore:
     """Read images from data URIs, base64, http(s) URLs if `allow_urls`, and files below the directories `roots`, which
     must hold them after all `..` and symbolic links are resolved."""
@@ -86,10 +104,9 @@ class ImageStore:
         data = self._read(source)
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-            pixels = image.width * image.height
             for budget in budgets:
-                budget.take(pixels)
-            with self._while_decoding(pixels):
+                budget.take(image.width * image.height)
+            with self._while_decoding(_decoded_pixels(image)):
                 return to_rgb(image)
         except TooLarge as error:
             raise TooLarge(f"{shortened(source)}: {error}") from None

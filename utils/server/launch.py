@@ -12,7 +12,7 @@ from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
-from utils.families import family_from, longest_sequence, read_config, text_config
+from utils.families import family_from, longest_sequence, read_config, split_problem, text_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,10 +152,9 @@ def cpu_problems(launch: Launch) -> list[str]:
 
 def split_problems(launch: Launch) -> list[str]:
     """List a tensor-parallel size among which the model's attention heads cannot be divided."""
-    config, devices = read_config(launch.model.path), launch.settings.vllm_tensor_parallel_size
-    heads = text_config(config).get("num_attention_heads", 0)
-    rule = f"cannot divide the model's {heads} attention heads; take a divisor of {heads}"
-    return [f"rollout_server.vllm_tensor_parallel_size={devices}: {rule}"] if heads % devices else []
+    devices = launch.settings.vllm_tensor_parallel_size
+    rule = split_problem(text_config(read_config(launch.model.path)), devices)
+    return [f"rollout_server.vllm_tensor_parallel_size={devices}: {rule}"] if rule else []
 
 
 def model_problems(path: Path, max_model_len: int) -> list[str]:
