@@ -3,6 +3,8 @@
 import base64
 import io
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,17 @@ def test_an_embedded_image_becomes_one_file_LRN_7(tmp_path, monkeypatch):
     assert as_file("a.png", tmp_path / "other") == "a.png" and not Path("other").exists()
     with pytest.raises(OSError, match="bad base64"):
         as_file("data:image/png;base64,@@@", tmp_path)
+
+
+def test_a_shard_is_indexed_once_whoever_asks_DAT_1(tmp_path, monkeypatch):
+    """DAT-1: threads that need the same one wait for the first; a large one takes seconds."""
+    packed, opened, tar_open = shard(tmp_path / "s.tar", a=Image.new("RGB", (4, 4))), [], tarfile.open
+
+    def slow(*args, **settings):
+        opened.append(args)
+        time.sleep(0.1)
+        return tar_open(*args, **settings)
+
+    monkeypatch.setattr("utils.data.images.tarfile.open", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(find_in_shard, [f"{packed}/a.png"] * 4)) and len(opened) == 1

@@ -1,6 +1,7 @@
 """tools.convert with COCO and LVIS: conversion (DAT-1), against values by hand and the mask library itself."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from PIL import Image
 
 from tools.check_jsonl import check
 from tools.coco import SHARED, Options, convert_object
-from tools.convert import INCOMPLETE, STRAY, convert, main, parse_splits, split_of
+from tools.convert import INCOMPLETE, STRAY, _written_whole, convert, main, parse_splits, split_of
 from tools.evaluate import coco_scores
 from utils.data.images import FORMATS
 from utils.data.samples import load_samples
@@ -736,3 +737,17 @@ def test_images_that_are_not_found_are_named_with_the_way_out(tmp_path):
         convert(path, tmp_path / "other", tmp_path / "d.jsonl")
     with pytest.raises(ValueError, match="--output .*other: is a folder; name a file in it"):
         convert(path, tmp_path, tmp_path / "other")
+
+
+def test_a_disk_that_fills_up_at_the_end_replaces_no_file(tmp_path):
+    """What is buffered is written when a file is closed: one that cannot be leaves all of them as they were."""
+    targets = {"train": tmp_path / "train.jsonl", "val": tmp_path / "val.jsonl"}
+    for path in targets.values():
+        path.write_text("old")
+    with pytest.raises(OSError, match="No space left"), _written_whole(targets) as files:
+        files["train"].write("new")
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, files["val"].fileno())
+        os.close(full)
+        files["val"].write("new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"train.jsonl": "old", "val.jsonl": "old"}

@@ -1,11 +1,13 @@
 """The demo's report, from run directories as the learner leaves them."""
 
 import json
+import sys
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
-from tools import demo
+from tools import demo, demo_grpo
 from utils.config.load import load_config
 from utils.run.monitor import write_run_json
 
@@ -55,3 +57,14 @@ def test_both_arms_differ_in_their_targets_only():
         "training.eval_at_start",
         "training.output_dir",
     ]
+
+
+@pytest.mark.parametrize("program", [demo, demo_grpo])
+def test_sigterm_ends_what_a_demo_started(program, monkeypatch):
+    """It is handled before anything is started."""
+    calls: list[str] = []
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    monkeypatch.setattr(program, "exit_on_sigterm", lambda: calls.append("handled"))
+    monkeypatch.setattr(program, "run", lambda *args: sys.exit(str(calls)))
+    with pytest.raises(SystemExit, match="handled"):
+        program.main()
