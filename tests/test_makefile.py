@@ -199,9 +199,15 @@ def test_learners_on_gpus_are_told_which(target):
 
 def test_a_setup_that_was_interrupted_before_pip_goes_on(tmp_path):
     """`venv` makes `python` first."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    assert f"-m venv {tmp_path}" in commands_of("-B", "setup", "DEVICE=cpu", f"VENV={tmp_path}")
+    made, python = tmp_path / "made", tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    fake = tmp_path / "python3.11"
+    fake.write_text(f"#!/bin/sh\necho $@ > {made}\nexit 7\n")  # ends the set-up there
+    fake.chmod(0o755)
+    command = ["make", "setup", "DEVICE=cpu", f"VENV={tmp_path / 'venv'}", f"PYTHON={fake}"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode
+    assert made.read_text() == f"-m venv {tmp_path / 'venv'}\n"
 
 
 def test_the_demos_hide_gpus_from_server_and_learner():
