@@ -14,7 +14,7 @@ import json
 import logging
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +329,7 @@ def answers(
     shown = {"gallery": [], "errors": {}, "num_answers": 0, "precision_recall": None}
     threshold = config["custom"]["extra"]["rollout_matching"]["eval"]["iou_threshold"]
     paths = {step: run_dir / f"eval/step_{step:06d}.jsonl" for step, _ in evaluations}
-    files = dict([*_first_of_objects(paths), *_first_of_objects(dict(reversed(paths.items())))])
+    files = _first_of_objects(paths.items()) | _first_of_objects(reversed(paths.items()))
     steps = list(files)
     if not steps:
         were_kept = any(map(_read_lines, paths.values()))
@@ -358,13 +358,13 @@ def answers(
     return shown | {"errors": totals, "num_answers": len(after)}
 
 
-def _first_of_objects(paths: Mapping[int, Path]) -> Iterator[tuple[int, dict[tuple[Any, ...], dict[str, Any]]]]:
-    """The first of these evaluations that kept answers, all of objects; the others' are not held in memory."""
-    for step, path in paths.items():
+def _first_of_objects(paths: Iterable[tuple[int, Path]]) -> dict[int, dict[tuple[Any, ...], dict[str, Any]]]:
+    """The first of these evaluations that kept answers, all of objects, if any; the others' are not held in memory."""
+    for step, path in paths:
         records = _read_lines(path)
         if records and all("gt" in line for line in records.values()):
-            yield step, records
-            return
+            return {step: records}
+    return {}
 
 
 def _read_lines(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:

@@ -4,11 +4,16 @@ The runs are written with the functions that the learner writes them with.
 """
 
 import html
+import itertools
 import json
 import random
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
+import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -444,3 +449,126 @@ def test_only_the_first_and_the_last_answers_are_read(run_dir, tmp_path, monkeyp
     view = read_run(run)
     assert read == ["step_000000.jsonl", "step_000060.jsonl"]
     assert view["gallery"] == read_run(run_dir)["gallery"] and view["num_answers"] == 40
+
+
+def test_a_page_that_cannot_be_written_is_one_message_with_status_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tools.report.read_run", lambda *given: {})
+    monkeypatch.setattr("tools.report.render", lambda view: "page")
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith(f"{tmp_path}: cannot be written (") and error.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# in a browser
+
+
+class Browser:
+    """A headless Chromium over its own protocol (CDP), on one page."""
+
+    def __init__(self, page: Path, width: int, dark: bool = False) -> None:
+        self.profile = tempfile.mkdtemp()
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run"]
+        command = ["chromium", *flags, f"--user-data-dir={self.profile}", "about:blank"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.numbers, self.events = itertools.count(1), []
+        try:
+            self.open(page, width, dark)
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, page: Path, width: int, dark: bool) -> None:
+        from websockets.sync.client import connect
+
+        port_file = Path(self.profile) / "DevToolsActivePort"
+        deadline = time.monotonic() + 60
+        while not (port_file.exists() and port_file.read_text().strip()):
+            assert time.monotonic() < deadline, "Chromium did not start"
+            time.sleep(0.2)
+        port = port_file.read_text().split()[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=30) as answered:
+            target = next(t for t in json.load(answered) if t["type"] == "page")
+        self.socket = connect(target["webSocketDebuggerUrl"], max_size=None, proxy=None, legacy=True)
+        for domain in ("Runtime", "Log", "Network", "Page"):
+            self.call(f"{domain}.enable")
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=page.resolve().as_uri())
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.receive()
+
+    def receive(self) -> dict:
+        message = json.loads(self.socket.recv(timeout=60))
+        if "method" in message:
+            self.events.append(message)
+        return message
+
+    def call(self, method: str, **params) -> dict:
+        number = next(self.numbers)
+        self.socket.send(json.dumps({"id": number, "method": method, "params": params}))
+        while (message := self.receive()).get("id") != number:
+            pass
+        assert "error" not in message, message
+        return message["result"]
+
+    def run(self, code: str):
+        found = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def complaints(self) -> list[dict]:
+        """Errors on the console, exceptions, and what the page's policy refused."""
+        bad = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+        return [event for event in self.events if event["method"] in bad]
+
+    def requests(self) -> list[str]:
+        sent = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.profile, ignore_errors=True)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
+def test_the_page_in_a_browser(run_dir, width, dark):
+    """Opens without a complaint or a request, pictures load, filters work, hostile text runs nothing, a phone does not
+    have to scroll sideways, and dark is dark."""
+    page = write_report(run_dir)
+    browser = Browser(page, width, dark)
+    try:
+        assert browser.run("document.querySelectorAll('section').length") == 8
+        decode = "i => { const p = new Image(); p.src = i.href.baseVal; return p.decode().then(() => p.naturalWidth); }"
+        widths = browser.run(f"Promise.all([...document.querySelectorAll('image')].map({decode}))")
+        assert len(widths) == 24 and set(widths) == {160}
+        shown = "[...document.querySelectorAll('.card')].filter(c => c.offsetHeight > 0).map(c => c.dataset.errors)"
+        assert len(browser.run(shown)) == 24
+        for kind in ("missed", "wrong label", "all right"):
+            browser.run(f"document.querySelector('button[data-kind=\"{kind}\"]').click()")
+            found = [json.loads(errors) for errors in browser.run(shown)]
+            assert 0 < len(found) < 24 and all(errors.get(kind) for errors in found), kind
+        browser.run("document.querySelector('button[data-kind=all]').click()")
+        assert len(browser.run(shown)) == 24
+        browser.run("const f = document.querySelector('input'); f.value = 'RED'; f.dispatchEvent(new Event('input'))")
+        rows = "[...document.querySelectorAll('#class-table tbody tr')].filter(r => r.offsetHeight > 0).length"
+        assert browser.run(rows) == 1
+        assert browser.run("window.hacked") is None
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        red, green, blue = map(int, re.findall(r"\d+", browser.run("getComputedStyle(document.body).backgroundColor")))
+        assert (red + green + blue < 150) == dark
+        assert browser.complaints() == []
+        assert [url for url in browser.requests() if not url.startswith(("data:", page.resolve().as_uri()))] == []
+        # Even where escaping failed, the page's policy would stop a script in a label.
+        browser.run(
+            "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"window.hacked = 1\">')"
+        )
+        assert browser.run("new Promise(r => setTimeout(() => r(window.hacked), 200))") is None
+    finally:
+        browser.close()
