@@ -40,7 +40,7 @@ def checkpoint_problems(folder: Path, with_processor: bool = True) -> list[str]:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         return [f"config.json is of quantized weights ({method}), which are not supported; use the release in bfloat16"]
     if _has_window(text_config(config)):
-        return ["config.json asks for sliding-window attention, which packed rows do not support; use a model without it"]
+        return ["config.json asks for sliding-window attention, which packed rows lack; use a model without it"]
     there = {path.name for path in folder.iterdir()}
     if "adapter_config.json" in there:  # transformers would add it to the weights, which may hold it already
         return [
