@@ -81,7 +81,7 @@ def split_problem(text: dict[str, Any], devices: int) -> str | None:
     if heads % devices:
         return f"cannot divide the model's {heads} attention heads; take a divisor of {heads}"
     if pairs % devices and devices % pairs:
-        return f"cannot divide the model's {pairs} key-value heads and is no multiple of them; take another divisor of {heads}"
+        return f"neither divides the model's {pairs} key-value heads nor is a multiple of them; take a size that does"
     return None
 
 
