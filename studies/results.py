@@ -159,26 +159,22 @@ def score_kept(studies: Sequence[Study]) -> list[str]:
         for record, model, suffix in kept(study):
             name = f"{study.name}: {record['variant']}, seed {record['seed']}, further test images"
             with alone(runs.ROOT / "claims" / f"{slug(name)}.lock", wait=False) as is_ours:
-                if (
-                    not is_ours
-                    or not model.exists()
-                    or any(
-                        "further" in own
-                        for own in load_records()
-                        if same_run(own, record) and own["material"] == record["material"]
-                    )
-                ):
+                if not is_ours or not model.exists() or has_further(record):
                     continue
                 demo.say(name)
+                output = study.root / "further_scores" / slug(name)
                 try:
-                    store(
-                        record
-                        | {"further": score_further(study, model, suffix, study.root / "further_scores" / slug(name))}
-                    )
+                    store(record | {"further": score_further(study, model, suffix, output)})
                 except RunFailed as error:
                     print(f"FAILED {name}: {error}", flush=True)
                     failed.append(name)
     return failed
+
+
+def has_further(record: Record) -> bool:
+    """Whether docs/results.json has scores of the run on the further test images."""
+    same = (own for own in load_records() if same_run(own, record) and own["material"] == record["material"])
+    return any("further" in own for own in same)
 
 
 def kept(study: Study) -> Iterator[tuple[Record, Path, str]]:
