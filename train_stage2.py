@@ -300,7 +300,7 @@ def make_segment(
         rollouts.counts.update(count_sample(parsed, sample.objects, threshold, truncated, sample.annotated, overlaps))
         rollouts.counts.update(appended=target.num_appended, failed=int(response.error is not None))
         rollouts.lengths.append(len(response.response_token_ids))
-        if len(rollouts.examples) < rm.monitor_dump.num_samples:
+        if rm.monitor_dump.every_steps and len(rollouts.examples) < rm.monitor_dump.num_samples:
             rollouts.examples.append(Example(sample, response, parsed, pairs, target))
     return targets.make_segment(
         sample.id,

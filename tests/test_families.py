@@ -1,5 +1,6 @@
 """`utils.families`: the records, and where each of their facts is used (FAM-1, FAM-2)."""
 
+import dataclasses
 import json
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
@@ -9,8 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.e2e.processes import config_of
 from tests.families import build_family
 from tools.add_coord_tokens import add_coord_tokens
+from utils.config.load import build_config
 from utils.data.encoding import load_processor
 from utils.families import FAMILIES, Family, family_from, family_in, part_of
 from utils.learner.model import fuse_kernels, load_model
@@ -128,6 +131,7 @@ def test_what_cpu_kernels_cannot_do_is_refused_by_name_FAM_2(checkpoint):
         model = SimpleNamespace(path=str(checkpoint(family)), dtype=dtype)
         address = SimpleNamespace(host="127.0.0.1")
         own = SimpleNamespace(settings=settings, model=model, device=device, address=address, world_size=1)
+        own.data_parallel_size = 1
         return launch.problems_of(SimpleNamespace(**vars(own), num_devices=1), None)
 
     assert problems("qwen2_5_vl", slots=True) == []  # its settings are not nested
@@ -141,6 +145,26 @@ def test_what_cpu_kernels_cannot_do_is_refused_by_name_FAM_2(checkpoint):
         "rollout_server.vllm_enable_lora: Qwen3-VL-MoE on CPU needs false, as experts with slots want a GPU"
     ]
     assert problems("qwen3_vl_moe", "cuda", slots=True) == problems("qwen3_vl_moe") == []
+
+
+def test_replicas_with_experts_have_no_slots_SYN_10(checkpoint, tmp_path):
+    """SYN-10: vLLM 0.32 removes all adapters with each dummy batch that a replica without requests runs."""
+
+    def problems(family: str, replicas: int, has_slots: bool) -> list[str]:
+        settings = {"vllm_enable_lora": has_slots, "vllm_data_parallel_size": replicas}
+        config = config_of(tmp_path, checkpoint(family), "http://127.0.0.1:8080", 8081, settings)
+        config["custom"]["extra"]["rollout_matching"]["vllm"]["enable_lora"] = has_slots
+        config |= {"tuner": {"type": "lora"}} if has_slots else {}
+        own = dataclasses.replace(launch.resolve(build_config(config), 0), device="cuda", num_devices=replicas)
+        return launch.problems_of(own, None)
+
+    assert (
+        problems("qwen3_vl_moe", 1, True) == problems("qwen3_vl_moe", 2, False) == problems("qwen3_vl", 2, True) == []
+    )
+    assert problems("qwen3_vl_moe", 2, True) == [
+        "rollout_server.vllm_data_parallel_size=2: a model with experts needs 1 where vllm_enable_lora is true; set it "
+        "to 1, or vllm_enable_lora to false"
+    ]
 
 
 def test_pixel_limits_are_refused_where_images_are_tiled_FAM_2(checkpoint):

@@ -446,7 +446,7 @@ def test_closing_is_learnt_where_annotation_is_complete_TGT_12(folder, start_mod
 
 def test_a_neutral_prediction_takes_no_object_from_the_right_one_TGT_12(folder, start_model):
     """TGT-12 at the call site: it lies on the object more exactly. Alone it is what the model calls the object."""
-    run = run_of(folder, start_model)
+    run = run_of(folder, start_model, monitor_dump={"every_steps": 1})
     true = Object("red circle", "bbox_2d", (100, 100, 300, 300))
     neutral, right = replace(true, desc="blue circle"), replace(true, coords=(100, 100, 300, 340))
     for annotated, predicted, matched in (
@@ -457,6 +457,9 @@ def test_a_neutral_prediction_takes_no_object_from_the_right_one_TGT_12(folder, 
         sample, rollouts = replace(run.samples[0], objects=[true], annotated=annotated), train_stage2.Rollouts()
         segment_of(run, sample, answer_of(run, format_objects(predicted)), rollouts)
         assert rollouts.examples[0].pairs == [(matched, 0)]
+        without_dumps = train_stage2.Rollouts()
+        segment_of(run_of(folder, start_model), sample, answer_of(run, format_objects(predicted)), without_dumps)
+        assert not without_dumps.examples
 
 
 def test_structure_is_supervised_where_the_config_says_so_TGT_10(folder, start_model):

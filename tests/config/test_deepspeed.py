@@ -78,6 +78,7 @@ def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
         (None, "must hold a JSON object"),
         ({"zero_optimization": None}, "zero_optimization=null must be a JSON object"),
         ({"fp16": True}, "fp16=true must be a JSON object"),
+        ({"data_types": "fp32"}, 'data_types="fp32" must be a JSON object'),
         ({"zero_optimization": {"stage": 7}}, "says zero_optimization.stage=7, which must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "3"}}, 'says zero_optimization.stage="3", which must'),
         ({"zero_optimization": {"stage": True}}, "says zero_optimization.stage=true, which must"),
@@ -101,6 +102,28 @@ def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
             "zero_optimization.offload_param has no effect at stage 2; set stage: 3 or higher, or delete it",
         ),
+        ("bfloat16", {"zero_optimisation": {"stage": 3}}, "supports; did you mean zero_optimization? Else delete it"),
+        (
+            "bfloat16",
+            {"torch_autocast": {"enabled": True}},
+            "torch_autocast: not a setting that this trainer supports;",
+        ),
+        (
+            "bfloat16",
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "compute_grad_norm=false: without it no step is skipped whose gradient is not finite",
+        ),
+        (
+            "bfloat16",
+            {"data_types": {"grad_accum_dtype": "fp32"}},
+            "data_types.grad_accum_dtype=fp32 needs ZeRO stage 1 or higher; or delete it",
+        ),
+        (
+            "bfloat16",
+            {"data_types": {"grad_accum_dtype": "fp16"}, "zero_optimization": {"stage": 2}},
+            'data_types.grad_accum_dtype="fp16": only grad_accum_dtype is supported here, with fp32 or bf16; delete it',
+        ),
+        ("float32", {"data_types": {"param_dtype": "fp32"}}, "only grad_accum_dtype is supported here, with fp32; "),
         (
             "bfloat16",
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
@@ -126,6 +149,17 @@ def test_CFG_17_a_deepspeed_json_sets_the_loss_scale_of_float16(tmp_path: Path) 
     path.write_text(json.dumps({"fp16": scale | {"enabled": "auto"}}))
     found = engine_json(build_config(edited(deepspeed=str(path), model__dtype="float16")), 1)
     assert found["fp16"] == scale | {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "kind"), [(1, "bfloat16", "fp32"), (0, "bfloat16", "bf16"), (0, "float32", "fp32")]
+)
+def test_CFG_17_a_deepspeed_json_sets_the_type_in_which_gradients_are_added(tmp_path, stage, dtype, kind) -> None:
+    """CFG-17."""
+    path, content = tmp_path / "ds.json", {"data_types": {"grad_accum_dtype": kind}}
+    path.write_text(json.dumps(content | {"zero_optimization": {"stage": stage}}))
+    found = engine_json(build_config(edited(deepspeed=str(path), model__dtype=dtype)), 1)
+    assert found["data_types"] == content["data_types"]
 
 
 @pytest.mark.parametrize("content", [{}, {"zero_optimization": {}}, {"zero_optimization": {"offload_param": None}}])

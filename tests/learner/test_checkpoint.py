@@ -66,6 +66,8 @@ def test_a_merged_model_resizes_images_as_the_run_did_LRN_6(tmp_path, start_mode
             own |= {"min_pixels": own["size"]["shortest_edge"], "max_pixels": own.pop("size")["longest_edge"]}
         (source / "preprocessor_config.json").write_text(json.dumps(own))
         (source / "processor_config.json").write_text(json.dumps(config))
+    for path in source.iterdir():
+        path.chmod(0o444)  # a model that several users share
     before = load_processor(source).image_processor.size
     save_merged(trained, str(source), tmp_path / "as_it_was", ranks)
     save_merged(trained, str(source), tmp_path / "merged", ranks, (1024, 65536))
@@ -73,6 +75,7 @@ def test_a_merged_model_resizes_images_as_the_run_did_LRN_6(tmp_path, start_mode
     assert load_processor(tmp_path / "as_it_was").image_processor.size == before
     size = load_processor(tmp_path / "merged").image_processor.size
     assert (size["shortest_edge"], size["longest_edge"]) == (1024, 65536)
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "merged").iterdir())
     size = load_processor(tmp_path / "larger").image_processor.size
     assert (size["shortest_edge"], size["longest_edge"]) == (before["shortest_edge"], 65536)
 

@@ -69,6 +69,21 @@ def test_the_optimizer_has_the_settings_of_the_config_CFG_17(tmp_path, start_mod
     assert learner.engine.gradient_clipping() == 0.25
 
 
+@pytest.mark.parametrize("deepspeed", ["zero0", "zero2"])
+def test_the_first_step_is_adams_first_LRN_2(tmp_path, start_model, ranks, deepspeed):
+    """LRN-2: in half precision under ZeRO-0 DeepSpeed itself takes a step on zeros, which decays weights, too."""
+    tuner = {"freeze_vit": False, "freeze_aligner": False}
+    learner = matching_learner(tmp_path, start_model, ranks, "stop", deepspeed, "bfloat16", tuner)
+    optimizer = learner.engine.optimizer
+    for halves, masters in (
+        zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True) if deepspeed == "zero0" else ()
+    ):
+        assert all(torch.equal(half.float(), master) for half, master in zip(halves, masters, strict=True))
+    learner.step(matching_rows(learner, is_bad=False), MatchingObjective(Losses()), 0)
+    states = optimizer.optimizer.state.values()
+    assert {float(state["step"]) for state in states} == {1.0}
+
+
 def test_adapters_start_by_the_seed_and_dropout_differs_between_ranks_LRN_1_PCK_5(
     tmp_path, start_model, ranks, monkeypatch
 ):

@@ -18,6 +18,7 @@ from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import KasaConfig, MontecloraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import set_seed
 
 from tests.families import build_family
 from tools.make_demo import build_start_model
@@ -574,7 +575,7 @@ def test_zero_ranks_with_unlike_rows_train_as_one_process_pck_8(start, tmp_path,
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # DeepSpeed looks for ninja there
     run = subprocess.run(
-        [*command, str(start), str(stage), tuner, str(tmp_path / "result.json")],
+        [*command, str(start), str(stage), tuner, str(tmp_path)],
         env=environment,
         timeout=300,
         capture_output=True,
@@ -586,60 +587,72 @@ def test_zero_ranks_with_unlike_rows_train_as_one_process_pck_8(start, tmp_path,
     torch.testing.assert_close(result["losses"], result["expected_losses"], rtol=1e-5, atol=0)
 
 
-def zero_rank(start: str, stage: int, tuner: str, result_path: str) -> None:
-    """One rank: four steps of DeepSpeed, and of plain torch on all ranks' rows, compared."""
+def zero_rank(start: str, stage: int, tuner: str, folder: str) -> None:
+    """One rank: four steps of a `Learner` of two micro-steps, and of plain torch on all ranks' rows, compared.
+
+    The ranks' labels fill chunks of logits unlike in number, which the learner must level.
+    """
     import deepspeed
+
+    from utils.config.load import build_config
+    from utils.dist import Ranks
+    from utils.learner import learner as learner_module
 
     full = {"type": "full", "freeze_vit": False, "freeze_aligner": False}
     dora = {"type": "lora", "use_dora": True, "rank": 4, "freeze_vit": False, "modules_to_save": ["embed_tokens"]}
-    model, single = (
-        apply_tuner(load_model(start, "float32", "sdpa"), Tuner(**(full if tuner == "full" else dora)))
-        for _ in range(2)
+    zero = Path(folder) / f"zero{stage}.json"
+    zero.write_text(json.dumps({"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}))
+    training = {"learning_rate": 1e-2, "vit_lr": 2e-3, "embed_lr": 4e-3, "weight_decay": 0.1, "max_grad_norm": 0.0}
+    training |= {"adam_epsilon": 1e-2}  # a small one would turn rounding errors into whole steps
+    training |= {"lr_scheduler": "constant", "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    matching = {"rollout_backend": "hf", "max_new_tokens": 32}
+    cfg = build_config(
+        {
+            "model": {"path": start, "dtype": "float32"},
+            "tuner": full if tuner == "full" else dora,
+            "global_max_length": 128,
+            "custom": {
+                "trainer_variant": "rollout_matching_sft",
+                "train_jsonl": "none",
+                "extra": {"rollout_matching": matching},
+            },
+            "training": {"output_dir": folder, **training},
+            "deepspeed": str(zero),
+        }
     )
-    with torch.no_grad():  # adapters start at random
-        for parameter, other in zip(model.parameters(), single.parameters(), strict=True):
-            other.copy_(parameter)
-    enable_gradient_checkpointing(model)
-    image, text = [make_segment(model, seed, (4, 6), 24) for seed in range(4)], make_segment(model, 9, None)
-    steps = [[image[:2], [text]], [image[2:3], []], [[], [image[3], text]], [[text], []]]  # [step][rank]
+    ranks = Ranks()
+    ranks.open()
+    learner_module.chunk_labels = lambda stage: 8
+    learner = learner_module.Learner(cfg, ranks, num_steps=4)
+    set_seed(cfg.training.seed)
+    single = apply_tuner(load_model(start, "float32", "sdpa"), cfg.tuner)
+    plain = torch.optim.AdamW(param_groups(single, cfg.training), eps=1e-2)
 
-    def optimizer(trained: nn.Module) -> torch.optim.Optimizer:
-        groups = param_groups(
-            trained, Training.model_construct(learning_rate=1e-2, vit_lr=2e-3, embed_lr=4e-3, weight_decay=0.1)
-        )
-        return torch.optim.AdamW(groups, eps=1e-2)  # a small eps would turn rounding errors into whole steps
-
-    expected_losses, plain = [], optimizer(single)
-    for rows in steps:
-        batches = [collate(single, row) for row in rows]
-        losses = [RowModel(single)(batch, scored(denominators(batches), 3))[0] for batch in batches]
+    image, text = [make_segment(single, seed, (4, 6), 24) for seed in range(4)], make_segment(single, 9, None)
+    steps = [  # [step][rank][micro-step]
+        [[image[:2], image[2:]], [[text], []]],
+        [[image[2:3], []], [[], []]],
+        [[[], []], [[image[3], text], image[:1]]],
+        [[[text], []], [[], [text]]],
+    ]
+    objective, losses, expected_losses = MatchingObjective(WEIGHTS), [], []
+    for step, rows in enumerate(steps):
+        batches = [collate(single, row) for own in rows for row in own]
+        expected = [RowModel(single)(batch, scored(denominators(batches), 3))[0] for batch in batches]
         plain.zero_grad()
-        sum(losses).backward()
+        sum(expected).backward()
         plain.step()
-        expected_losses.append(float(sum(losses).detach()))
-
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero}
-    engine, *_ = deepspeed.initialize(
-        model=RowModel(model), optimizer=optimizer(model), config={**config, "zero_allow_untested_optimizer": True}
-    )
-    losses = []
-    for rows in steps:
-        batches = [collate(model, row) for row in rows]
-        loss, _ = engine(batches[engine.global_rank], scored(denominators(batches), 3))
-        engine.backward(loss * len(rows))
-        engine.step()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        losses.append(float(total))
+        expected_losses.append(float(sum(expected).detach()))
+        own = [collate(learner.model, row) for row in rows[ranks.rank]]
+        losses.append(learner.step(own, objective, step).losses["total"])
     differences = []
-    for parameter, truth in zip(model.parameters(), single.parameters(), strict=True):
+    for parameter, truth in zip(learner.model.parameters(), single.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
             differences.append(float((parameter - truth).detach().abs().max()))
-    if engine.global_rank == 0:
+    if ranks.is_main:
         result = {"largest_difference": max(differences), "losses": losses, "expected_losses": expected_losses}
-        Path(result_path).write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+    ranks.close()
 
 
 def test_load_model_dtype_and_attention_cfg_17(start):

@@ -431,6 +431,10 @@ def test_con_4_a_restarted_server_is_told_apart():
         two.on_health = lambda: (200, two.health(model="/other"))
         with pytest.raises(RolloutError, match="model /other instead of /m; restart the run"):
             client.wait_ready()
+        for key in ("model_digest", "tokenizer_digest"):  # other files at the same path
+            two.on_health = lambda key=key: (200, two.health(**{key: "b"}))
+            with pytest.raises(RolloutError, match=f"{key.replace('_', ' ')} b instead of None; restart the run"):
+                client.wait_ready()
 
 
 def test_con_4_a_server_with_another_model_is_refused_by_name():
@@ -655,7 +659,7 @@ def test_con_3_an_unreadable_image_becomes_an_empty_rollout():
         assert server.sizes() == [3]
 
 
-def test_con_3_what_is_too_large_beside_others_is_asked_again_without_them_SRV_10():
+def test_con_3_what_is_too_large_beside_others_is_asked_again_without_them_SRV_10(caplog):
     """CON-3: a call's images have a limit together, two here; one request is too large by itself."""
     with setting(1) as (client, (server,)):
 
@@ -673,6 +677,8 @@ def test_con_3_what_is_too_large_beside_others_is_asked_again_without_them_SRV_1
         server.on_infer = on_infer
         assert tokens(infer(client, 7)) == [[[100 + n]] if n != 3 else [] for n in range(7)]
         assert server.sizes() == [4, 2, 1, 3, 1]
+        assert [call["splits"] for call in client.pop_calls()] == [0, 1, 1, 0, 1]
+        assert "2 of 4 requests go again in further calls" in caplog.text and "max_image_pixels" in caplog.text
 
 
 def test_con_3_a_refused_path_stops_the_run():

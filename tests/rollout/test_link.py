@@ -168,6 +168,18 @@ def test_a_broken_connection_is_named_by_its_innermost_cause():
     assert not isinstance(error.value, CallTimeout) and error.value.status is None
 
 
+def test_con_5_a_connection_that_a_firewall_dropped_is_noticed(monkeypatch):
+    """CON-5: `/infer/` sends nothing for minutes; the system asks the other end meanwhile, also through a proxy."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for own in ("http://{}", "http://rollout.example.org"):
+        with listening(answering(REFUSED, [])) as address:
+            monkeypatch.setenv("http_proxy", f"http://{address}")
+            link = Link(own.format(address), None)
+            link.request("GET", "/health/", 5.0)
+            assert link._connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert link._connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
 def test_redirects_are_not_followed_and_the_connection_is_kept():
     received, connections = [], []
     serve = answering(MOVED, received)

@@ -383,7 +383,7 @@ def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):
         timer=SimpleNamespace(seconds={"train": 1.0}),
         cfg=SimpleNamespace(custom=custom, _origin=origin, is_detection=True),
         policy=SimpleNamespace(engine=SimpleNamespace(ledger=None)),
-        **{"num_steps": 7, "run_dir": tmp_path},
+        **{"num_steps": 5, "steps_done": 7, "run_dir": tmp_path},  # resumed behind a `max_steps` that was lowered
     )
     with caplog.at_level("INFO"):
         Session.finish(session)

@@ -11,6 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,18 @@ def test_the_client_of_the_servers_has_the_limits_of_the_config_CFG_8_CFG_11_CON
     assert (client.decode_batch_size, client.max_failed_fraction) == (3, 0.25)
     assert (client.timeout_s, client.infer_timeout_s) == (7.0, 9.0)
     assert (client.rank, client.world_size) == (0, 2)
+
+
+def test_servers_are_checked_before_a_run_goes_on_CON_4(tmp_path, two_nodes, monkeypatch):
+    """CON-4: that they have the model, and were started with this config's settings."""
+    seen: list[Any] = []
+    monkeypatch.setattr(RolloutClient, "wait_ready", lambda client: seen.append("ready"))
+    monkeypatch.setattr(RolloutClient, "check_model", lambda client, *args: seen.append(args))
+    monkeypatch.setattr(RolloutClient, "check_settings", lambda client, settings: seen.append(settings))
+    monkeypatch.setattr("utils.run.setup.model_digest", lambda path: "digest")
+    cfg = config(tmp_path, "http://127.0.0.1:8000")
+    reach_servers(cfg, two_nodes)
+    assert seen == ["ready", (cfg.model.path, "digest"), [cfg.server_settings(0)]]
 
 
 def test_the_servers_answers_are_accepted_while_this_run_owns_them_alone_CON_4(monkeypatch):

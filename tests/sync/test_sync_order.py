@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.e2e.processes import free_port
+from utils.rollout.link import CallTimeout
 from utils.sync.merged_weights import MergedWeights
 from utils.sync.transports import GlooTransport
 from utils.sync.weight_sync import Probe, WeightSync
@@ -141,6 +142,22 @@ def test_the_calls_of_a_sync_have_its_seconds_together_SYN_3(weights):
         assert len(server.limits[path]) == 2 and all(1 <= limit <= 4.4 for limit in server.limits[path]), path
 
 
+@pytest.mark.parametrize(("on_running", "hints"), [("wait", True), ("abort", False)])
+def test_a_start_that_takes_too_long_names_requests_that_are_waited_for_SYN_9(weights, on_running, hints):
+    """SYN-9: the server is well, and the way out is in the config."""
+    server = StandIn(weights)
+    server.post = lambda *args: raise_timeout(args[1])
+    sync = sync_with(server)
+    sync.on_running = on_running
+    with pytest.raises(RuntimeError, match="no answer within 5 s") as error:
+        sync.sync("run:0")
+    assert ("raise sync.timeout_s, or set async.on_sync: abort" in str(error.value)) is hints
+
+
+def raise_timeout(path: str) -> None:
+    raise CallTimeout(f"http://server{path}", "no answer within 5 s")
+
+
 def test_a_sync_is_fence_send_fence_and_all_servers_take_part_at_once_SYN_2_SYN_11(weights):
     """SYN-2, SYN-11: one walk over the tensors for all servers; each has started before it receives, none is finished
     before the walk's end."""
@@ -183,6 +200,9 @@ def test_verify_first_checks_the_first_sync_only_SYN_7(weights):
     assert sync.sync("run:0").verified
     server.wrong = "1.weight"  # would be noticed, if it were looked at
     assert not sync.sync("run:1").verified
+    server.wrong = ""
+    sync.open()  # after servers were lost: they may have been restarted
+    assert sync.sync("run:2").verified and not sync.sync("run:3").verified
     assert not sync_with(StandIn(weights, wrong="1.weight"), verify="off").sync("run:0").verified
 
 

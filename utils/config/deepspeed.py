@@ -1,6 +1,7 @@
 """The DeepSpeed JSON of a config: where it lies, what it may hold, and what the engine gets. The YAML owns the rest."""
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{path} cannot be read as JSON: {error}; correct it"]
     if not isinstance(raw, dict):
         return {}, [f"{path} must hold a JSON object; correct it"]
-    for section in ("zero_optimization", "bf16", "fp16"):
+    for section in ("zero_optimization", "bf16", "fp16", "data_types"):
         if not isinstance(raw.get(section, {}), dict):
             return {}, [f"{path}: {section}={brief(raw[section])} must be a JSON object; correct it"]
     stage = raw.get("zero_optimization", {}).get("stage", 0)
@@ -81,6 +82,16 @@ def _deepspeed_is_readable(cfg: Config) -> Found:
     yield from (("deepspeed", rule) for rule in read_deepspeed(cfg)[1])
 
 
+# What a DeepSpeed JSON may hold, besides what the YAML owns.
+_ENGINE = {"zero_optimization", "data_types", "communication_data_type", "disable_allgather", "aio"}
+_ENGINE |= {"activation_checkpointing", "prescale_gradients", "gradient_predivide_factor", "disable_python_gc"}
+_ENGINE |= {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "sequence_parallel_size"}
+_LOGGING = {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "timers"}
+_LOGGING |= {"comms_logger", "flops_profiler", "tensorboard", "wandb", "comet", "csv_monitor"}
+_OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+_OWNED |= {"optimizer", "scheduler", "bf16", "fp16"}
+_SECTIONS = _ENGINE | _LOGGING | _OWNED
+
 # In a DeepSpeed JSON, of float16.
 _LOSS_SCALE = {
     "loss_scale",
@@ -127,6 +138,7 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     yield from _deepspeed_is_readable(cfg)
     yield from _deepspeed_agrees(cfg)
     raw, _ = read_deepspeed(cfg)
+    yield from _unknown(raw, deepspeed_path(cfg))
     yield from _refused_by_deepspeed(raw, deepspeed_path(cfg))
     yield from _not_supported(raw, cfg)
     if cfg.is_colocate and cfg.model.dtype == "float16" and value_at(raw, ("zero_optimization", "stage")) == 3:
@@ -136,6 +148,14 @@ def deepspeed_problems(cfg: Config, world_size: int) -> Found:
     if theirs not in (None, ours):
         rule = f"says train_batch_size={theirs}, the YAML makes {ours} with {world_size} ranks"
         yield "deepspeed", f"{deepspeed_path(cfg)} {rule}; delete it from the JSON"
+
+
+def _unknown(raw: dict[str, Any], path: Path) -> Found:
+    """Find sections that DeepSpeed would ignore as misspelt, or that this trainer was never run with."""
+    for key in sorted(raw.keys() - _SECTIONS):
+        near = get_close_matches(key, _SECTIONS, 1)
+        way_out = f"did you mean {near[0]}? Else delete it" if near else "delete it"
+        yield "deepspeed", f"{path}: {key}: not a setting that this trainer supports; {way_out}"
 
 
 def _refused_by_deepspeed(raw: dict[str, Any], path: Path) -> Found:
@@ -160,6 +180,15 @@ def _not_supported(raw: dict[str, Any], cfg: Config) -> Found:
         if value_at(zero, (knob, "device"), "none") != "none" and zero.get("stage", 0) < lowest:
             rule = f"has no effect at stage {zero.get('stage', 0)}; set stage: {lowest} or higher, or delete it"
             yield "deepspeed", f"{path}: zero_optimization.{knob} {rule}"
+    if zero.get("compute_grad_norm") is False:
+        rule = "without it no step is skipped whose gradient is not finite; delete it"
+        yield "deepspeed", f"{path}: zero_optimization.compute_grad_norm=false: {rule}"
     half = {"bfloat16": "bf16", "float16": "fp16"}.get(cfg.model.dtype, "")
+    for key, value in raw.get("data_types", {}).items():
+        if key != "grad_accum_dtype" or value not in ("fp32", half):
+            rule = f"only grad_accum_dtype is supported here, with fp32{f' or {half}' if half else ''}; delete it"
+            yield "deepspeed", f"{path}: data_types.{key}={brief(value)}: {rule}"
+        elif half and value == "fp32" and not zero.get("stage", 0):
+            yield "deepspeed", f"{path}: data_types.grad_accum_dtype=fp32 needs ZeRO stage 1 or higher; or delete it"
     for key in raw.get(half, {}).keys() - {"enabled"} - (_LOSS_SCALE if half == "fp16" else set()):
         yield "deepspeed", f"{path}: {half}.{key} is not supported; delete it"

@@ -62,7 +62,7 @@ def _write_merged(
     partial_dir.mkdir(parents=True)
     for path in source_dir.iterdir():  # config, generation config, tokenizer, processor, chat template
         if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".gguf") and "index" not in path.name:
-            shutil.copy2(path, partial_dir / path.name)
+            shutil.copyfile(path, partial_dir / path.name)  # without the mode: a shared model may be read-only
     if any(image_pixels):
         _write_image_size(partial_dir, dict(load_processor(partial_dir, *image_pixels).image_processor.size))
     weight_map = _write_shards(tensors, partial_dir)

@@ -94,14 +94,18 @@ class Learner:
             enable_gradient_checkpointing(self.model, num_layers)
         groups = param_groups(self.model, training)
         betas = (training.adam_beta1, training.adam_beta2)
+        self._base_lrs = {group["name"]: group["lr"] for group in groups}
         optimizer = _optimizer_class(config, ranks)(groups, betas=betas, eps=training.adam_epsilon)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # until the first step; see below
         row_model = RowModel(self.model, reference).train()  # transformers loads models for inference
         self.start_head = row_model.start_head  # of the start policy, for an objective's `loss`
         if config["zero_optimization"]["stage"] == 3:
             partition(row_model, config, ranks.device)
         self.engine, *_ = deepspeed.initialize(model=row_model, optimizer=optimizer, config=config)
+        if config["zero_optimization"]["stage"] == 0:
+            optimizer.state.clear()  # in half precision DeepSpeed 0.19 has taken a step on zeros, which Adam counted
         torch.manual_seed(training.seed + ranks.rank)  # dropout differs between ranks
-        self._base_lrs = {group["name"]: group["lr"] for group in groups}
         self._cfg = cfg
         self._ranks = ranks
         self._num_steps = num_steps

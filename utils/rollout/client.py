@@ -266,7 +266,7 @@ class RolloutClient:
             if first != index:
                 raise RolloutError(f"{self.url(first)} and {self.url(index)} are the same rollout server")
             old = self._healths[index] if self._healths else health
-            for key in ("world_size", "model", "max_model_len", "logprobs_mode"):
+            for key in ("world_size", "model", "model_digest", "tokenizer_digest", "max_model_len", "logprobs_mode"):
                 if health.get(key) != old.get(key):
                     change = f"{key.replace('_', ' ')} {health.get(key)} instead of {old.get(key)}"
                     raise RolloutError(f"{self.url(index)} came back with {change}; restart the run")

@@ -14,6 +14,13 @@ from utils.config.rollout import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 2.0  # uvicorn closes idle connections after 5 s; a request sent at that very moment would be lost
+# `/infer/` is silent for minutes. Without keepalive a firewall may drop the connection, and nobody would ever notice.
+SOCKET_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 8),
+)
 
 
 class RolloutError(RuntimeError):
@@ -107,6 +114,8 @@ class Link(HTTPAdapter):
         class Connection(type(pool).ConnectionCls):
             def connect(self) -> None:
                 super().connect()
+                for option in SOCKET_OPTIONS:
+                    self.sock.setsockopt(*option)
                 link._connection = self
                 if link.error is not None:
                     link.cancel(link.error)

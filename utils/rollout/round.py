@@ -211,6 +211,13 @@ class ServerBatch:
                 log.warning("%s: empty rollout: %s", where, error)
             self.client.count_request(None if error is None else f"{where}: {error}")
             self.job.outputs[number] = output
+        if again:
+            log.warning(
+                "%s: %d of %d requests go again in further calls, as their images are too large together; raise "
+                "rollout_server.max_image_pixels to have them answered at once",
+                *(self.client.url(self.index), sum(map(len, again)), len(numbers)),
+            )
+            self.num_splits += 1
         return [(own, 0) for own in reversed(again)]
 
 

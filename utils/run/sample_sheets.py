@@ -52,7 +52,7 @@ class SampleDump:
     run_dir: Path
     table: TokenTable  # of the tokenizer that writes the answers
     every_steps: int  # optimizer steps between dumps, 0 for none
-    num_samples: int  # per dump; becomes 0 where none will be written, so that none have to be collected
+    num_samples: int  # per dump; becomes 0 where none will be written
     enabled: bool  # True on rank 0
 
     def __post_init__(self) -> None:

@@ -423,15 +423,17 @@ class Session:
         if not self.ranks.is_main:
             return
         seconds = {name: round(value, 3) for name, value in self.timer.seconds.items()}
-        record = {"steps": self.num_steps, "world_size": self.ranks.world_size, "seconds": seconds, **facts}
+        record = {"steps": self.steps_done, "world_size": self.ranks.world_size, "seconds": seconds, **facts}
         write_whole(self.run_dir / "finished.json", json.dumps(record, indent=2) + "\n")
         ledger = self.policy.engine.ledger
         if ledger and self.cfg.rm.vllm.sync.verify == "always":
             record = {"version": self.policy.version, "digests": ledger}
             write_whole(self.run_dir / "weights.json", json.dumps(record, indent=2) + "\n")
-        logger.info("finished %d steps%s", self.num_steps, "".join(f"; {name}: {fact}" for name, fact in facts.items()))
+        logger.info(
+            "finished %d steps%s", self.steps_done, "".join(f"; {name}: {fact}" for name, fact in facts.items())
+        )
         logger.info("seconds on rank 0: %s", seconds)
-        checkpoint = self.run_dir / f"checkpoint-{self.num_steps}"
+        checkpoint = self.run_dir / f"checkpoint-{self.steps_done}"
         logger.info("checkpoint: %s; curves: tensorboard --logdir %s", checkpoint, self.run_dir)
         logger.info("look at it: python -m tools.report %s", shlex.quote(str(self.run_dir)))
         if self.cfg.is_detection:

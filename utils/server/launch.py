@@ -114,7 +114,7 @@ def problems_of(launch: Launch, token: str | None) -> list[str]:
             "visible; they must be equal (see CUDA_VISIBLE_DEVICES, or make server GPUS=...)"
         )
     problems += model_problems(Path(launch.model.path), settings.vllm_max_model_len)
-    problems = problems or cpu_problems(launch) or split_problems(launch)
+    problems = problems or cpu_problems(launch) or split_problems(launch) or slot_problems(launch)
     return problems + argument_problems(settings.vllm_engine_kwargs)
 
 
@@ -155,6 +155,16 @@ def split_problems(launch: Launch) -> list[str]:
     devices = launch.settings.vllm_tensor_parallel_size
     rule = split_problem(text_config(read_config(launch.model.path)), devices)
     return [f"rollout_server.vllm_tensor_parallel_size={devices}: {rule}"] if rule else []
+
+
+def slot_problems(launch: Launch) -> list[str]:
+    """List what empties LoRA slots behind our back: with experts, replicas without requests run dummy batches beside
+    those that have some, and vLLM 0.32 removes all adapters after each."""
+    has_experts = "num_experts_per_tok" in text_config(read_config(launch.model.path))
+    if not (launch.settings.vllm_enable_lora and has_experts and launch.data_parallel_size > 1):
+        return []
+    way_out = "a model with experts needs 1 where vllm_enable_lora is true; set it to 1, or vllm_enable_lora to false"
+    return [f"rollout_server.vllm_data_parallel_size={launch.data_parallel_size}: {way_out}"]
 
 
 def model_problems(path: Path, max_model_len: int) -> list[str]:

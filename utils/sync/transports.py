@@ -70,7 +70,7 @@ class Transport:
         def check() -> None:
             check_servers()
             if time.monotonic() > deadline:
-                raise TimeoutError("a bucket was not taken by all servers before RM.vllm.sync.timeout_s")
+                raise TimeoutError("a bucket was not taken by all servers before sync.timeout_s")
 
         def pack(buffer: torch.Tensor, entry: WeightEntry, offset: int) -> None:
             view = buffer[offset : offset + entry.num_bytes].view(entry.dtype).view(entry.shape)

@@ -144,8 +144,8 @@ class StreamedUpdates:
         self._wrappers = {name: m for name, m in self.model.named_modules() if isinstance(m, BaseLayerWithLoRA)}
         for name, wrapper in self._wrappers.items():
             self.model.set_submodule(name, wrapper.base_layer)
+        self.update = WeightUpdate(self.model, self._parameters, self._ledger)  # from here on a failure is undone
         initialize_layerwise_reload(self.model)
-        self.update = WeightUpdate(self.model, self._parameters, self._ledger)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load one update. Raises RuntimeError with the first loading error after the last bucket."""

@@ -290,11 +290,9 @@ class WorkerExtension:
         slots = getattr(self.model_runner, "lora_manager", None)
         if adapter and slots is None:
             raise RuntimeError("the engine has no LoRA slots; start it with rollout_server.vllm_enable_lora: true")
-        self.finish_weight_update()
+        self.finish_weight_update()  # empties the slots
         if adapter:
             _fill_slot(slots, adapter)
-        elif slots is not None:
-            slots.remove_adapter(ADAPTER_ID)  # the weights that came have it merged in
         return self.weight_transfer_engine.missing
 
     def _weight_abort(self) -> None:
@@ -355,7 +353,6 @@ def _fill_slot(lora_manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor]
     with_slot = set(slots.modules).union(*slots.packed_modules.values())
     if without_slot := sorted(set(lora.loras) - with_slot):  # vLLM itself would ignore them
         raise ValueError(f"no LoRA slot in the engine for {', '.join(without_slot[:5])}")
-    slots.remove_adapter(ADAPTER_ID)
     slots.add_adapter(lora)
     slots.activate_adapter(ADAPTER_ID)
 

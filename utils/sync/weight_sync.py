@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from utils.dist import Ranks, capture_error
+from utils.rollout.link import CallTimeout
 from utils.sync.merged_weights import MergedWeights, WeightEntry, whole_groups
 from utils.sync.transports import GlooTransport, NcclTransport
 
@@ -101,8 +102,8 @@ class WeightSync:
     on_running: str = "wait"  # running requests wait, abort (and run again) or keep (SYN-9)
 
     fallback: str | None = field(default=None, init=False)  # why `mode` is not the configured one
-    num_syncs: int = field(default=0, init=False)
     ledger: dict[str, str] = field(default_factory=dict, init=False)  # digests as of the last verified sync
+    _is_first: bool = field(default=True, init=False)  # none has gone through the communicators that are open
     _servers_are_whole: bool = field(default=False, init=False)  # all hold one whole sync; else the next one is full
     # On rank 0, per server: the engine's parameters that each tensor goes into.
     _parameters: list[dict[str, list[str]]] = field(default_factory=list, init=False)
@@ -119,6 +120,7 @@ class WeightSync:
         Raises:
             RuntimeError: on every rank, with each server's url, group port and answer.
         """
+        self._is_first = True  # nothing is known of servers that were restarted (SYN-7)
         error = capture_error(self._open) if self.ranks.is_main else None
         self.ranks.raise_on_all_ranks(error, "opening the weight communicators")
 
@@ -183,7 +185,7 @@ class WeightSync:
         entries = [self.weights.entries[index] for index in chosen]
         start = time.monotonic()
         self._servers_are_whole = False
-        verify = self.verify == "always" or (self.verify == "first" and self.num_syncs == 0)
+        verify = self.verify == "always" or (self.verify == "first" and self._is_first)
         error = None
         if self.ranks.is_main:
             error = capture_error(self._send, version, entries, verify)
@@ -195,7 +197,7 @@ class WeightSync:
             ours = self.probe.logprobs()
             error = capture_error(self._check_probe, ours) if self.ranks.is_main else None
             self.ranks.raise_on_all_ranks(error, f"proving weight sync {version}")
-        self.num_syncs += 1
+        self._is_first = False
         self._servers_are_whole = True
         num_bytes = sum(entry.num_bytes for entry in entries)
         return SyncResult(version, len(entries), num_bytes, time.monotonic() - start, verify)
@@ -248,7 +250,11 @@ class WeightSync:
 
         def start_and_receive(index: int) -> dict[str, Any]:
             """While the server finishes its requests and prepares, the first bucket is packed here."""
-            self.client.post(index, "/start_weight_update/", {**label, "pause": self.on_running}, left())
+            try:
+                self.client.post(index, "/start_weight_update/", {**label, "pause": self.on_running}, left())
+            except CallTimeout as error:
+                hint = "; requests may have been running still: raise sync.timeout_s, or set async.on_sync: abort"
+                raise TimeoutError(f"{error}{hint if self.on_running == 'wait' else ''}") from error
             return self.client.post(index, "/update_weights/", metadata, left())
 
         def raise_early() -> None:
@@ -288,7 +294,7 @@ class WeightSync:
         """Check that every replica of every server computes with the learner's weights (SYN-7, second step)."""
         body = {"infer_request": self.probe.infer_request, "token_ids": self.probe.token_ids}
         for index in range(len(self.addresses)):
-            for request, ids in self.probe.prompts if self.num_syncs == 0 else ():
+            for request, ids in self.probe.prompts if self._is_first else ():
                 answer = self.client.post(index, "/probe/", {"infer_request": request}, self.timeout_s)
                 self.probe.check_prompt(ids, answer["prompt_token_ids"], self.client.url(index))
             answer = self.client.post(index, "/probe/", body, self.timeout_s)
