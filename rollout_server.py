@@ -15,7 +15,7 @@ import sys
 from typing import NoReturn
 
 from utils.config.load import ConfigError, exit_with, load_config_or_exit
-from utils.config.plan import add_plan_arguments, print_dry_run
+from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry_run
 from utils.rollout.access import access_token
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
 from utils.server.process import (
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and plan, start nothing")
     add_plan_arguments(parser)
     args = parser.parse_args()
+    fill_plan_arguments(parser, args)
 
     escape_logs()  # before vLLM's own loggers are set up, which keep this
     cfg, token = load_config_or_exit(args.config), access_token()

@@ -148,7 +148,8 @@ class CocoFile:
     def _name(self, category: dict[str, Any]) -> str:
         name = category.get("name")
         if not isinstance(name, str) or not name.strip() or SPECIAL_TOKEN.search(name) or SURROGATE.search(name):
-            raise ValueError(f"{self.path}: categories: {name!r} cannot be an object's description")
+            rule = "is no name, or spells a special token of a model; rename it"
+            raise ValueError(f"{self.path}: categories: {name!r} cannot be an object's description: it {rule}")
         return name.strip()
 
     def num_strays(self) -> int:

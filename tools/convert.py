@@ -212,7 +212,7 @@ def _checked_size(image: dict[str, Any], path: Path, exif: str | None) -> tuple[
         raise LeftOut("the image file's size differs from the annotations'")
     if orientation not in range(2, 9):
         return width, height, 1
-    if (width, height) != stored and given != (None, None):
+    if exif is None and (width, height) != stored and given != (None, None):
         exif = "stored" if given == stored else "shown"
     if exif is None:
         raise LeftOut("EXIF turns it, and nothing says whether its boxes are turned: --exif shown or --exif stored")
@@ -477,7 +477,8 @@ def _chosen(values: frozenset[str] | None, coco: CocoFile | Annotations) -> froz
     for name in sorted(chosen - names):
         near = difflib.get_close_matches(name, names, n=3) or sorted(names)[:10]
         hint = "; a name with a comma needs a --categories of its own" if any("," in known for known in names) else ""
-        raise ValueError(f"--categories: {coco.path} has no {name!r}; did you mean one of {', '.join(near)}?{hint}")
+        one_of = "one of " if len(near) > 1 else ""
+        raise ValueError(f"--categories: {coco.path} has no {name!r}; did you mean {one_of}{', '.join(near)}?{hint}")
     return chosen
 
 

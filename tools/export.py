@@ -66,6 +66,8 @@ def main() -> None:
     except (OSError, ValueError) as error:
         exit_with(f"{args.answers}: {reason_of(error)}")
     if any("score" not in found for record in records for found in record["pred"]):
+        if args.min_score:
+            exit_with(f"--min-score: {args.answers} has answers without a score; leave it out")
         print(f"{args.answers}: answers without a score; each counts as 1.0 (the backend gave no log-probabilities)")
     for record in records:
         record["pred"] = [found for found in record["pred"] if found.get("score", 1.0) >= args.min_score]

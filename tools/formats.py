@@ -117,7 +117,9 @@ def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
         path = folder / own
         try:
             root = xml.parse(path).getroot()  # noqa: S314
-        except (xml.ParseError, ValueError, LookupError) as error:  # the latter two: of its encoding
+        except xml.ParseError as error:
+            raise ValueError(f"{path}: not XML that can be read: {error}; correct or remove it") from None
+        except (ValueError, LookupError) as error:  # of its encoding
             raise ValueError(f"{path}: not XML that can be read: {error}; save it as UTF-8, or remove it") from None
         try:
             size = {side: int(float(root.findtext(f"size/{side}") or 0)) or None for side in ("width", "height")}
@@ -198,7 +200,8 @@ def _names_below(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
 
 def _refuse(error: OSError) -> None:
     """Raise instead of passing over a folder, as `os.walk` does: its images would be missing without a word."""
-    raise ValueError(f"{error.filename}: {error.strerror}; correct the path, or its permissions") from error
+    way_out = "name a folder" if isinstance(error, NotADirectoryError) else "correct the path, or its permissions"
+    raise ValueError(f"{error.filename}: {error.strerror}; {way_out}") from error
 
 
 def _yolo_objects(text: str, keypoints: int) -> list[dict[str, Any]]:

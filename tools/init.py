@@ -40,6 +40,7 @@ from utils.geometry import normal_label
 from utils.parsing import TokenTable
 
 SPLITS = {"train": 0.95, "val": 0.05}  # of a COCO file that comes alone
+FEW_IMAGES = 20  # to evaluate on
 MAX_PIXELS = 1 << 20  # of an image, as in the presets
 ROWS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12000)  # lengths of a packed row
 MAX_LINE_BYTES = 64 << 20  # a longer first line is that of a large COCO file; it is not parsed to find out
@@ -134,7 +135,8 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     }
     plan = fit(args.output, args.gpus, data, settings, args.device_gib)
     facts = f"{len(samples)} images to train on, {len(held_out)} to evaluate on, {data.num_classes} classes"
-    return f"# {facts}; {form.name}: {reason}\n", plan
+    few = "# these are few to choose the best checkpoint by; name more with --val FILE\n"
+    return f"# {facts}; {form.name}: {reason}\n{few if 0 < len(held_out) < FEW_IMAGES else ''}", plan
 
 
 def _name_of(data: Path) -> str:
@@ -186,7 +188,7 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
         train = _pick(data, "train")
         beside = _pick(data, "val", or_none=True)
         missing = f'{data} has no other file, or several, with "val" in the name'
-        val = val or (beside if beside != train else None)  # trainval.jsonl
+        beside = beside if beside != train else None  # trainval.jsonl
     elif not data.is_file():
         raise ValueError(f"--data {data}: no such file or folder")
     elif data.suffix.lower() in (".yaml", ".yml", ".xml", ".txt") and not has_sample_lines(data):
@@ -195,7 +197,9 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
     else:
         beside = data.with_name("val".join(data.name.rsplit("train", 1)))
         missing = f"there is no {beside}" if beside != data else f'{data.name} has no "train" that "val" could replace'
-        val = val or (beside if beside != data and beside.exists() else None)
+        beside = beside if beside != data and beside.exists() else None
+    if val is None and beside is not None:
+        val, missing = (beside, "") if beside.stat().st_size else (None, f"{beside} is empty")
     if train.suffix == ".jsonl" or has_sample_lines(train):
         if val is None:
             _say_no_val(missing)

@@ -613,6 +613,22 @@ def test_CFG_16_a_plan_is_for_at_least_one_learner(
         assert "argument --world-size: " in capsys.readouterr().err
 
 
+def test_CFG_16_what_a_plan_is_for_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CFG-16: a plan's command without `--dry-run` would train, or serve."""
+    import rollout_server
+    import train_grpo
+    import train_stage2
+
+    for program in (train_stage2, train_grpo, rollout_server):
+        for option in ("--world-size", "--device-gib"):
+            monkeypatch.setattr("sys.argv", ["program", "--config", "configs/demo/stage2.yaml", option, "2"])
+            with pytest.raises(SystemExit, match="2"):
+                program.main()
+            assert f"{option} says what a --dry-run plans for; add --dry-run, or leave" in capsys.readouterr().err
+
+
 def test_CFG_16_tensor_parallel_engines_share_weights_and_cache() -> None:
     """CFG-16: two devices hold half the weights each, and the cache of the engine is twice what one has left."""
     base = yaml_of("3v1")

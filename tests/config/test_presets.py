@@ -156,7 +156,7 @@ def test_the_learner_sets_up_and_trains_what_the_plan_counts_LRN_2(name):
     groups = given["optimizer"].param_groups
     assert sorted(id(p) for group in groups for p in group["params"]) == sorted(map(id, trained))
     assert sum(p.numel() for p in trained) == make_plan(cfg, learners(name)).model_size.trainable
-    rates = {group["name"].removesuffix("_no_decay"): group["lr"] for group in groups}
+    rates = {name.removesuffix("_no_decay"): rate for name, rate in learner._base_lrs.items()}
     parts = {"llm"} | ({"vit", "aligner"} if "vision" in kind(cfg) else set())
     parts |= {"embeddings"} if cfg.tuner.type == "full" or cfg.tuner.modules_to_save else set()
     assert set(rates) == parts and rates["llm"] == cfg.training.learning_rate

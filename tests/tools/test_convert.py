@@ -607,7 +607,7 @@ def test_a_byte_order_mark_does_no_harm(tmp_path):
 
 def test_a_wrong_category_name_is_met_with_the_right_one(tmp_path):
     path = coco_file(tmp_path, [])
-    with pytest.raises(ValueError, match="has no 'trafic light'; did you mean one of traffic light"):
+    with pytest.raises(ValueError, match="has no 'trafic light'; did you mean traffic light"):
         convert(path, tmp_path, tmp_path / "d.jsonl", Options(categories=frozenset({"trafic light"})))
 
 

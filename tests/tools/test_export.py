@@ -222,6 +222,9 @@ def test_answers_without_scores_get_one_and_it_is_said_TGT_14(tmp_path, answers,
     run(monkeypatch, file, "--output", tmp_path / "out")
     assert "answers without a score; each counts as 1.0" in capsys.readouterr().out
     assert json.loads((tmp_path / "out/results.json").read_text())[0]["score"] == 1.0
+    with pytest.raises(SystemExit, match="2"):  # none would be left out
+        run(monkeypatch, file, "--output", tmp_path / "d.jsonl", "--to", "jsonl", "--min-score", "0.5")
+    assert "has answers without a score; leave it out" in capsys.readouterr().err
 
 
 def test_jsonl_is_read_back_as_annotation_DAT_1(tmp_path, answers, monkeypatch):

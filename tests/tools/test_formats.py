@@ -609,6 +609,7 @@ def test_boxes_of_a_turned_image_lie_where_training_shows_their_objects(tmp_path
     if orientation >= 5 and size[0] != size[1]:  # the annotated size tells
         assert found(stored, size)[0]["objects"][0]["bbox_2d"] == shown
         assert found(shown, shown_size)[0]["objects"][0]["bbox_2d"] == shown
+        assert found(shown, size, exif="shown")[0]["objects"][0]["bbox_2d"] == shown  # the user knows better
     else:
         with pytest.raises(
             ValueError, match="nothing says whether its boxes are turned: --exif shown or --exif stored"

@@ -309,6 +309,17 @@ def test_the_last_train_of_a_name_is_that_of_the_split(tmp_path, capsys, train, 
     assert capsys.readouterr().out == ""
 
 
+def test_an_empty_file_that_is_found_is_no_validation_data(tmp_path, capsys):
+    """A split of few images may get none. A file that is named is read, and told to be empty."""
+    train, val = tmp_path / "cl_train.jsonl", tmp_path / "cl_val.jsonl"
+    train.write_text("{}")
+    val.touch()
+    for data in (train, tmp_path):
+        assert find_data(data, None, None) == (train, None)
+        assert f"# no validation data: {val} is empty. Name a file with --val" in capsys.readouterr().out
+    assert find_data(train, val, None) == (train, val)
+
+
 def test_coco_files_are_split_unless_they_are_too_few_or_come_in_two(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     annotations = write_coco(tmp_path / "photos")

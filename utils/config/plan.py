@@ -218,9 +218,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser, num_learners: int = 1) -
     """Add what `--dry-run` plans for."""
     add = parser.add_argument
     learners = f"learner GPUs to plan for, as many as `make train GPUS=` names (--dry-run only; default {num_learners})"
-    add("--world-size", type=at_least_one, default=num_learners, help=learners)
+    add("--world-size", type=at_least_one, help=learners)
     told = f"memory of one GPU to plan for (--dry-run only; default {DEVICE_GIB})"
-    add("--device-gib", type=at_least_one, default=DEVICE_GIB, metavar="GIB", help=told)
+    add("--device-gib", type=at_least_one, metavar="GIB", help=told)
+
+
+def fill_plan_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace, num_learners: int = 1) -> None:
+    """Put defaults where nothing is given; exit with status 2 where something is without `--dry-run`."""
+    given = {"--world-size": args.world_size, "--device-gib": args.device_gib}
+    if not args.dry_run and (names := [name for name, value in given.items() if value is not None]):
+        parser.error(f"{names[0]} says what a --dry-run plans for; add --dry-run, or leave {names[0]} out")
+    args.world_size, args.device_gib = args.world_size or num_learners, args.device_gib or DEVICE_GIB
 
 
 def at_least_one(text: str) -> int:

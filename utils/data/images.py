@@ -158,6 +158,8 @@ def _opened(image: str | os.PathLike) -> Iterator[Image.Image]:
         raise OSError(f"{shortened(image)}: bad base64: {error}") from None
     except FileNotFoundError:
         raise FileNotFoundError(f"{shortened(image)}: no such image") from None
+    except NotADirectoryError:
+        raise OSError(f"{shortened(image)}: in something that is no folder, and no uncompressed .tar file") from None
     except UnidentifiedImageError:
         rule = f"not an image that can be read; formats: {', '.join(FORMATS)}"
         raise OSError(f"{shortened(image)}: {rule}") from None

@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar
 
 from utils.config.checkpoint_files import adapter_problems, checkpoint_problems
 from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
-from utils.config.plan import add_plan_arguments, print_dry_run
+from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry_run
 from utils.dist import capture_error
 from utils.families import longest_sequence, read_config
 from utils.run.inputs import KINDS, data_problems
@@ -97,7 +97,8 @@ def parse_args(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file; everything is set there")
     parser.add_argument("--dry-run", action="store_true", help="check the config, print the plan, touch no device")
-    add_plan_arguments(parser, int(os.environ.get("WORLD_SIZE", 1)))
+    num_learners = int(os.environ.get("WORLD_SIZE", 1))
+    add_plan_arguments(parser, num_learners)
     parser.add_argument(
         "--resume", nargs="?", const="auto", metavar="CHECKPOINT", help="instead of training.resume_from_checkpoint"
     )
@@ -109,4 +110,6 @@ def parse_args(description: str) -> argparse.Namespace:
         help="resume although data files (with as many samples as before) or the base model are not what they were",
     )
     parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher")
-    return parser.parse_args()
+    args = parser.parse_args()
+    fill_plan_arguments(parser, args, num_learners)
+    return args
