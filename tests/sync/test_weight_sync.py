@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +17,33 @@ from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForC
 from utils.config.load import load_config
 from utils.config.released import MODELS
 from utils.learner.model import apply_tuner
-from utils.sync.merged_weights import _MERGE_BLOCK_BYTES, Adapter, MergedWeights, _merge_into
+from utils.sync.merged_weights import _MERGE_BLOCK_BYTES, Adapter, MergedWeights, WeightEntry, _merge_into
 from utils.sync.wire import bucket_layouts
 
 
 @pytest.fixture(scope="module")
 def base_model(start_model):
     return AutoModelForImageTextToText.from_pretrained(start_model, dtype=torch.float32)
+
+
+def test_a_copy_on_a_gpu_is_complete_before_gathered_memory_is_freed_SYN_2(monkeypatch):
+    """SYN-2, ZeRO-3: copies on a GPU are asynchronous. A stand-in pretends the GPU."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def gathered(parts):
+        yield
+        events.append("freed")
+
+    monkeypatch.setattr("deepspeed.zero.GatheredParameters", gathered)
+    stream = SimpleNamespace(synchronize=lambda: events.append("complete"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    weights = MergedWeights(torch.nn.Linear(2, 2))
+    for is_cuda in (True, False):
+        sharded = SimpleNamespace(ds_id=1, is_cuda=is_cuda)
+        with weights.gathered(WeightEntry("x", sharded, None)):
+            events.append("copy")
+    assert events == ["copy", "complete", "freed", "copy", "freed"]
 
 
 def tuned(base_model, *, use_dora: bool, modules_to_save=None, dtype=torch.float32, alpha=16):
