@@ -200,8 +200,10 @@ def test_verify_first_checks_the_first_sync_only_SYN_7(weights):
     assert sync.sync("run:0").verified
     server.wrong = "1.weight"  # would be noticed, if it were looked at
     assert not sync.sync("run:1").verified
-    server.wrong = ""
+    server.wrong, sync.probe = "", Probe({}, [5, 6], lambda: np.array([-1.0, -2.0]))
+    sync.probe.noise = 0.5
     sync.open()  # after servers were lost: they may have been restarted
+    assert sync.probe.noise is None
     assert sync.sync("run:2").verified and not sync.sync("run:3").verified
     assert not sync_with(StandIn(weights, wrong="1.weight"), verify="off").sync("run:0").verified
 

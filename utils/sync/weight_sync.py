@@ -56,7 +56,7 @@ class Probe:
     token_ids: list[int]
     logprobs: Callable[[], np.ndarray]
     prompts: Sequence[tuple[dict[str, Any], list[int]]] = ()
-    noise: float | None = field(default=None, init=False)  # mean gap at the run's first sync, when adapters are new
+    noise: float | None = field(default=None, init=False)  # mean gap at the first sync after `open`
 
     def check(self, ours: np.ndarray, theirs: Sequence[float], dtype: torch.dtype, where: str) -> None:
         """Raise RuntimeError where the engine is further off than rounding explains: in float32 1e-3 for every token,
@@ -121,6 +121,8 @@ class WeightSync:
             RuntimeError: on every rank, with each server's url, group port and answer.
         """
         self._is_first = True  # nothing is known of servers that were restarted (SYN-7)
+        if self.probe is not None:
+            self.probe.noise = None  # they are judged as in a resumed run
         error = capture_error(self._open) if self.ranks.is_main else None
         self.ranks.raise_on_all_ranks(error, "opening the weight communicators")
 
