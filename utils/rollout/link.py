@@ -30,6 +30,8 @@ class RolloutError(RuntimeError):
 class CallFailed(RolloutError):
     """One HTTP call failed; `status` and `body` are those of a response other than 200."""
 
+    is_timeout = False
+
     def __init__(self, url: str, detail: str, status: int | None = None, body: str = "") -> None:
         super().__init__(f"{url}: {detail}")
         self.detail = detail
@@ -44,6 +46,8 @@ class CallFailed(RolloutError):
 
 class CallTimeout(CallFailed):
     """The response was not complete in time."""
+
+    is_timeout = True
 
 
 class Link(HTTPAdapter):

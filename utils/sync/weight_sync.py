@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from utils.dist import Ranks, capture_error
-from utils.rollout.link import CallTimeout
 from utils.sync.merged_weights import MergedWeights, WeightEntry, whole_groups
 from utils.sync.transports import GlooTransport, NcclTransport
 
@@ -254,9 +253,11 @@ class WeightSync:
             """While the server finishes its requests and prepares, the first bucket is packed here."""
             try:
                 self.client.post(index, "/start_weight_update/", {**label, "pause": self.on_running}, left())
-            except CallTimeout as error:
-                hint = "; requests may have been running still: raise sync.timeout_s, or set async.on_sync: abort"
-                raise TimeoutError(f"{error}{hint if self.on_running == 'wait' else ''}") from error
+            except RuntimeError as error:
+                if self.on_running != "wait" or not getattr(error, "is_timeout", False):
+                    raise
+                hint = "requests may have been running still: raise sync.timeout_s, or set async.on_sync: abort"
+                raise TimeoutError(f"{error}; {hint}") from error
             return self.client.post(index, "/update_weights/", metadata, left())
 
         def raise_early() -> None:
