@@ -40,7 +40,6 @@ from utils.geometry import normal_label
 from utils.parsing import TokenTable
 
 SPLITS = {"train": 0.95, "val": 0.05}  # of a COCO file that comes alone
-FEW_IMAGES = 20  # to evaluate on
 MAX_PIXELS = 1 << 20  # of an image, as in the presets
 ROWS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12000)  # lengths of a packed row
 MAX_LINE_BYTES = 64 << 20  # a longer first line is that of a large COCO file; it is not parsed to find out
@@ -135,8 +134,7 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     }
     plan = fit(args.output, args.gpus, data, settings, args.device_gib)
     facts = f"{len(samples)} images to train on, {len(held_out)} to evaluate on, {data.num_classes} classes"
-    few = "# these are few to choose the best checkpoint by; name more with --val FILE\n"
-    return f"# {facts}; {form.name}: {reason}\n{few if 0 < len(held_out) < FEW_IMAGES else ''}", plan
+    return f"# {facts}; {form.name}: {reason}\n", plan
 
 
 def _name_of(data: Path) -> str:

@@ -120,6 +120,11 @@ def test_dat_6_what_is_not_in_a_shard(tmp_path):
             image_size(missing)
     with pytest.raises(OSError, match="not an image"):
         image_size(f"{path}/a.json")
+    (tmp_path / "000.tar.gz").write_bytes(b"compressed")
+    with pytest.raises(
+        OSError, match="000.tar.gz/a.png: in something that is no folder, and no uncompressed .tar file"
+    ):
+        image_size(f"{tmp_path}/000.tar.gz/a.png")
     (tmp_path / "002.tar").write_bytes(b"no tar file" * 100)
     with pytest.raises(OSError, match=r"002.tar"):
         image_size(f"{tmp_path}/002.tar/a.png")

@@ -75,9 +75,8 @@ def test_the_first_step_is_adams_first_LRN_2(tmp_path, start_model, ranks, deeps
     tuner = {"freeze_vit": False, "freeze_aligner": False}
     learner = matching_learner(tmp_path, start_model, ranks, "stop", deepspeed, "bfloat16", tuner)
     optimizer = learner.engine.optimizer
-    for halves, masters in (
-        zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True) if deepspeed == "zero0" else ()
-    ):
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True) if deepspeed == "zero0" else ()
+    for halves, masters in groups:
         assert all(torch.equal(half.float(), master) for half, master in zip(halves, masters, strict=True))
     learner.step(matching_rows(learner, is_bad=False), MatchingObjective(Losses()), 0)
     states = optimizer.optimizer.state.values()
@@ -325,7 +324,12 @@ def matching_learner(
             "train_jsonl": "none",
             "extra": {"rollout_matching": matching},
         },
-        "training": {"output_dir": str(folder), "gradient_accumulation_steps": 2, "on_nan_loss": on_nan_loss},
+        "training": {
+            "output_dir": str(folder),
+            "gradient_accumulation_steps": 2,
+            "on_nan_loss": on_nan_loss,
+            "weight_decay": 0.1,
+        },
         "deepspeed": deepspeed,
     }
     return Learner(build_config(config), ranks, num_steps=100)

@@ -170,7 +170,6 @@ def test_a_broken_connection_is_named_by_its_innermost_cause():
 
 def test_con_5_a_connection_that_a_firewall_dropped_is_noticed(monkeypatch):
     """CON-5: `/infer/` sends nothing for minutes; the system asks the other end meanwhile, also through a proxy."""
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     for own in ("http://{}", "http://rollout.example.org"):
         with listening(answering(REFUSED, [])) as address:
             monkeypatch.setenv("http_proxy", f"http://{address}")

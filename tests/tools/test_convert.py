@@ -584,7 +584,7 @@ def test_dat_1_what_is_written_passes_every_check_of_training(tmp_path):
         ('{"images": [3]}', "images: must be a list of objects, contains 3"),
         (
             '{"images": [{"id": 1}], "categories": [{"id": 1, "name": "<|im_end|>"}]}',
-            "cannot be an object's description",
+            "cannot be an object's description: it is no name, or spells a special token of a model; rename it",
         ),
         ('{"images": [{"id": 1, "file_name": "no.png"}]}', "no image is left to write"),
         ("\x00\xff", "not valid JSON"),

@@ -59,7 +59,7 @@ def test_DAT_1_pascal_voc(folder):
     assert rows_of(folder, "voc", folder / "voc", options=Options(keep_crowd=True)) == {"a.png": [CAT, DOG]}
     (folder / "voc" / "b.xml").write_text("<annotation>")
     assert json.loads((folder / "data.jsonl").read_text())["annotated"] == ["cat", "dog"]  # an owl has no box
-    with pytest.raises(ValueError, match="b.xml: not XML that can be read: "):
+    with pytest.raises(ValueError, match="b.xml: not XML that can be read: .*; correct or remove it"):
         rows_of(folder, "voc", folder / "voc")
     (folder / "voc" / "b.xml").write_text(VOC.replace("<width>100", "<width>x"))
     with pytest.raises(ValueError, match="b.xml: size: .*delete it to use the image's own"):
@@ -229,6 +229,8 @@ def test_a_folder_that_may_not_be_read_ends_the_conversion_DAT_1(folder, kind, m
     monkeypatch.setattr(os, "scandir", closed_to_us)
     closed_folders = ["lost+found"]
     assert rows_of(folder, kind, labels)["a.png"] == [CAT]
+    with pytest.raises(ValueError, match="Not a directory; name a folder$"):
+        rows_of(folder, kind, labels / "classes.txt")
     closed_folders = ["more"]
     with pytest.raises(ValueError, match="more: Permission denied; correct the path, or its permissions"):
         rows_of(folder, kind, labels)
