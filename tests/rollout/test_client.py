@@ -1,15 +1,18 @@
 """The HTTP client against a small server in this process that can misbehave on command."""
 
+import gc
 import json
+import os
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
@@ -20,7 +23,7 @@ from utils.config.rollout import Server, ServerSettings
 from utils.rollout import link as rollout_link
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import CallFailed, CallTimeout, RolloutError
-from utils.rollout.round import ServerGone, SlotGate
+from utils.rollout.round import InferJob, Round, ServerGone, SlotGate
 
 METRICS = b"""# HELP rollout_running by replica
 rollout_running{replica="0"} 3.0
@@ -907,6 +910,36 @@ def test_no_thread_outlives_a_round():
         assert left == []
 
 
+def num_sockets():
+    """Of this process."""
+    links = (Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
+
+
+def test_no_connection_outlives_its_use():
+    """Those of watches and of cancelled calls; a run of many steps would end for want of file descriptors."""
+
+    def make_calls():
+        infer(client, 1)
+        with suppress(RolloutError), client.link(0) as link:
+            link.request("GET", "/health/", 5.0)
+            link.cancel(RolloutError("not wanted"))
+
+    with setting(1) as (client, (server,)):
+        server.on_infer = lambda body: (time.sleep(0.4), server.answer(body))[1]  # a watch polls every 0.25 s
+        make_calls()
+        gc.disable()  # it would close some, late
+        try:
+            deadline, before = time.monotonic() + 5.0, num_sockets()
+            for _ in range(4):
+                make_calls()
+            while num_sockets() > before and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert num_sockets() <= before
+        finally:
+            gc.enable()
+
+
 @pytest.fixture
 def interrupt():
     """Function that sends Ctrl-C to the main thread, once `when()` holds. Tests side by side would ignore it."""
@@ -962,6 +995,21 @@ def test_a_lost_round_does_not_spoil_the_next():
         server.on_infer, server.on_health = server.answer, healthy
         assert client.wait_ready() == []
         assert tokens(infer(client, 3)) == [[[100]], [[101]], [[102]]]
+
+
+def test_con_5_what_ends_a_call_too_late_does_not_end_the_next_one():
+    """CON-5: connections are lent again; a round that has ended and a stop after a post let go of theirs."""
+    with setting(1) as (client, (server,)):
+        job = InferJob(bodies(2), {}, 100, {}, [None] * 2)
+        ended = Round(client, job, range(2))
+        ended.run()
+        with client.link(0) as lent:
+            ended.cancel(RolloutError("too late"))
+            assert lent.error is None
+        assert client.post(0, "/infer/", {"infer_requests": bodies(1), "request_config": {"seed": 1}})
+        with client.link(0) as lent:
+            client.cut_posts("too late")
+            assert lent.error is None
 
 
 # Records
