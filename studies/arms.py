@@ -20,6 +20,7 @@ EMBED_SHARE = 0.1  # embed_lr, of the learning rate
 UNTUNED = " (rate of equal steps)"
 EQUAL_SECONDS = ", equal seconds"
 KL = f"{RM}.losses.reference_kl"
+OFFLINE_PROGRAM = "studies.offline_stage2"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ class Arm:
         is_on_policy: its rollouts come from the policy in training.
         is_rival: an on-policy arm has to beat it, at equal steps and at equal seconds.
         labels: answers that it is trained on besides the annotation. Those of the start model or of a teacher of its
-            size are made once for all training images, which costs as much time as rollouts; those of a later policy at
-            each step.
+            size are made once for all training images, which costs time, too; those of a later policy at each step.
         only_annotated: the data annotate some classes only.
         scores_start: its first test run scores the start model on the test images, too.
         scored_as: added to the names of the files that it is scored on, where its prompts are its own.
@@ -59,6 +59,11 @@ class Arm:
     @property
     def has_labels_made_once(self) -> bool:
         return self.labels in ("start model", "teacher")
+
+    @property
+    def makes_labels_anew(self) -> bool:
+        """Whether its runs generate at each step what other arms have made once, and so tell what that costs."""
+        return self.has_labels_made_once and self.program == OFFLINE_PROGRAM
 
     @property
     def makes_rollouts(self) -> bool:
@@ -120,6 +125,10 @@ class Study:
     @property
     def on_policy(self) -> list[str]:
         return [arm.name for arm in self.arms if arm.is_on_policy]
+
+    @property
+    def label_maker(self) -> Arm | None:
+        return next((arm for arm in self.arms if arm.makes_labels_anew), None)
 
     @property
     def untuned(self) -> list[str]:
@@ -276,16 +285,20 @@ def num_left(records: Sequence[Record], study: Study) -> int:
 
 
 def has_seconds(records: Sequence[Record], study: Study, arm: Arm) -> bool:
-    """Whether the steps of equal seconds can be fixed: all seeds of the arm and of the clock have finished."""
-    done = [[find(records, job) for job in tests(records, study, one, False)] for one in (arm, study.clock)]
+    """Whether the steps of equal seconds can be fixed: all seeds of the arm and of the clock have finished, and where
+    one of both has labels made once, those of the arm that tells what they cost."""
+    needed = [arm, study.clock]
+    if study.label_maker and arm.has_labels_made_once != study.clock.has_labels_made_once:
+        needed.append(study.label_maker)
+    done = [[find(records, job) for job in tests(records, study, one, False)] for one in needed]
     return all(runs and all(runs) for runs in done)
 
 
 def num_steps(job: Job, records: Sequence[Record]) -> int:
     """Number of optimizer steps: the study's, or as many as fit into the quiet seconds of its clock.
 
-    The start model's answers to all training images cost seconds too, once: as much as so many rollouts of the clock.
-    Labels that are refreshed cost a rollout at every step. Still no arm gets fewer steps than the clock.
+    The start model's answers to all training images cost seconds too, once (`seconds_of_answers`). Labels that are
+    refreshed cost a rollout at every step. Still no arm gets fewer steps than the clock.
     """
     study, arm = job.study, job.arm
     common = int(study.training["max_steps"])
@@ -295,9 +308,10 @@ def num_steps(job: Job, records: Sequence[Record]) -> int:
     of_task = [run for run in records if run["task"] == study.name and run["material"] == study.material]
     if decided := [run["steps"] for run in of_task if run["variant"].startswith(name)]:
         return decided[0]
-    answers = seconds_of_answers(records, study)
-    given = common * step_seconds(records, study, study.clock) + answers * study.clock.has_labels_made_once
-    return max(common, round((given - answers * arm.has_labels_made_once) / step_seconds(records, study, arm)))
+    given = common * step_seconds(records, study, study.clock)
+    if charged := arm.has_labels_made_once - study.clock.has_labels_made_once:
+        given -= charged * seconds_of_answers(records, study)
+    return max(common, round(given / step_seconds(records, study, arm)))
 
 
 def step_seconds(records: Sequence[Record], study: Study, arm: Arm) -> float:
@@ -311,9 +325,15 @@ def step_seconds(records: Sequence[Record], study: Study, arm: Arm) -> float:
 
 
 def seconds_of_answers(records: Sequence[Record], study: Study) -> float:
-    """Seconds of the start model's answers to all training images: those of as many answers of the clock's rollouts."""
-    rollout = min(run["step_seconds"]["rollout"] for run in tests_and_tuned(records, study, study.clock))
-    return rollout * study.num_train / answers_per_step(study, study.clock)
+    """Seconds of the start model's answers to all training images, by the rollouts of the arm that makes them anew.
+
+    Those of the policy take up to twice as long, with adapters beside the weights. Where a version has no such arm,
+    nothing is charged, which gives the rivals more steps.
+    """
+    if (maker := study.label_maker) is None:
+        return 0.0
+    rollout = min(run["step_seconds"]["rollout"] for run in tests_and_tuned(records, study, maker))
+    return rollout * study.num_train / answers_per_step(study, maker)
 
 
 def answers_per_step(study: Study, arm: Arm) -> int:

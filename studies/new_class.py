@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from studies.arms import KL, Arm, Study
+from studies.arms import KL, OFFLINE_PROGRAM, Arm, Study
 from studies.new_class_data import MATERIALS, NEW_LABELS, SPLITS, prepare
 from utils.config.schema import RM
 
@@ -25,7 +25,7 @@ REFRESHED = Arm(
 )
 OFFLINE = Arm(
     "start model's answers + KL",
-    program="studies.offline_stage2",
+    program=OFFLINE_PROGRAM,
     has_kl=True,
     is_rival=True,
     labels="start model",

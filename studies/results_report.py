@@ -158,7 +158,7 @@ def short_of_seconds(records: Sequence[Record], study: Study) -> str:
 def seconds(records: Sequence[Record], study: Study, name: str) -> float | None:
     """Undisturbed seconds of all steps of a test run and of answers made once; None where they are not known yet."""
     arm, runs = arm_of(study, name), tests_of(records, study, name)
-    needed = [arm, study.clock] if arm.has_labels_made_once else [arm]
+    needed = [arm, study.label_maker] if arm.has_labels_made_once and study.label_maker else [arm]
     if not runs or not all(tests_and_tuned(records, study, one) for one in needed):
         return None
     answers = seconds_of_answers(records, study) if arm.has_labels_made_once else 0.0
