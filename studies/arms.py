@@ -333,13 +333,7 @@ def seconds_of_answers(records: Sequence[Record], study: Study) -> float:
     if (maker := study.label_maker) is None:
         return 0.0
     rollout = min(run["step_seconds"]["rollout"] for run in tests_and_tuned(records, study, maker))
-    return rollout * study.num_train / answers_per_step(study, maker)
-
-
-def answers_per_step(study: Study, arm: Arm) -> int:
-    """Number of answers in a rollout: one for each sample, or GRPO's group for each prompt."""
-    config = resolve_yaml(arm.config or study.config)[0]
-    return int(config["training"]["per_device_train_batch_size"]) * config.get("rlhf", {}).get("num_generations", 1)
+    return rollout * study.num_train / int(study.training["per_device_train_batch_size"])
 
 
 def tests_and_tuned(records: Sequence[Record], study: Study, arm: Arm) -> list[Record]:

@@ -29,21 +29,26 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     is_native = kind in ("native", "fused")
     make_texts = _native_answers if is_native else _training_answers
     texts = [answer for _ in range(300) for answer in make_texts(rng)]
-    backend = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if kind in ("qwen", "native") else byte_level
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = make_tokenizer_for(texts, splits_words=kind in ("qwen", "native"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
     if not is_native:
         tokenizer.add_tokens([AddedToken(f"<|coord_{k}|>", normalized=False) for k in range(1000)])
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
     return tokenizer
+
+
+def make_tokenizer_for(texts: list[str], splits_words: bool = True) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on these texts."""
+    backend = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if splits_words else byte_level
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import itertools
 import logging
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -303,6 +304,16 @@ def test_row_check_names_the_sample_tgt_8(collate, index):
     broken.coord_index = np.array([index if index < 6 else 9])
     with pytest.raises(ValueError, match="sample broken: .*answer \\[2, 6\\)"):
         collate([broken, labelled_segment("fine", 6)], counting_positions, COORD_IDS, DUMMY)
+
+
+@pytest.mark.parametrize("collate", [collate_packed, collate_padded])
+def test_row_check_names_the_sample_whose_index_lies_behind_the_row_tgt_8(collate):
+    """TGT-8: the last segment's own length. An image keeps the dummy, which would follow it, away."""
+    broken = replace(
+        labelled_segment("broken", 5), coord_index=np.array([6]), vision={"pixel_values": torch.ones(1, 1)}
+    )
+    with pytest.raises(ValueError, match="sample broken: .*answer \\[2, 6\\).* at supervised index 6"):
+        collate([broken], counting_positions, COORD_IDS, DUMMY)
 
 
 def test_images_that_do_not_fit_name_the_sample_pck_4():

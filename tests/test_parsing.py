@@ -355,6 +355,8 @@ def test_tgt_2_malformed_object_is_counted_and_harms_no_other(kind: str, reason:
         '{"desc": "a, "bbox_2d": ' + BOX,
         '{"desc": "a", "bbox_2d": ' + BOX[:-1],
         '{"desc": "a", "bbox_2d": [<|coord_1|>, <|coord_2|>',
+        '{"desc": "a", "bbox_2d": [<|coord_1|>, <|coord_2|>,',
+        '{"desc": "a", "bbox_2d": [',
         '{"desc": "a"',
         '{"desc": "a", "more": {"x": 1}',
         "{",

@@ -8,6 +8,7 @@ import functools
 import json
 import random
 import re
+import unicodedata
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from tests.answers import make_table, make_tokenizer
 from utils.answer_format import INTERNVL, QWEN3VL
@@ -273,6 +274,41 @@ def test_the_models_own_opening_is_kept_and_not_learnt_TGT_3_FAM_4(kind):
         assert text_of(target.answer_ids, kind) == INTERNVL.write(gt, opening) + "<|im_end|>"
         before = text_of(target.answer_ids[: target.text_index[0]], kind)
         assert before.rstrip("<") in (opening, opening.rstrip()) or matches and before.startswith(opening)
+
+
+@pytest.mark.parametrize("arrangement", [Arrangement(), Arrangement(unmatched="drop_duplicates", place="order")])
+def test_an_opening_that_the_tokenizer_composes_is_as_long_as_it_is_written_TGT_6_FAM_4(arrangement):
+    """Accents apart from their letters become one character (NFC), as in Qwen's tokenizers."""
+    tokenizer = copy.deepcopy(make_tokenizer("native"))
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    table = TokenTable.from_tokenizer(tokenizer, INTERNVL)
+    apart = unicodedata.normalize("NFD", "Caféééé: ")
+    parsed = parse_answer(
+        table.spell((apart + INTERNVL.write_object(CAR) + INTERNVL.write_object(CAR)).encode()), table
+    )
+    for prediction, gt in (
+        (parsed, [DOG, CAR]),
+        (parse_answer(table.spell((apart + "<ref>ca").encode()), table), [DOG]),
+    ):
+        matches = [(0, 1)] if prediction.objects else []
+        options = TargetOptions(label="ignore", arrangement=arrangement)
+        target = build_target(prediction, gt, matches, table, options)
+        learnt_text = b"".join(table.bytes_of[i] for i in target.answer_ids[target.text_index]).decode()
+        assert INTERNVL.write_object(DOG) in learnt_text, learnt_text
+
+
+def test_a_list_whose_label_is_not_annotated_may_have_more_boxes_TGT_12_FAM_4():
+    """TGT-12, `supervise_closing: complete`: nothing ends it, whoever wrote its boxes. That of an annotated label is
+    ended."""
+    options = TargetOptions(supervise_closing="complete")
+    for label, ends_list in (("red", False), ("blue", True)):
+        text = f"<ref>{label}</ref><box>[[1, 2, 3, 4], [5, 6, 7, 8], [9, 1"
+        found = Object(label, "bbox_2d", (1, 2, 3, 4))
+        for arrangement in (Arrangement(), Arrangement(place="order")):
+            own = replace(options, arrangement=arrangement)
+            target = build_target(parse_text(text, "native"), [found], [(0, 0)], table_of("native"), own, {"blue"})
+            closing = text_of(target.answer_ids[target.text_index], "native").endswith("]</box>")
+            assert closing == ends_list and text_of(target.answer_ids, "native").endswith("]]</box><|im_end|>")
 
 
 SPELLED = "<|im_end|>"  # as a model writes it in ordinary tokens

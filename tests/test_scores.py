@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
-from tests.answers import make_table, make_tokenizer
+from tests.answers import make_table, make_tokenizer, make_tokenizer_for
+from utils.answer_format import QWEN3VL
 from utils.data.samples import Sample
 from utils.geometry import Object, normal_label
 from utils.parsing import ParsedAnswer, PredObject, parse_answer
@@ -146,6 +147,15 @@ def test_duplicates_are_later_repeats_of_the_same_thing():
     assert count_duplicates([RED, FAR]) == 0
 
 
+def test_two_true_objects_at_nearly_one_place_are_no_duplicates_LRN_9_TGT_11():
+    """LRN-9, TGT-11: only what matches nothing repeats anything, also where the first of two is the worse one."""
+    near = box("red", 0, 0, 100, 98)
+    assert count_sample(parsed(RED, near), [RED, near], 0.5, False)["duplicates"] == 0
+    assert count_sample(parsed(RED, near, RED), [RED, near], 0.5, False)["duplicates"] == 1
+    assert count_sample(parsed(near, RED), [RED], 0.5, False)["duplicates"] == 1
+    assert count_sample(parsed(near, RED), [], 0.5, False)["duplicates"] == 1
+
+
 def test_predictions_of_labels_that_are_not_annotated_are_neutral_TGT_12():
     """TGT-12: the far blue is not held against the model, the far red is; a neutral label that matches still counts."""
     far_blue = box("Blue ", 700, 0, 800, 100)
@@ -201,6 +211,23 @@ def test_records_have_the_size_of_the_first_image_DAT_2():
     sample = Sample("x", ["a.png", "b.png"], [(480, 640), (9, 9)], 1000, 1000, [RED], [], "x.jsonl:1")
     record = prediction_record(sample, parsed())
     assert (record["width"], record["height"]) == (640, 480)
+
+
+def test_tokens_that_spell_the_one_at_the_cut_anew_have_its_probability_TGT_14():
+    """TGT-14: `.)"}]` is one token, and `.`, `)`, `"}` are the prefix's."""
+    labels = ("no.)", "dog", "car (left)", 'sign "A"')
+    objects = [box(label, x, 1, x + 9, 9) for label in labels for x in range(100)]
+    tokenizer = make_tokenizer_for([QWEN3VL.write([obj], "[") for obj in objects])
+    table = TokenTable.from_tokenizer(tokenizer, QWEN3VL)
+    ids = table.encode(QWEN3VL.write(objects[:1], "["))
+    assert table.bytes_of[ids[-1]] == b'.)"}]' and b"no" in table.bytes_of[ids[-2]]
+    answer = parse_answer(ids, table)
+    assert len(answer.prefix_ids) > len(ids) and answer.objects
+    logprobs = np.full(len(ids), -9.0)
+    is_number = [table.bytes_of[i].isdigit() for i in ids]
+    own = [*np.flatnonzero(is_number)[1:], len(ids) - 2, len(ids) - 1]  # behind the 2 of `bbox_2d`
+    logprobs[own] = np.linspace(-0.1, -0.5, len(own))
+    assert confidences(answer, logprobs.tolist()) == pytest.approx([np.exp(logprobs[own].mean())])
 
 
 def test_counting_error_duplicates_and_giant_boxes_LRN_9():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from utils.scores import IOUS, count_giants, is_wrong_if_unmatched, scores
+from utils.scores import IOUS, count_giants, is_wrong_if_unmatched, repeated, scores
 
 if TYPE_CHECKING:
     from utils.data.samples import Sample
@@ -114,9 +114,7 @@ def repeats(completion: Completion, sample: Sample) -> set[int]:
     """Unmatched predictions that overlap a matched or an earlier one of the same label by `iou_threshold`."""
     overlaps = completion.overlaps(sample)
     matched = [p for p, _ in overlaps.matches(completion.iou_threshold)]
-    near = overlaps.mutual >= completion.iou_threshold
-    found = np.flatnonzero(np.tril(near, k=-1).any(axis=1) | near[:, matched].any(axis=1))
-    again = set(found.tolist()) - set(matched)
+    again = repeated(overlaps.mutual, matched, completion.iou_threshold)
     return {p for p in again if is_wrong_if_unmatched(overlaps.predicted[p], sample.annotated)}
 
 

@@ -133,7 +133,7 @@ def continue_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: Token
             opening = form.opening
         ids = np.array([*table.encode(form.write(missed, opening)), table.eos_id], dtype=np.int64)
         wrote_header = parsed.prefix_ids and not parsed.dropped.get("no_header")
-        header = len(opening.encode()) if wrote_header else 0
+        header = _num_bytes(opening, table) if wrote_header else 0
         own_ends = table.scan_text(ids)[1]
         start = int(np.searchsorted(own_ends, header, side="right"))
         # Where the model wrote `[]` in one token, `[` is ours. Otherwise only `[]` would be learnt, where it is right.
@@ -160,9 +160,14 @@ def rewrite_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: TokenT
         (obj.lead, obj.byte_span[1] - 1) for obj, entry in zip(objects, entries, strict=True) if entry.pred is None
     ]
     is_ours = touched(ends, [*missed, (objects[-1].byte_span[1], len(data))])
-    is_ours[: np.searchsorted(ends, len(opening.encode()), side="right")] = False
+    is_ours[: np.searchsorted(ends, _num_bytes(opening, table), side="right")] = False
     num_prefix = int(np.flatnonzero(is_ours)[0])
     return Draft(ids, is_ours, num_prefix, objects, data, ends, ends, opening)
+
+
+def _num_bytes(text: str, table: TokenTable) -> int:
+    """Length of a text as it is scanned: a tokenizer may compose accents (NFC)."""
+    return len(table.scan_text(np.array(table.encode(text), dtype=np.int64))[0])
 
 
 def _join(prefix: ParsedAnswer, appended: str, table: TokenTable) -> tuple[ParsedAnswer, np.ndarray, bool]:

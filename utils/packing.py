@@ -366,7 +366,7 @@ def check_row(batch: Batch, segments: Sequence[Segment], starts: Sequence[int], 
         ValueError: names the sample and the index in its segment.
     """
     flat, supervised = batch.input_ids.flatten(), batch.coord_pos + 1
-    is_coord = torch.isin(flat[supervised], batch.coord_ids)
+    is_coord = torch.isin(flat[supervised.clamp(max=len(flat) - 1)], batch.coord_ids)
     has_digit = torch.isin(flat, torch.from_numpy(digit_ids))
     is_text = torch.zeros_like(has_digit)
     is_text[batch.text_pos + 1] = True

@@ -13,9 +13,9 @@ Where a malformed object ends. Brackets are matched outside strings; a quote ope
 followed by `,`, `:`, `]` or `}`, so that a forgotten quote does not turn the rest inside out. `}` closes the innermost
 `{` and any `[` still open inside it; a `]` that closes nothing is skipped. A malformed object that its own `}` closes
 stays in the prefix. Otherwise it is unclosed and not complete, but still ends before a `, {` that cannot stand inside
-it (directly in an object, or after a coordinate), so that later objects survive. After a coordinate it can if all
-brackets are balanced and another object or the end of the answer follows. If there is no such place, or the answer
-closes while the object is open, it is the unfinished tail.
+it, so that later objects survive: directly in an object, or in a list after a coordinate, a comma or the `[`. In a list
+it can if all brackets are balanced and another object or the end of the answer follows. If there is no such place, or
+the answer closes while the object is open, it is the unfinished tail.
 
 The prefix ends with the last complete object: a valid one or a closed malformed one. An unclosed object or stray text
 therefore stays in the prefix between complete objects and is cut off after the last one. A closed object is not
@@ -285,9 +285,10 @@ class _Scan:
                 self._looked_to = quoted.end() + 1
                 continue
             mark, stop = self.data[found.end() - 1], found.end("coord") if found["coord"] else found.start()
+            in_list = found["coord"] or self.data[found.start() - 1] in b"[,"  # what no `, {` can follow in JSON
             if not open_marks and stop > at and (kind == "next" or mark in b",{]"):
                 return stop, "unclosed"
-            if kind == "next" and (open_marks[-1] == _BRACE or found["coord"] and not self._is_balanced(at)):
+            if kind == "next" and (open_marks[-1] == _BRACE or in_list and not self._is_balanced(at)):
                 return stop, "unclosed"
             if mark in b"[{":
                 open_marks.append(mark)

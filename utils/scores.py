@@ -143,7 +143,7 @@ def count_sample(
         parsed=int(parsed.is_whole),
         truncated=int(truncated),
         gated=int(((best > 0) & (best < iou_threshold)).sum()),
-        duplicates=_count_later(overlaps.mutual[held][:, held], DUPLICATE_IOU),
+        duplicates=len(repeated(overlaps.mutual, [p for p, _ in labelled], DUPLICATE_IOU).intersection(held)),
         **{f"dropped/{reason}": number for reason, number in parsed.dropped.items()},
     )
     if annotated is not None:
@@ -284,19 +284,23 @@ def confidences(parsed: ParsedAnswer, logprobs: Sequence[float] | None) -> list[
     found = []
     for pred in parsed.objects:
         spans = [(start, end - 1) for start, end in (pred.desc_bytes, *pred.coord_bytes)]
-        own = np.union1d(np.flatnonzero(touched(parsed.prefix_ends, spans)), pred.coord_index)
-        found.append(min(float(np.exp(values[own.astype(int)].mean())), 1.0))
+        own = np.union1d(np.flatnonzero(touched(parsed.prefix_ends, spans)), pred.coord_index).astype(int)
+        own = np.unique(np.minimum(own, parsed.num_exact))  # however many tokens spell the one at the cut anew
+        found.append(min(float(np.exp(values[own].mean())), 1.0))
     return found
 
 
 def count_duplicates(objects: Sequence[Object], iou_threshold: float = DUPLICATE_IOU) -> int:
     """Number of objects that repeat an earlier one of the same answer: same label, nearly the same place."""
-    return _count_later(labelled_iou(objects, objects), iou_threshold)
+    return len(repeated(labelled_iou(objects, objects), [], iou_threshold))
 
 
-def _count_later(mutual: np.ndarray, iou_threshold: float) -> int:
-    """Number of objects that overlap an earlier one by the threshold; `mutual` `[n, n]`."""
-    return int((np.triu(mutual, k=1) >= iou_threshold).any(axis=0).sum())
+def repeated(mutual: np.ndarray, matched: Sequence[int], iou_threshold: float) -> set[int]:
+    """Unmatched objects that overlap a matched or an earlier one by the threshold; `mutual` `[n, n]` as
+    `Overlaps.mutual`."""
+    near = mutual >= iou_threshold
+    found = np.flatnonzero(np.tril(near, k=-1).any(axis=1) | near[:, list(matched)].any(axis=1))
+    return set(found.tolist()).difference(matched)
 
 
 def scores(counts: Mapping[str, float]) -> dict[str, float]:

@@ -30,6 +30,7 @@ from utils.drafts import (
 )
 from utils.geometry import MAX_BIN, Object, bounding_box, regression_targets
 from utils.parsing import ParsedAnswer, PredObject
+from utils.scores import is_wrong_if_unmatched
 from utils.token_table import TokenTable, touched
 
 if TYPE_CHECKING:
@@ -190,6 +191,8 @@ def build_target(
                 labels.redirect(draft, i, better)
     if may_go_on:
         labels.forget_closing(draft.opening)
+        if draft.objects and not is_wrong_if_unmatched(draft.objects[-1].object, annotated):
+            labels.forget_completion(draft.objects[-1])
     return labels.finish(
         num_prefix=draft.num_prefix,
         num_matched=len(matches),
@@ -320,6 +323,14 @@ class _Labels:
         for i in np.flatnonzero(corrects):  # one of the last tokens that ends a label too early learns to go on
             closes[i] = _ENDS_AND_CLOSES.search(self.table.bytes_of[self.text_label[i]]) is not None
         self.text_label[np.where(corrects, closes, is_last)] = -1
+
+    def forget_completion(self, last: PredObject) -> None:
+        """Take the labels from what ends the list of a label's boxes (internvl): it may have more."""
+        data, ends = self.table.scan_text(self.ids[:-1])
+        begin = last.byte_span[1]
+        text = self.table.format.completion(data[:begin])
+        starts = np.append(0, ends)  # of the tokens, that of the end token included
+        self.text_label[(starts >= begin) & (starts < begin + len(text))] = -1
 
     def _values(self, pred: PredObject, gt: Object) -> list["_Value"]:
         """The supervised values of a matched object, in the order in which they were written."""

@@ -96,6 +96,11 @@ def slowed(runs: list[dict], seconds: float) -> list[dict]:
     return [run | {"step_seconds": run["step_seconds"] | {"train": seconds}} for run in runs]
 
 
+def with_rollouts(runs: list[dict], seconds: float) -> list[dict]:
+    """The same runs, whose rollouts took so long."""
+    return [run | {"step_seconds": run["step_seconds"] | {"rollout": seconds}} for run in runs]
+
+
 # ---- images and labels ----------------------------------------------------------------------------------------------
 
 
@@ -559,23 +564,33 @@ def test_equal_seconds_has_a_learning_rate_of_its_own():
 
 
 def test_equal_seconds_charges_the_start_models_answers_once_and_never_gives_fewer_steps():
-    """A step of stage 2 takes 2.75 s, a supervised one 1.25 s."""
+    """A step of stage 2 takes 2.75 s, a supervised one 1.25 s. An answer of the start model costs what it takes in the
+    arm that makes it anew at each step, not what the policy's takes; where there is no such arm, nothing."""
     done = [run for arm in (STAGE2, SFT, PSEUDO, REFRESHED) for run in finished(arm, 0.5)]
     assert arms.num_steps(Job(NEW_CLASS, SFT, 1, 2e-3), done) == 60
     assert arms.num_steps(Job(NEW_CLASS, SFT, 1, 2e-3, equal_seconds=True), done) == round(60 * 2.75 / 1.25)
     assert arms.num_steps(Job(NEW_CLASS, REFRESHED, 1, 2e-3, equal_seconds=True), done) == 60  # has rollouts, too
-    answers = 1.5 * 1200 / 32
-    expected = round((60 * 2.75 - answers) / 1.25)
-    assert arms.num_steps(Job(NEW_CLASS, PSEUDO, 1, 2e-3, equal_seconds=True), done) == expected
+    job = Job(NEW_CLASS, PSEUDO, 1, 2e-3, equal_seconds=True)
     both = replace(NEW_CLASS, clock=replace(STAGE2, labels="start model"))  # the clock has paid for answers, too
-    assert arms.num_steps(Job(both, PSEUDO, 1, 2e-3, equal_seconds=True), done) == round(60 * 2.75 / 1.25)
-    by_object = FAINT.clock  # a step of GRPO has 16 prompts of 8 answers
-    assert arms.answers_per_step(FAINT, by_object) == 128 and arms.answers_per_step(NEW_CLASS, STAGE2) == 32
-    done += [run for arm in (by_object, FAINT.arms[0]) for run in finished(arm, 0.5, study=FAINT)]
-    given = 60 * 2.75 - 1.5 * 2000 / 128
-    assert arms.num_steps(Job(FAINT, FAINT.arms[0], 1, 1e-3, equal_seconds=True), done) == round(given / 1.25)
+    assert arms.num_steps(replace(job, study=both), done) == round(60 * 2.75 / 1.25)
+    done += with_rollouts(finished(OFFLINE, 0.5), 0.5)
+    assert arms.num_steps(job, done) == round((60 * 2.75 - 0.5 * 1200 / 32) / 1.25)
     large = replace(NEW_CLASS, num_train=10**6)
-    assert arms.num_steps(Job(large, PSEUDO, 1, 2e-3, equal_seconds=True), done) == 60
+    assert arms.num_steps(replace(job, study=large), done) == 60
+    assert FAINT.label_maker is None and FAINT.arms[0].labels == "start model"
+    done += [run for arm in (FAINT.clock, FAINT.arms[0]) for run in finished(arm, 0.5, study=FAINT)]
+    free = Job(FAINT, FAINT.arms[0], 1, 1e-3, equal_seconds=True)
+    assert arms.num_steps(free, done) == round(60 * 2.75 / 1.25)
+
+
+def test_the_steps_of_labels_made_once_wait_for_the_arm_that_tells_what_they_cost():
+    done = [run for arm in (STAGE2, PSEUDO) for run in tuning(arm) + finished(arm, 0.5)]
+    assert not arms.has_seconds(done, NEW_CLASS, PSEUDO) and not arms.longer_grid(done, NEW_CLASS, PSEUDO)
+    done += tuning(OFFLINE) + with_rollouts(finished(OFFLINE, 0.5), 0.5)
+    expected = round((60 * 2.75 - 0.5 * 1200 / 32) / 1.25)
+    assert {arms.num_steps(job, done) for job in arms.longer_grid(done, NEW_CLASS, PSEUDO)} == {expected}
+    own = [run for arm in (SHIFTED.clock, PSEUDO) for run in tuning(arm, SHIFTED) + finished(arm, 0.5, study=SHIFTED)]
+    assert arms.has_seconds(own, SHIFTED, PSEUDO)  # its clock pays for them, too
 
 
 def test_records_of_other_material_decide_no_steps():
@@ -827,9 +842,14 @@ def test_what_had_less_than_the_equal_seconds_is_a_reservation_and_the_tables_ha
     assert "With a reservation" not in results_report.text_of(STUDIES, lost, {})  # nothing rests on it
 
 
-def test_the_seconds_of_answers_are_unknown_without_a_run_of_the_clock():
+def test_the_seconds_of_answers_are_unknown_without_a_run_of_the_arm_that_makes_them_anew():
     shown = results_report.text_of(STUDIES, finished(PSEUDO, 0.6), {})
     assert f"| {PSEUDO.name} | 5 | 60 |  | 0.600" in shown
+    makers = with_rollouts(finished(OFFLINE, 0.5), 0.5)
+    shown = results_report.text_of(STUDIES, finished(PSEUDO, 0.6) + makers, {})
+    assert f"| {PSEUDO.name} | 5 | 60 | {75 + 0.5 * 1200 / 32:.0f} | 0.600" in shown
+    free = finished(FAINT.arms[0], 0.6, study=FAINT)
+    assert f"| {FAINT.arms[0].name} | 5 | 60 | 75 | 0.600" in results_report.text_of(STUDIES, free, {})
 
 
 def test_arms_that_were_best_at_an_end_of_the_grid_are_named():
