@@ -229,6 +229,24 @@ def test_one_object_about_one_object_is_compared_as_without_credit_GRP_8() -> No
     assert decision_advantages([group_of([A], [FAR], [A, FAR], truth=[A])], np.ones(1), "none")[0][1] != 1 / 3
 
 
+@pytest.mark.parametrize("num_good", [1, 7])
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_with_one_object_closing_is_no_better_or_worse_than_the_answer_GRP_8(scale_rewards, num_good) -> None:
+    """GRP-8: whole rewards may be equal, and their std nearly 0, where those of object and text are not."""
+    names = ("detection_mean_iou", "detection_parse")
+    worse = replace(A, coords=(0, 0, 100, 80))
+    texts = [format_objects([worse])] * num_good + [format_objects([A]) + "x"]
+    group = [answer_of(text, [A], names) for text in texts]
+    gained = group[-1].rewards[0] - group[0].rewards[0]
+    for equal_by in (1.0, 1.3):
+        weights = np.array([1.0, gained * equal_by])
+        found = decision_advantages([group], weights, scale_rewards)
+        expected = decision_advantages(without_credit([group]), weights, scale_rewards)
+        for own, (value,) in zip(found, expected, strict=True):
+            assert abs(own[close_decision(1)]) <= abs(value) + 1e-9
+        assert any(own.any() for own in found) == (equal_by != 1.0)
+
+
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_about_an_image_without_objects_every_decision_has_the_answers_advantage_GRP_8(scale_rewards: str) -> None:
     """GRP-8: two invented objects are as bad as three, so without any one of them the answer would be no better."""

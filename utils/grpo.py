@@ -214,6 +214,9 @@ def split_advantages(credits: Sequence[Credit], reward_weights: np.ndarray) -> t
         advantages = np.zeros(2 * len(own))
         advantages[object_decision(0) :: 2] = own + value  # closing is the last of them
         advantages[go_on_decision(0) :: 2] = following[:-1] + value
+        if has_one_object:  # the scale is that of whole rewards, which may be equal where those of the text are not
+            bound = abs(own.sum() + value)
+            advantages[-1] = np.clip(value, -bound, bound)
         found.append(np.where(np.abs(advantages) > TOLERANCE, advantages, 0.0))
     return found, squares
 

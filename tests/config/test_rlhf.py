@@ -81,7 +81,7 @@ def test_GRP_1_LRN_8_prefetch_is_set_as_for_stage_2() -> None:
         ({"vllm_server_group_port": 8080}, "is also the server's port, 8080"),
         ({"vllm_server_timeout": 0}, "must be greater than 0"),
         ({"sync": {"mode": "adapter"}}, 'rlhf.sync.mode="adapter": GRPO syncs merged weights'),
-        ({"decoding": {"temperature": 0}}, "must be above 0, so that the responses of a group differ"),
+        ({"decoding": {"temperature": 0}}, "must be greater than or equal to 0.01"),
     ],
 )
 def test_GRP_2_connection_mistakes(rlhf: dict[str, Any], message: str) -> None:
@@ -241,8 +241,12 @@ def test_GRP_2_settings_of_stage_2_have_no_say_in_grpo(key: str, value: Any) -> 
     ("rlhf", "message"),
     [
         ({"reward_funcs": ["a", "b"], "reward_weights": [1.0]}, "must have one weight for each of the 2 reward_funcs"),
-        ({"reward_funcs": ["a"], "reward_weights": [0]}, "are all 0"),
-        ({"reward_funcs": ["a"], "reward_weights": [{"start": 0, "end": 0, "steps": 5}]}, "are all 0"),
+        ({"reward_funcs": ["a"], "reward_weights": [0]}, "are all 0 at the start and at the end, so"),
+        ({"reward_funcs": ["a"], "reward_weights": [{"start": 0, "end": 1, "steps": 5}]}, "are all 0 at the start, so"),
+        (
+            {"reward_funcs": ["a", "b"], "reward_weights": [0, {"start": 1, "end": 0, "steps": 5}]},
+            "are all 0 at the end, so that no response is better than another; keep one positive",
+        ),
         ({"reward_funcs": ["a"], "reward_iou": 0}, "must be above 0 and at most 1"),
         (
             {"reward_funcs": ["a"], "reward_iou": {"start": 0.5, "end": 1.5, "steps": 5}},
@@ -259,7 +263,7 @@ def test_GRP_2_settings_of_stage_2_have_no_say_in_grpo(key: str, value: Any) -> 
         ({"epsilon": 1.1}, "must be less than or equal to 1"),
         ({"epsilon_high": 0.0}, "must be greater than 0"),
         ({"importance_sampling_level": "word"}, "must be 'token' or 'sequence'"),
-        ({"importance_correction_cap": 0}, "must be greater than 0"),
+        ({"importance_correction_cap": 0.99}, "must be greater than or equal to 1"),
         ({"beta": -0.1}, "must be greater than or equal to 0"),
         ({"max_resample_times": 0}, "must be greater than or equal to 1"),
     ],
@@ -277,9 +281,17 @@ def test_GRP_6_importance_correction_needs_what_tokens_are_drawn_from() -> None:
     build_config(data)
     build_config(grpo(decoding={"temperature": 0.7}, importance_correction_cap=None))
     build_config(grpo(decoding={"temperature": 0.7}, use_vllm=False))
+    assert build_config(grpo(decoding={"top_k": 0})).rlhf.decoding.top_k == -1  # off in vLLM and transformers, too
     for filtered in ({"top_p": 0.9}, {"top_k": 5}, {"repetition_penalty": 1.1}):
         assert "need an engine that reports probabilities" in only_problem(grpo(decoding=filtered, use_vllm=False))
         build_config(grpo(decoding=filtered, use_vllm=False, importance_correction_cap=None))
+
+
+def test_GRP_6_dropout_would_change_the_probabilities_that_are_compared() -> None:
+    """GRP-6: of stage 2, which compares none, it is the user's choice."""
+    tuner = {"type": "lora", "dropout": 0.05}
+    assert "tuner.dropout=0.05: GRPO compares probabilities" in only_problem(grpo() | {"tuner": tuner})
+    build_config(edited(tuner=tuner))
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])

@@ -28,6 +28,7 @@ from tests.run.test_program import (  # noqa: F401
     write_grpo_config,
 )
 from utils.config.load import build_config
+from utils.dist import Ranks
 from utils.run import inputs, session
 from utils.run.inputs import digests
 from utils.run.resume import RunLock, read_manifest
@@ -259,3 +260,18 @@ def test_a_start_policy_or_an_adapter_elsewhere_must_stay_as_it_was_LRN_12(model
     ]
     assert inputs._changes({name: own for name, own in old.items() if "/" not in name}, without, "base_model") == []
     assert found(str(model)).keys() == without.keys()
+
+
+def test_changed_code_of_rewards_is_named_and_the_run_goes_on_GRP_5_GRP_7(tmp_path, caplog):
+    """GRP-5, GRP-7: a checkpoint of a version without their digests says nothing."""
+
+    def resume(old: dict, new: str) -> list[str]:
+        files = {"data": {}, "base_model": {}}
+        digests = files | {"rewards": {"own.py": {"bytes": 9, "blake2b": new}}}
+        checkpoint = SimpleNamespace(path="c", step=3, inputs={"digests": files | old, "accepted_changes": []})
+        return inputs._accepted_changes(checkpoint, digests, (), Ranks())
+
+    assert resume({"rewards": {"own.py": {"bytes": 9, "blake2b": "a"}}}, "a") == [] == resume({}, "a")
+    assert not caplog.records
+    assert resume({"rewards": {"own.py": {"bytes": 9, "blake2b": "a"}}}, "b") == []
+    assert "since the checkpoint: own.py has other content" in caplog.text and "rewards before and after" in caplog.text

@@ -12,7 +12,7 @@ from utils.config.section import NonNegative, Port, PositiveFloat, PositiveInt, 
 class Sampling(Decoding):
     """How responses are sampled. Never greedily: a group of equal responses would teach nothing."""
 
-    temperature: PositiveFloat = key(1.0, "must be above 0, so that the responses of a group differ")
+    temperature: float = key(1.0, "at least 0.01, vLLM's least, so that the responses of a group differ", ge=0.01)
 
 
 class Ramp(Section):
@@ -71,7 +71,7 @@ class Rlhf(Section):
     epsilon: float = key(0.2, "ratios are clipped below at 1 - epsilon", gt=0, le=1)
     epsilon_high: PositiveFloat | None = key(None, "and above at 1 + epsilon_high; null: epsilon")
     importance_sampling_level: Literal["token", "sequence"] = key("token", "ratio per token, or geometric mean (GSPO)")
-    importance_correction_cap: PositiveFloat | None = key(2.0, "largest engine-mismatch correction; null: none")
+    importance_correction_cap: float | None = key(2.0, "largest engine-mismatch correction; null: none", ge=1)
     beta: NonNegative = key(0.0, "weight of the KL penalty to the starting policy; 0: no reference")
 
     @property

@@ -104,8 +104,13 @@ class Decoding(Section):
 
     temperature: NonNegative = key(0.0, "0 is greedy")
     top_p: float = key(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
-    top_k: int = key(-1, "sample from the k most likely tokens; -1 is off", ge=-1)
+    top_k: int = key(-1, "sample from the k most likely tokens; -1 or 0 is off", ge=-1)
     repetition_penalty: PositiveFloat = key(1.0, "1 is off")
+
+    @field_validator("top_k")
+    @classmethod
+    def _zero_is_off(cls, value: int) -> int:
+        return value or -1
 
 
 class ServerSettings(Section):

@@ -389,6 +389,13 @@ def _stage2_settings_in_a_grpo_file(cfg: Config) -> Found:
             yield f"{RM}.{found.alias or key}", "is for stage 2, GRPO takes its settings from rlhf; delete it here"
 
 
+@reads("custom.trainer_variant", "tuner.dropout")
+def _ratios_have_no_dropout(cfg: Config) -> Found:
+    if cfg.is_grpo and cfg.tuner.dropout:
+        rule = "GRPO compares probabilities in training with those in sampling, and dropout would change them"
+        yield "tuner.dropout", f"{rule}; set it to 0"
+
+
 @reads("custom.trainer_variant", "rlhf", "tuner", "model.reference_path", f"{RM}.losses")
 def _penalty_has_a_reference(cfg: Config) -> Found:
     path, key = ("rlhf.beta", "beta") if cfg.is_grpo else (f"{RM}.losses.reference_kl", "reference_kl")
@@ -429,8 +436,12 @@ def _rewards_have_weights(cfg: Config) -> Found:
     names, weights = cfg.rlhf.reward_funcs, cfg.rlhf.reward_weights
     if weights is not None and len(weights) != len(names):
         yield "rlhf.reward_weights", f"must have one weight for each of the {len(names)} reward_funcs; correct it"
-    elif weights is not None and not any(setting_at(weight, step) for weight in weights for step in (0, math.inf)):
-        yield "rlhf.reward_weights", "are all 0, so that no response is better than another; make one positive"
+    elif weights is not None:
+        ends = {"at the start": 0, "at the end": math.inf}
+        zero = [name for name, step in ends.items() if not any(setting_at(weight, step) for weight in weights)]
+        if zero:
+            rule = f"are all 0 {' and '.join(zero)}, so that no response is better than another"
+            yield "rlhf.reward_weights", f"{rule}; keep one positive"
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield "rlhf.reward_funcs", f"names {', '.join(repeated)} more than once; raise its weight instead"
     if not all(0 < setting_at(cfg.rlhf.reward_iou, step) <= 1 for step in (0, math.inf)):

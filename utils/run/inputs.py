@@ -201,6 +201,10 @@ def _accepted_changes(checkpoint: Checkpoint, new: Digests, accepted: Sequence[s
         listed = "; ".join(f"{kind}: {change}" for kind in refused for change in changed[kind])
         what_to_do = f"restore them, or resume anyway with --accept-changes {' '.join(changed)}"
         exit_with(f"{checkpoint.path}: was trained with different files: {listed}; {what_to_do}", ranks.is_main)
+    rewards = checkpoint.inputs["digests"].get("rewards", {}), new["rewards"]  # earlier versions have none
+    for line in _changes(*rewards, "rewards"):
+        rule = "rewards before and after do not compare; responses made ahead of their step keep theirs"
+        logger.warning("since the checkpoint: %s; %s", line, rule)
     for kind, lines in changed.items():
         for line in lines:
             logger.warning("since the checkpoint, accepted by --accept-changes: %s: %s", kind, line)
