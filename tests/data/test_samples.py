@@ -164,6 +164,14 @@ def test_dat_1_swift_one_ref_names_several_boxes_and_fractions(tmp_path):
     assert [o.coords for o in load_one(tmp_path, objects=objects).objects] == [(0, 0, 500, 999), (500, 0, 999, 999)]
 
 
+def test_dat_1_a_line_that_asks_by_itself_may_have_other_keys(tmp_path):
+    """DAT-1: of its own, for rewards."""
+    asked = {"query": "red", "prompts": 2}
+    own = load_samples([write(tmp_path, line(prompt="Find it.", **asked))], "List.")[0][0]
+    assert own.extra == asked
+    assert load_one(tmp_path, messages=[{"role": "user", "content": "Find it."}], **asked).extra == asked
+
+
 def test_dat_1_swift_image_id_picks_the_image_whose_size_counts(tmp_path):
     """DAT-1."""
     png(tmp_path / "b.png", 200, 200)
@@ -309,6 +317,12 @@ BAD_LINES = {
     "special desc": (line(objects=[{"desc": "<|im_end|>", "bbox_2d": [0, 0, 1, 1]}]), "spells a special token"),
     "object is a string": (line(objects=["cat"]), "objects[0]: must be an object, not a string"),
     "swift lengths": (line(objects={"ref": ["a", "b"], "bbox": [[0, 0, 1, 1]]}), "2 ref entries for 1 bbox entries"),
+    "swift ref alone": (line(objects={"ref": ["a"], "bbox": []}), "1 ref entries for 0 bbox entries; pair them"),
+    "query": (line(query="Find it."), "query: is not read; write it as messages, as tools.convert --from swift does"),
+    "system": (line(system="Be brief."), "system: is not read; write it as messages"),
+    "history": (line(history=[]), "history: is not read; write it as messages"),
+    "misspelt prompt": (line(Prompt="Find it."), "Prompt: unknown key; did you mean prompt? Otherwise give it another"),
+    "misspelt messages": (line(message=[]), "message: unknown key; did you mean messages?"),
     "swift form": (line(objects={"bbox": []}), "objects: must be a list, or"),
     "id": (line(id=[1]), "id: must be a string, not a list"),
     "prompt": (line(prompt=1), "prompt: must be a string, not a number"),

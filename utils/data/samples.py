@@ -368,6 +368,8 @@ def _read_messages(row: dict[str, Any], prompt: str | None) -> tuple[list[dict[s
     if own_prompt is not None and not isinstance(own_prompt, str):
         raise _Mistake("prompt", f"prompt: must be a string, not {_json_type(own_prompt)}")
     if given is None:
+        if own_prompt is None:
+            _refuse_other_prompts(row)
         text = own_prompt if own_prompt is not None else prompt
         if not text:
             raise _Mistake("prompt", "no prompt: neither the line (messages, prompt) nor data.prompt in the config")
@@ -383,6 +385,16 @@ def _read_messages(row: dict[str, Any], prompt: str | None) -> tuple[list[dict[s
     if not any(message["role"] == "user" for message in messages):
         raise _Mistake("messages", "messages: there is no user message")
     return messages, images
+
+
+def _refuse_other_prompts(row: dict[str, Any]) -> None:
+    """A question under another key would be left out, and the config's asked in its place."""
+    for key in row.keys() - FORMAT_KEYS:
+        if key in ("query", "system", "history"):
+            way_out = "write it as messages, as tools.convert --from swift does"
+            raise _Mistake("prompt", f"{key}: is not read; {way_out}, or give it another name")
+        for meant in difflib.get_close_matches(key.lower(), ("prompt", "messages"), 1, cutoff=0.87):
+            raise _Mistake("prompt", f"{key}: unknown key; did you mean {meant}? Otherwise give it another name")
 
 
 def _flat_content(message: dict[str, Any], images: list[Any]) -> str:
@@ -510,7 +522,7 @@ def _swift_objects(given: dict[str, Any], sizes: list | None, size: tuple[int, i
     refs, boxes = given.get("ref"), given.get("bbox")
     if not isinstance(refs, list) or not isinstance(boxes, list):
         raise _Mistake("objects", 'objects: must be a list, or {"ref": [...], "bbox": [[...]]}')
-    if len(refs) == 1:
+    if len(refs) == 1 and boxes:
         refs = refs * len(boxes)
     if len(refs) != len(boxes):
         raise _Mistake("objects", f"objects: {len(refs)} ref entries for {len(boxes)} bbox entries; pair them")
