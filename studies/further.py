@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
-from studies.tables import Record
+from studies.tables import CONFIDENCE, Record
 from tools.report_answers import objects_of
 from utils.scores import Overlaps
 
 PARTS = 32
-CONFIDENCE = 0.95
 
 
 def count_parts(answers: Path) -> dict[str, Any]:
@@ -43,8 +42,10 @@ def counts_of(records: Sequence[Record]) -> np.ndarray:
     return np.array([record["further"]["counts"] for record in records], dtype=np.float64)
 
 
-def difference(ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[float, float, float]:
-    """Return the difference of mean F1 and its 95 % confidence interval, over seeds and over images.
+def difference(
+    ours: Sequence[Record], theirs: Sequence[Record], confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
+    """Return the difference of mean F1 and its confidence interval, over seeds and over images.
 
     The variance is Welch's over the seeds of both sides, plus that over images by the jackknife, which leaves out one
     part at a time on both sides. Degrees of freedom follow Satterthwaite. The sum is a little too large, since seeds
@@ -56,7 +57,7 @@ def difference(ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[float,
     parts += [(float(np.var(f1(side), ddof=1)) / len(side), len(side) - 1) for side in (ours, theirs) if len(side) > 1]
     variance = sum(own for own, _ in parts)
     freedom = variance**2 / sum(own**2 / degrees for own, degrees in parts) if variance else 1.0
-    margin = float(t.ppf((1 + CONFIDENCE) / 2, freedom)) * variance**0.5
+    margin = float(t.ppf((1 + confidence) / 2, freedom)) * variance**0.5
     return value, value - margin, value + margin
 
 

@@ -16,11 +16,12 @@ from studies.arms import (
     tests_and_tuned,
     tuned,
 )
-from studies.tables import Record, interval, last, runs_of, spread, table
+from studies.tables import CONFIDENCE, Record, interval, last, runs_of, spread, table
 
 START = "start model"
 NEEDED, MIN_SEEDS = 2, 5
 MIN_SHARE = 0.95  # of the clock's seconds that "equal seconds" means
+NUM_GIVEN_UP = 3
 GIVEN_UP = "Three more were [given up after trials](results_trials.md)."
 CAVEAT = """
 **What this does not show.** Under the colour cast the training target wins, more than who wrote the answers: the same
@@ -33,15 +34,21 @@ did best with the second lowest. SFT took the lowest, which changes its start mo
 precision."""
 COLOURS = ("#c0392b", "#e67e22", "#8e44ad", "#16a085", "#2962d6", "#555")
 
-ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run counts, with
-the scores of its last step. [Earlier results](results_earlier.md) on fully annotated images found nothing that beats
-supervised training.
+ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run of an arm
+counts, with the scores of its last step; trials are told in the text and have no record. Runs of one version may be of
+several revisions, which the records name. [Earlier results](results_earlier.md) on fully annotated images found nothing
+that beats supervised training.
 
 **Method.** Tuning, training and test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images
 (the same learning rates; where the arm has a KL, times one or two weights; two give it twice as many tries), then runs
-with seeds 1 to 5; the scores on the test images after its last step count. *Equal seconds*: the arm runs as many steps
-as fit into the training time of the on-policy arm that a study names, and at least as many as that one. Where its
-labels are the start model's answers, the time for these is deducted. The learning rate is tuned once more for so many
+with seeds 1 to 5; the scores on the test images after its last step count. Beyond this grid the arms were not treated
+alike: targets of stage 2 and the credit of GRPO came out of trials on other images, while the rivals are as the field
+has them, and the ten steps after which labels are refreshed were never tuned. *Equal seconds*: the arm runs as many
+steps as fit into the training time of the on-policy arm that a study names, and at least as many as that one. Where its
+labels are the start model's answers, the time for these is deducted, as the arm tells that makes them anew at each
+step; where a version has no such arm, nothing is. At first the policy's rollouts told it. These take up to twice as
+long, with adapters beside the weights, so that such rivals had too few steps; their runs were made anew (the first ones
+are tasks `..., answers at the policy's price` in `docs/results.json`). The learning rate is tuned once more for so many
 steps. *Seconds* in the tables are of all steps and such answers; starts, tuning and evaluations are not counted. Other
 work on the machine hardly shows in them: each part of a step counts with its 10th percentile over a run, and with the
 lowest value over an arm's runs. Each run makes its rollouts with transformers' `generate`; a rollout server would be
@@ -70,8 +77,12 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
             won.setdefault(study.claim, []).append(f"{study.title}: {' and '.join(arms)}")
     open_ = {study.claim for study in undecided} - won.keys()
     lost = [claim for claim in claims if claim not in won.keys() | open_]
+    confidence = 1 - (1 - CONFIDENCE) / (len(studies) + NUM_GIVEN_UP)
+    sure = [study for study in studies if wins(records, study, confidence)]
+    is_sure = len({study.claim for study in sure}) >= NEEDED
+    shown = "shown" if is_sure else "shown, but not if one corrects for the number of versions that were tried"
     lines = [
-        f"**The claim is {'shown' if len(won) >= NEEDED else 'not shown'}.** Sought: at equal steps and at equal "
+        f"**The claim is {shown if len(won) >= NEEDED else 'not shown'}.** Sought: at equal steps and at equal "
         "seconds some on-policy arm beats every SFT arm, pseudo-labels included, with a 95 % interval above 0, in at "
         f"least {NEEDED} of {len(claims)} studies. So far it does in {len(won)}"
         + (f" ({'; '.join(place for claim in claims for place in won.get(claim, []))})" if won else "")
@@ -86,22 +97,25 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     lines.append(
         f"A study counts if one of its versions shows it. Of the {len(studies)} versions below {num_won} show it, "
         f"{num_lost} do not, and {len(undecided)} have not finished; in {len(behind)} of these an on-policy arm has "
-        f"lost already, and only others keep them open. {GIVEN_UP} Nothing corrects for their number."
+        f"lost already, and only others keep them open. {GIVEN_UP}"
     )
+    if won:
+        left = "; ".join(study.title for study in sure) or "none"
+        lines.append(f"With {confidence:.2%} intervals (Bonferroni, over all of them) these still show it: {left}.")
     lines.append(CAVEAT)
     lines += [shortage for study in studies if winners[study.name] and (shortage := short_of_seconds(records, study))]
     return "\n".join(lines) + "\n"
 
 
-def wins(records: Sequence[Record], study: Study) -> list[str]:
+def wins(records: Sequence[Record], study: Study, confidence: float = CONFIDENCE) -> list[str]:
     """The on-policy arms that beat each rival."""
-    return [arm for arm in study.on_policy if beats_all(records, study, arm)]
+    return [arm for arm in study.on_policy if beats_all(records, study, arm, confidence)]
 
 
-def beats_all(records: Sequence[Record], study: Study, arm: str) -> bool:
+def beats_all(records: Sequence[Record], study: Study, arm: str, confidence: float = CONFIDENCE) -> bool:
     """Whether `arm` beats each rival at equal steps and at equal seconds, all with `MIN_SEEDS` seeds."""
     scored = all(is_scored(records, study, name) for name in (arm, *study.rivals))
-    return scored and not unbeaten(records, study, arm) and not is_slower_than_clock(records, study, arm)
+    return scored and not unbeaten(records, study, arm, confidence) and not is_slower_than_clock(records, study, arm)
 
 
 def is_slower_than_clock(records: Sequence[Record], study: Study, arm: str) -> bool:
@@ -115,17 +129,21 @@ def is_lost(records: Sequence[Record], study: Study) -> bool:
     return all(unbeaten(records, study, arm) or is_slower_than_clock(records, study, arm) for arm in study.on_policy)
 
 
-def unbeaten(records: Sequence[Record], study: Study, arm: str) -> list[str]:
+def unbeaten(records: Sequence[Record], study: Study, arm: str, confidence: float = CONFIDENCE) -> list[str]:
     """The rivals that `arm` does not beat, of those where both have `MIN_SEEDS` seeds: one is enough to lose."""
     done = [name for name in study.rivals if is_scored(records, study, arm) and is_scored(records, study, name)]
-    return [name for name in done if (bounds := deciding_interval(records, study, arm, name)) is None or bounds[0] <= 0]
+    found = ((name, deciding_interval(records, study, arm, name, confidence)) for name in done)
+    return [name for name, bounds in found if bounds is None or bounds[0] <= 0]
 
 
-def deciding_interval(records: Sequence[Record], study: Study, arm: str, rival: str) -> tuple[float, float] | None:
+def deciding_interval(
+    records: Sequence[Record], study: Study, arm: str, rival: str, confidence: float = CONFIDENCE
+) -> tuple[float, float] | None:
     """Return the interval that a verdict goes by: on the further test images, where a study has them."""
     if study.further:
-        return further.difference(*(deciding_runs(records, study, name) for name in (arm, rival)))[1:]
-    return interval(*both(records, study, arm, rival))
+        ours, theirs = (deciding_runs(records, study, name) for name in (arm, rival))
+        return further.difference(ours, theirs, confidence)[1:]
+    return interval(*both(records, study, arm, rival), confidence)
 
 
 def is_scored(records: Sequence[Record], study: Study, name: str) -> bool:

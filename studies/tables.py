@@ -12,6 +12,7 @@ from typing import Any
 from scipy.stats import ttest_ind
 
 Record = dict[str, Any]
+CONFIDENCE = 0.95
 
 
 def runs_of(records: Sequence[Record], task: str, variant: str) -> list[Record]:
@@ -29,11 +30,13 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return shown if len(values) < 2 else f"{shown} ± {statistics.stdev(values):.{digits}f}"
 
 
-def interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the difference of means (Welch's t); None if a side has one value."""
+def interval(
+    ours: Sequence[float], theirs: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, float] | None:
+    """Return the confidence interval of the difference of means (Welch's t); None if a side has one value."""
     if min(len(ours), len(theirs)) < 2:
         return None
-    bounds = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+    bounds = ttest_ind(ours, theirs, equal_var=False).confidence_interval(confidence)
     return float(bounds.low), float(bounds.high)
 
 

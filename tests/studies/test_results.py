@@ -756,6 +756,24 @@ def test_the_first_lines_say_what_is_shown_and_what_is_missing():
     assert versions.startswith("**The claim is not shown.**")  # two versions of one study count once
 
 
+def test_the_first_lines_say_what_is_left_if_one_corrects_for_the_number_of_versions():
+    """0.03 of F1 is 3 standard errors here, 0.2 is 20."""
+    sure = [*all_finished(NEW_CLASS, 0.8, 0.6), *all_finished(DENSE, 0.8, 0.6)]
+    assert "(Bonferroni, over all of them) these still show it: New class; Dense, real images." in (
+        results_report.verdict(STUDIES, sure)
+    )
+    narrow = results_report.verdict(STUDIES, [*all_finished(NEW_CLASS, 0.8, 0.6), *all_finished(DENSE, 0.63, 0.6)])
+    assert narrow.startswith(
+        "**The claim is shown, but not if one corrects for the number of versions that were tried.**"
+    )
+    assert "With 99.76% intervals (Bonferroni, over all of them) these still show it: New class.\n" in narrow
+    assert "Bonferroni" not in results_report.verdict(STUDIES, [])
+    images = with_further(all_finished(HALF, 0.8, 0.6), 0.6)  # where further images decide, too
+    ours = [run for run in with_further(images, 0.63) if run["variant"] == "stage 2 + KL"]
+    rivals = [run for run in images if run["variant"] in HALF.rivals]
+    assert results_report.wins([*ours, *rivals], HALF) and not results_report.wins([*ours, *rivals], HALF, 0.998)
+
+
 def with_further(runs: list[dict], f1: float) -> list[dict]:
     """The same runs with scores on further images: 100 objects in each part, F1 0.01 apart between seeds."""
     found = []
