@@ -29,8 +29,9 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoProcessor
 
-from utils.config.load import exit_with, reason_of
-from utils.families import family_from, text_config
+from utils.config.checkpoint_files import checkpoint_problems
+from utils.config.load import exit_with
+from utils.families import read_config, text_config
 from utils.geometry import NUM_BINS
 
 TOKENS = [f"<|coord_{k}|>" for k in range(NUM_BINS)]
@@ -47,6 +48,7 @@ def add_coord_tokens(source: Path, target: Path, seed: int = 0) -> Path:
         ValueError: no safetensors checkpoint of a supported family, it has coordinate tokens, or `target` exists.
         OSError: files cannot be read or written.
     """
+    check_source(source)
     config = read_config(source)
     if target.exists():
         raise ValueError(f"--output {target}: exists; name another directory or delete it")
@@ -73,21 +75,13 @@ def add_coord_tokens(source: Path, target: Path, seed: int = 0) -> Path:
     return target
 
 
-def read_config(source: Path) -> dict[str, Any]:
-    """Read `config.json`; raise ValueError for a checkpoint that this tool cannot extend."""
-    try:
-        config = json.loads((source / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {source}: config.json cannot be read: {reason_of(error)}") from None
-    try:
-        family_from(config)
-    except ValueError as error:
-        raise ValueError(f"--model {source}: {error}") from None
-    if "quantization_config" in config:
-        raise ValueError(f"--model {source}: quantized weights; use the release in bfloat16")
+def check_source(source: Path) -> None:
+    """Raise ValueError for a checkpoint that is not whole (its copy would not be, either), or that this tool cannot
+    extend."""
+    if found := checkpoint_problems(source):
+        raise ValueError("\n".join(f"--model {source}: {rule}" for rule in found))
     if not list(source.glob("*.safetensors")):
         raise ValueError(f"--model {source}: no *.safetensors files; save the checkpoint in that form")
-    return config
 
 
 def add_to_tokenizer(tokenizer: Any, source: Path) -> int:

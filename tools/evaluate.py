@@ -35,6 +35,7 @@ from tqdm import tqdm
 from tools.convert import check_not_inputs
 from tools.lengths import prompt_lengths
 from utils.answer_format import COORD_TOKENS
+from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import exit_with, load_config_or_exit, reason_of
 from utils.config.schema import Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, prompt_chat
@@ -191,15 +192,14 @@ def make_writable(output: Path) -> None:
 
 def check_checkpoint(folder: Path, answer_format: str) -> None:
     """Raise ValueError if `folder` is no checkpoint in Hugging Face form (the message names one inside it, if any), or
-    one of a family that is not supported, or not in this answer format (FAM-2)."""
+    one that is not whole, of a family that is not supported, or not in this answer format (FAM-2)."""
     if not (folder / "config.json").is_file():
         inside = folder / "merged"
         advice = f"use {inside}" if inside.is_dir() else "name a directory in Hugging Face form (checkpoint-N/merged)"
         raise ValueError(f"--checkpoint {folder}: no config.json there; {advice}")
-    try:
-        family = family_in(folder)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--checkpoint {folder}: {error}") from None
+    if found := checkpoint_problems(folder):
+        raise ValueError("\n".join(f"--checkpoint {folder}: {rule}" for rule in found))
+    family = family_in(folder)
     if answer_format not in (COORD_TOKENS.name, family.answer_format):
         rule = f"{family.name} was not trained to write answer_format: {answer_format}"
         raise ValueError(f"--checkpoint {folder}: {rule}; pass the --config that it was trained with")

@@ -14,8 +14,9 @@ finished run (`--run`). No device is used.
     step    = rollout + train + prepare + sync, with prefetch max(rollout, train + prepare + sync)
 
 FLOPs per token: 2 per parameter forward, 2 for the gradient of activations, 2 per trained parameter, and 2 more for the
-layers that checkpointing recomputes. The model ignores attention over the length, the vision tower's own tokens,
-prefill and the cost of more devices (all-reduce, tensor parallelism): a guide to splits, not a promise.
+layers that checkpointing recomputes. Of experts only those count that a token goes to. The model ignores attention over
+the length, the vision tower's own tokens, prefill and the cost of more devices (all-reduce, tensor parallelism): a
+guide to splits, not a promise.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from utils.config.deepspeed import engine_json
-from utils.config.load import ConfigError, build_config, check_launch, load_config, load_config_or_exit
+from utils.config.load import ConfigError, Origin, build_config, check_launch, load_config, load_config_or_exit
 from utils.config.memory import (
     DEVICE_GIB,
     GIB,
@@ -42,7 +43,7 @@ from utils.config.memory import (
     learner_memory,
     model_size,
 )
-from utils.config.plan import make_plan, max_tokens_per_step
+from utils.config.plan import at_least_one, make_plan, max_tokens_per_step
 from utils.config.schema import Config
 
 CONSTANTS = Path(__file__).parents[1] / "benchmarks" / "constants.json"
@@ -85,13 +86,20 @@ def parse_args() -> argparse.Namespace:
     what.add_argument(
         "--update-headers", action="store_true", help="write the memory into the shipped presets' headers"
     )
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--devices-per-node", type=int, default=8)
-    parser.add_argument("--new-tokens", type=float, help="mean length of a response (default: the maximum)")
-    parser.add_argument("--segment-tokens", type=float, help="mean length of a segment (default: rows are full)")
+    parser.add_argument("--nodes", type=at_least_one, default=1)
+    parser.add_argument("--devices-per-node", type=at_least_one, default=8)
+    parser.add_argument("--new-tokens", type=positive, help="mean length of a response (default: the maximum)")
+    parser.add_argument("--segment-tokens", type=positive, help="mean length of a segment (default: rows are full)")
     parser.add_argument("--run", type=Path, help="take constants from this finished run, not from benchmarks/")
-    parser.add_argument("--device-gib", type=float, default=DEVICE_GIB, help="memory of one device")
+    parser.add_argument("--device-gib", type=positive, default=DEVICE_GIB, help="memory of one device")
     return parser.parse_args()
+
+
+def positive(text: str) -> float:
+    """Type of a measure for argparse, which reports what it raises."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}; give a number above 0")
+    return number
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,7 +145,8 @@ class Constants:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of one optimizer step. `num_tokens`: trained on; `sync_bytes`: merged tensors that can have changed."""
+    """Work of one optimizer step. `num_tokens`: trained on; `sync_bytes`: merged tensors that can have changed. Of the
+    parameters, those that a token uses."""
 
     num_answers: int
     new_tokens: float  # per answer
@@ -206,13 +215,19 @@ def measure(run_dir: Path, device_bytes: int = DEVICE_GIB * GIB) -> Constants:
         device_bytes: memory of a learner's GPU, which decided what `gradient_checkpointing: auto` was.
 
     Raises:
-        ValueError: no such run, no servers, too few steps, or prefetch (a step then trains on earlier rollouts).
+        ValueError: no such run, no servers or curves, too few steps, or prefetch (a step then trains on earlier
+            rollouts).
     """
+    path = run_dir / "run.json"
     try:
-        record = json.loads((run_dir / "run.json").read_text())
+        record = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{run_dir}: no finished run there ({error.strerror})") from None
-    cfg = build_config(record["config"])
+    except ValueError as error:
+        raise ValueError(f"{path}: is no whole JSON ({error}); name another run") from None
+    if not (isinstance(record, dict) and isinstance(record.get("config"), dict) and "world_size" in record):
+        raise ValueError(f"{path}: is not that of a run; name the training.output_dir of a finished one")
+    cfg = build_config(record["config"], Origin(str(path), record["config"]))
     size = model_size(Path(cfg.model.path), cfg.tuner)
     if size is None or not record.get("server_world_sizes"):
         raise ValueError(f"{run_dir}: its checkpoint {cfg.model.path} no longer exists, or it had no servers")
@@ -230,13 +245,18 @@ def measure(run_dir: Path, device_bytes: int = DEVICE_GIB * GIB) -> Constants:
 
 def read_steps(run_dir: Path) -> list[dict[str, float]]:
     """Metrics of every optimizer step of a run: seconds by part, `answers`, `new_tokens` (per answer), `tokens`
-    (trained on), `sync_bytes`."""
+    (trained on), `sync_bytes`. Raises ValueError where the run's TensorBoard curves lack one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     tags = {part: f"seconds/{part}" for part in ("rollout", "train", "sync", "prepare", "step")}
     tags |= {"new_tokens": "rollout/new_tokens_mean", "tokens": "train/tokens_per_s", "answers": "rollout/num_images"}
     tags |= {"sync_bytes": "sync/bytes"}
+    there = events.Tags()["scalars"]
+    if not there:
+        raise ValueError(f"{run_dir}: holds no TensorBoard curves; name a run with tensorboard in training.report_to")
+    if missing := sorted(set(tags.values()) - set(there)):
+        raise ValueError(f"{run_dir}: its curves lack {', '.join(missing)}; name a finished stage-2 run with servers")
     curves = {part: {event.step: event.value for event in events.Scalars(tag)} for part, tag in tags.items()}
     steps = [{part: curve.get(step, 0.0) for part, curve in curves.items()} for step in sorted(curves["step"])]
     return [step | {"tokens": step["tokens"] * step["step"]} for step in steps]
@@ -253,8 +273,8 @@ def work_of_step(step: Mapping[str, float], size: ModelSize, recompute: float = 
         num_answers=round(step["answers"]),
         new_tokens=step["new_tokens"],
         num_tokens=step["tokens"],
-        parameters=size.total,
-        trainable=size.trainable,
+        parameters=size.active[0],
+        trainable=size.active[1],
         sync_bytes=0.0,
         recompute=recompute,
     )
@@ -357,8 +377,8 @@ def planned_work(
         num_answers=num_answers,
         new_tokens=new_tokens or cfg.rm.max_new_tokens,
         num_tokens=num_answers * segment_tokens if segment_tokens else max_tokens_per_step(cfg, learners),
-        parameters=size.total,
-        trainable=size.trainable,
+        parameters=size.active[0],
+        trainable=size.active[1],
         sync_bytes=size.can_change * bytes_each,
         recompute=recompute,
     )

@@ -14,18 +14,22 @@ import argparse
 import math
 import os
 import shlex
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 from torch import nn
 
+from tools.lengths import prompt_lengths
 from utils.answer_format import FORMATS
-from utils.config.load import ConfigError, Origin, exit_with, resolve_yaml
+from utils.config.checkpoint_files import checkpoint_problems
+from utils.config.load import ConfigError, Origin, exit_with, reason_of, resolve_yaml
 from utils.config.schema import Data, DataFiles, Losses
 from utils.config.section import PositiveFloat, PositiveInt, Ratio, Section
 from utils.data.encoding import dummy_segment, encode_prompt, grid_of, load_processor
@@ -65,6 +69,7 @@ class WarmupConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     autocast: Literal["bfloat16", "off"] = "bfloat16"
     logging_steps: PositiveInt = 25
+    _origin: Origin = PrivateAttr(default_factory=lambda: Origin("config", {}))  # which file set what
 
 
 def load_warmup_config(path: str | os.PathLike) -> WarmupConfig:
@@ -79,6 +84,7 @@ def load_warmup_config(path: str | os.PathLike) -> WarmupConfig:
     if cfg.losses.reference_kl:
         rule = "the warm-up learns every token of an answer, so nothing is left to compare; delete it"
         raise ConfigError([origin.problem(("losses", "reference_kl"), rule)])
+    cfg._origin = Origin(str(path), {}, files)  # without the file's values, as programs put others in their place
     return cfg
 
 
@@ -92,12 +98,17 @@ class Parts:
     stream: SampleStream
 
 
-def load_parts(cfg: WarmupConfig) -> Parts:
+def load_parts(cfg: WarmupConfig, segment_of: SegmentOf | None = None) -> Parts:
     """Load data, processor and model.
+
+    Args:
+        segment_of: as in `train`; of other segments than stage 2's the lengths are not checked.
 
     Raises:
         DataError, ValueError, OSError: the files, the tokenizer or the checkpoint cannot be used.
     """
+    if found := checkpoint_problems(Path(cfg.model)):
+        raise ConfigError([cfg._origin.problem("model", rule, cfg.model) for rule in found])
     skipped: list[BadLine] | None = [] if cfg.data.on_bad_sample == "skip" else None
     form = FORMATS[cfg.answer_format]
     prompt = cfg.data.prompt if "prompt" in cfg.data.model_fields_set else form.prompt
@@ -109,7 +120,35 @@ def load_parts(cfg: WarmupConfig) -> Parts:
         print(report_skipped(skipped, cfg.output_dir), end="", flush=True)
     stream = SampleStream(datasets, [file.weight for file in cfg.train_jsonl], cfg.seed)
     table = TokenTable.from_tokenizer(processor.tokenizer, form)
+    if segment_of is None:
+        check_lengths(cfg, [sample for samples in datasets for sample in samples], processor, table)
     return Parts(load_model(cfg.model, "float32"), processor, table, stream)
+
+
+def check_lengths(cfg: WarmupConfig, samples: Sequence[Sample], processor: Any, table: TokenTable) -> None:
+    """Raise ValueError that names the samples whose prompt and ground truth fit no row, before one is drawn (PCK-3)."""
+    too_long = []
+    for sample, length in zip(samples, prompt_lengths(samples, processor), strict=True):
+        needed = length + len(table.encode(FORMATS[cfg.answer_format].write(sample.objects))) + 1  # the end token
+        if needed > cfg.row_tokens:
+            too_long.append(f"{sample.source}: prompt and ground truth make {needed} tokens")
+    if too_long:
+        rule = f"{len(too_long)} of {len(samples)} samples do not fit; raise it, or remove them"
+        raise ValueError(f"{cfg._origin.problem('row_tokens', rule, cfg.row_tokens)}\n{DataError(too_long)}")
+
+
+def check_writable(cfg: WarmupConfig) -> None:
+    """Raise ValueError where the trained checkpoint could not be written."""
+    folder = Path(cfg.output_dir)
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        if is_new:  # what else is wrong leaves nothing behind
+            folder.rmdir()
+    except OSError as error:
+        rule = f"cannot be written ({reason_of(error)}); choose another directory"
+        raise ValueError(cfg._origin.problem("output_dir", rule, cfg.output_dir)) from None
 
 
 def train(cfg: WarmupConfig, parts: Parts, segment_of: SegmentOf | None = None) -> None:
@@ -213,7 +252,7 @@ def save(parts: Parts, output_dir: str | os.PathLike) -> None:
 
 def warm_up(cfg: WarmupConfig, segment_of: SegmentOf | None = None) -> None:
     """Load, train and save; see `train`."""
-    parts = load_parts(cfg)
+    parts = load_parts(cfg, segment_of)
     train(cfg, parts, segment_of)
     save(parts, cfg.output_dir)
 
@@ -223,6 +262,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML, e.g. configs/demo/warmup.yaml")
     try:
         cfg = load_warmup_config(parser.parse_args().config)
+        check_writable(cfg)
         parts = load_parts(cfg)
     except (ConfigError, DataError, ValueError, OSError) as error:
         exit_with(error)

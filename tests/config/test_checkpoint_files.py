@@ -84,6 +84,22 @@ FAULTS = {
 }
 
 
+# The same of any checkpoint, for the programs that load one, and part of the message.
+NOT_WHOLE = {
+    "pointer": (lambda model: last_shard(model).write_bytes(POINTER), POINTS),
+    "cut off": (lambda model: os.truncate(last_shard(model), 1000), CUT),
+    "no shard": (
+        write(INDEX, json.dumps({"weight_map": {"w": "model-9.safetensors"}}).encode()),
+        "safetensors is missing",
+    ),
+    "no end token": FAULTS["no end token"],
+}
+
+
+def last_shard(model: Path) -> Path:
+    return max(model.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_CFG_16_SRV_2_each_fault_is_named_with_its_way_out(model: Path, name: str) -> None:
     """CFG-16, SRV-2."""

@@ -21,7 +21,8 @@ from tests.data.test_samples import BAD_LINES, line, mixed, png, write
 from utils.answer_format import QWEN3VL
 from utils.data import images as images_module
 from utils.data import index as index_module
-from utils.data.images import image_size, open_image
+from utils.data.encoding import encode_prompt, load_processor
+from utils.data.images import EXIF_ORIENTATION, as_sent, image_size, open_image
 from utils.data.index import (
     IMAGE,
     LINE,
@@ -354,6 +355,57 @@ def test_dat_6_drawn_images_of_a_shard_know_their_place(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="000.tar/green.png: no such image"):
         monkeypatch.undo()
         load_samples([write(tmp_path, line(images=["000.tar/green.png"]))], "x")
+
+
+def test_dat_6_an_image_that_changes_under_a_run_is_told(tmp_path, start_model):
+    """DAT-6: one that was resized, before its objects are trained on; one that EXIF turns has not changed."""
+    turned = Image.Exif()
+    turned[EXIF_ORIENTATION] = 6
+    Image.new("RGB", (40, 20)).save(tmp_path / "t.jpg", exif=turned)
+    processor = load_processor(start_model)
+    path = write(tmp_path, line(images=["t.jpg", "a.png"], width=100, height=50, objects=[]), line())
+    write_index(tmp_path / "index", path, CHECKS)
+    for _ in range(2):  # starts
+        file = IndexedFile(path, ensure_index(tmp_path / "index", path, CHECKS), CHECKS.reader)
+        before = [len(encode_prompt(sample, processor).prompt_token_ids) for sample in file]
+    png(tmp_path / "a.png", 50, 30)
+    told = r"changed since it was checked: 100 x 50 then, 50 x 30 now; remove data_index in the run directory and start"
+    for index, name in ((0, r"d.jsonl:1: images\[1\]: .*/a.png has "), (1, r"d.jsonl:2: images\[0\]: .*/a.png has ")):
+        with pytest.raises(DataError, match=name + told):
+            encode_prompt(file[index], processor)
+    png(tmp_path / "a.png")
+    assert [len(encode_prompt(sample, processor).prompt_token_ids) for sample in file] == before
+
+
+@pytest.mark.parametrize("change", ["order", "times", "name", "content", "appended", "cut", "gone"])
+def test_dat_6_a_shard_that_is_rebuilt_under_a_run_is_told(tmp_path, change):
+    """DAT-6: where other bytes lie at an image's place, instead of training on another image. A copy with other times,
+    as another node may have, is the same."""
+    images = {name: Image.new("RGB", (100, 50), name) for name in ("red", "tan")}
+    path = shard(tmp_path / "000.tar", **images)
+    file = indexed(write(tmp_path, *[line(images=[f"000.tar/{name}.png"]) for name in images]))
+    os.utime(path, ns=(1, 1))
+    assert [open_image(sample.images[0]).getpixel((0, 0)) for sample in file] == [(255, 0, 0), (210, 180, 140)]
+    if change == "order":
+        shard(path, **dict(reversed(images.items())))
+    elif change == "name":
+        shard(path, red=images["red"], sky=images["tan"])
+    elif change == "content":
+        shard(path, red=images["red"], tan=Image.new("RGB", (100, 50), (210, 180, 141)))
+    elif change == "appended":
+        shard(path, **images, blue=Image.new("RGB", (100, 50), "blue"))
+    elif change == "cut":
+        os.truncate(path, 1000)
+    elif change == "gone":
+        path.unlink()
+    drawn = file[1].images[0]
+    if change in ("times", "appended"):
+        assert open_image(drawn).getpixel((0, 0)) == (210, 180, 140) and as_sent(drawn).startswith("data:")
+        return
+    told = "changed since it was checked; remove data_index in the run directory and start again"
+    for read in (open_image, as_sent):
+        with pytest.raises(OSError, match="No such file|no such image" if change == "gone" else f"000.tar: has {told}"):
+            read(drawn)
 
 
 MEMORY = """

@@ -40,7 +40,7 @@ from utils.data.index import NO_LENGTH, Checks, Index, IndexedFile, scan, write_
 from utils.data.samples import LineReader, Sample
 from utils.dist import Ranks
 from utils.run import data_files, inputs, setup
-from utils.run.data_files import check_ground_truth, check_images, check_lengths, load_data
+from utils.run.data_files import check_ground_truth, check_images, check_lengths, load_data, open_data
 from utils.run.inputs import KnownDigests, check_inputs
 from utils.targets import TargetOptions, ground_truth_target
 
@@ -221,6 +221,49 @@ def test_dat_6_images_that_were_missing_are_looked_for_again(tmp_path, capsys, l
     assert ended.value.code == 2 and "later.png: no such image" in capsys.readouterr().err
     (tmp_path / "a.png").rename(tmp_path / "later.png")
     assert list(map(len, load(cfg)[0])) == [1]
+
+
+def test_dat_6_what_a_start_asks_for_counts_at_the_next_one_SRV_5_SRV_10(
+    tmp_path, monkeypatch, capsys, settled, processor
+):
+    """DAT-6, SRV-5, SRV-10, CFG-15: images made smaller and moved, with the file as it was. Rank 0 forgets the index,
+    once all have opened it; what they map stays."""
+    monkeypatch.chdir(tmp_path)
+    data = config_of(tmp_path, tmp_path / "run", "http://127.0.0.1:8000", 8001, {})
+    data["custom"] |= {"train_jsonl": [{"path": str(linked(tmp_path))}], "val_jsonl": None}
+    data["custom"]["extra"]["rollout_server"] |= {"max_image_pixels": 59_999}
+    data["training"]["output_dir"] = str(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    ranks, opened = Ranks(), []
+    monkeypatch.setattr(ranks, "fence", lambda: opened.append(kept()))
+
+    def kept() -> set[str]:
+        return {path.name for path in (tmp_path / "run" / "data_index").rglob("*.*")} - {"known.json"}
+
+    def opened_with(**keys) -> list[IndexedFile]:
+        cfg = build_config(data | keys)
+        return open_data(cfg, ranks, check_inputs(cfg, None, (), Ranks())["digests"], processor, None, ())[0]
+
+    with pytest.raises(SystemExit):
+        opened_with()
+    told = capsys.readouterr().err
+    assert "make them smaller" in told and "an image in" in told
+    whole = {"about.json", "lines.bin", "images.bin", "bad.jsonl", "unfit.txt"}
+    assert opened == [whole] and kept() == whole - {"about.json"}
+    png(tmp_path / "data" / "large.png", 150, 100)
+    (tmp_path / "data" / "linked").unlink()
+    (tmp_path / "photos").rename(tmp_path / "data" / "linked")
+    assert opened_with()[0].num_pixels.tolist() == [5000, 5000, 15_000] and kept() == whole
+    with pytest.raises(SystemExit):
+        opened_with(global_max_length=66)
+    assert "samples do not fit" in capsys.readouterr().err and kept() == whole - {"about.json"}
+    opened_with()
+    monkeypatch.setattr(ranks, "is_main", False)
+    monkeypatch.setattr(ranks, "on_main", lambda work: None)
+    monkeypatch.setattr("utils.config.load.SILENT_RANKS_WAIT_S", 0)
+    with pytest.raises(SystemExit):
+        opened_with(global_max_length=66)
+    assert kept() == whole
 
 
 def test_labels_that_no_object_has_are_named_DAT_5(tmp_path, caplog, monkeypatch, load):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, Qwen3VLForConditionalGeneration
 
+from tests.config.test_checkpoint_files import NOT_WHOLE
 from tools import make_demo
 from tools.add_coord_tokens import TOKENS, add_coord_tokens, coord_rows, main, smooth_curve
 from utils.config.memory import model_size
@@ -141,6 +142,13 @@ def test_rows_start_from_the_digits() -> None:
     assert near.min() > 0.5 > far.max()
 
 
+def old_form(source: Path) -> None:
+    """Leave weights as torch saved them before safetensors."""
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    (source / "pytorch_model.bin").write_bytes(b"weights")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -151,10 +159,12 @@ def test_rows_start_from_the_digits() -> None:
             "a qwen2 model, which is not",
         ),
         (lambda source: (source / "config.json").unlink(), "config.json cannot be read"),
-        (lambda source: [file.unlink() for file in source.glob("*.safetensors")], "no *.safetensors files"),
+        (old_form, "no *.safetensors files"),
+        *NOT_WHOLE.values(),
     ],
 )
-def test_what_cannot_be_extended_is_refused_with_one_line(tmp_path, monkeypatch, capsys, change, message) -> None:
+def test_what_cannot_be_extended_is_refused_with_one_line_SRV_2(tmp_path, monkeypatch, capsys, change, message) -> None:
+    """SRV-2: nor is a checkpoint copied that is not whole."""
     source = build(tmp_path / "released", monkeypatch, True, 0)
     changed = change(source)
     model = changed if isinstance(changed, Path) else source

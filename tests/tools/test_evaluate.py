@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from tests.answers import make_table
+from tests.config.test_checkpoint_files import NOT_WHOLE
 from tools import evaluate
 from tools.evaluate import COCO_NAMES, coco_scores
 from tools.make_demo import make_dataset
@@ -498,6 +499,21 @@ def test_a_directory_that_is_no_checkpoint_ends_with_2_and_one_line(tmp_path, ca
         call("--checkpoint", tmp_path / "model", "--data", "gone.jsonl")()
     error = capsys.readouterr().err
     assert caught.value.code == 2 and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("fault", NOT_WHOLE)
+def test_a_checkpoint_that_is_not_whole_ends_with_2_before_any_answer_SRV_2(
+    start_model, tmp_path, asked, capsys, fault
+) -> None:
+    """SRV-2."""
+    data, config = run_files(tmp_path, start_model)
+    spoil, message = NOT_WHOLE[fault]
+    spoil(shutil.copytree(start_model, tmp_path / "model"))
+    with pytest.raises(SystemExit) as caught:
+        call("--checkpoint", tmp_path / "model", "--data", data, "--config", config, "--backend", "hf")()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and error.count("\n") == 1 and not asked
+    assert error.startswith(f"--checkpoint {tmp_path}/model: ")
 
 
 @pytest.mark.parametrize(

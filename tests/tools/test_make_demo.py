@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
+from tests.config.test_checkpoint_files import NOT_WHOLE
 from tools import warmup_sft
 from tools.make_demo import (
     COLOURS,
@@ -28,6 +32,7 @@ from utils.config.load import ConfigError
 from utils.data.encoding import encode_prompt, load_processor
 from utils.data.samples import load_samples
 from utils.learner.model import load_model
+from utils.targets import TargetOptions
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -285,3 +290,63 @@ def test_dat_3_bad_data_ends_the_command_with_2_and_one_message(
         warmup_sft.main()
     assert caught.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def warm_up_until_training(folder: Path, monkeypatch, dataset: Path, **changes) -> int | str:
+    """Start the command on samples of `dataset`, with a YAML in `folder`; return how it ended, at the latest where it
+    would train."""
+    values = {"model": "-", "train_jsonl": str(dataset / "train.jsonl"), "output_dir": str(folder / "out"), "steps": 1}
+    (folder / "w.yaml").write_text(yaml.safe_dump(values | changes))
+    monkeypatch.setattr("sys.argv", ["warmup_sft", "--config", str(folder / "w.yaml")])
+    monkeypatch.setattr(warmup_sft, "train", lambda *_: sys.exit("trains"))
+    with pytest.raises(SystemExit) as caught:
+        warmup_sft.main()
+    assert not (folder / "out").exists()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("fault", NOT_WHOLE)
+def test_srv_2_a_start_model_that_is_not_whole_ends_the_command_with_2(
+    tmp_path, start_model, dataset, monkeypatch, capsys, fault
+):
+    """SRV-2."""
+    spoil, message = NOT_WHOLE[fault]
+    spoil(shutil.copytree(start_model, tmp_path / "model"))
+    assert warm_up_until_training(tmp_path, monkeypatch, dataset, model=str(tmp_path / "model")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f'{tmp_path}/w.yaml: model="{tmp_path}/model": ')
+    assert message in error and error.count("\n") == 1
+
+
+def test_pck_3_samples_that_fit_no_row_are_named_before_training(tmp_path, start_model, dataset, monkeypatch, capsys):
+    """PCK-3: those whose segment is longer, and no other; a row as long as the longest is enough."""
+    cfg = tiny_warmup(model=str(start_model), train_jsonl=str(dataset / "train.jsonl"))
+    parts, options = warmup_sft.load_parts(cfg), TargetOptions()
+    samples = parts.stream.datasets[0]
+    lengths = [len(warmup_sft.supervised_segment(own, parts.processor, parts.table, options)) for own in samples]
+    longest = max(lengths)
+    values = {"model": str(start_model), "row_tokens": longest}
+    assert warm_up_until_training(tmp_path, monkeypatch, dataset, **values) == "trains"
+    capsys.readouterr()
+    assert warm_up_until_training(tmp_path, monkeypatch, dataset, **values | {"row_tokens": longest - 1}) == 2
+    first, *named = capsys.readouterr().err.splitlines()
+    num = lengths.count(longest)
+    assert (
+        first
+        == f"{tmp_path}/w.yaml: row_tokens={longest - 1}: {num} of 40 samples do not fit; raise it, or remove them"
+    )
+    reason = f"prompt and ground truth make {longest} tokens"
+    too_long = [own for own, length in zip(samples, lengths, strict=True) if length == longest]
+    assert named == [f"{own.source}: {reason}" for own in too_long]
+
+
+@pytest.mark.parametrize(("place", "reason"), [("file", "File exists"), ("file/in", "Not a directory")])
+def test_an_output_dir_that_cannot_be_written_ends_the_command_before_training(
+    tmp_path, start_model, dataset, monkeypatch, capsys, place, reason
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(warmup_sft, "load_parts", lambda *_: pytest.fail("loads"))
+    place = str(tmp_path / place)
+    assert warm_up_until_training(tmp_path, monkeypatch, dataset, model=str(start_model), output_dir=place) == 2
+    rule = f'output_dir="{place}": cannot be written ({reason}); choose another directory'
+    assert capsys.readouterr().err == f"{tmp_path}/w.yaml: {rule}\n"

@@ -21,9 +21,11 @@ from tools.plan import (
     measure,
     predict,
     splits,
+    work_of_step,
     write_constants,
 )
 from utils.config.load import build_config, load_config
+from utils.config.memory import model_size
 from utils.run.monitor import write_run_json
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +119,88 @@ def test_a_run_that_cannot_tell_says_why(tmp_path):
         measure(tmp_path)
     with pytest.raises(ValueError, match="with prefetch a step's seconds are not its own"):
         measure(finished_run(tmp_path, RM__async={"enabled": True}))
+
+
+def no_curves(run: Path) -> None:
+    """As with `report_to: [wandb]`."""
+    next(run.glob("events*")).unlink()
+
+
+def other_curves(run: Path) -> None:
+    """As of a GRPO run."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    no_curves(run)
+    with SummaryWriter(run) as writer:
+        writer.add_scalar("seconds/step", 8.0, 1)
+
+
+def newer_key(run: Path) -> None:
+    text = (run / "run.json").read_text()
+    (run / "run.json").write_text(text.replace('"model": {', '"mode": 1, "model": {', 1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (no_curves, "run: holds no TensorBoard curves; name a run with tensorboard in training.report_to"),
+        (other_curves, "run: its curves lack rollout/new_tokens_mean, rollout/num_images, seconds/prepare, "),
+        (lambda run: (run / "run.json").write_text("{}"), "run/run.json: is not that of a run; name the training.outp"),
+        (lambda run: (run / "run.json").write_text('{"config": {"mo'), "run/run.json: is no whole JSON (Unterminated "),
+        (newer_key, "run/run.json: mode=1: unknown key"),
+    ],
+)
+def test_a_run_that_cannot_be_read_ends_with_2_and_its_reason_CFG_16(tmp_path, monkeypatch, capsys, spoil, message):
+    """CFG-16."""
+    spoil(finished_run(tmp_path))
+    command = ["plan", "--config", str(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml"), "--run", str(tmp_path / "run")]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as caught:
+        plan.main()
+    assert caught.value.code == 2 and f"no prediction for cuda devices: {tmp_path}/{message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [
+        ("--new-tokens", "-5", "a number above 0"),
+        ("--segment-tokens", "-100", "a number above 0"),
+        ("--segment-tokens", "nan", "a number above 0"),
+        ("--device-gib", "0", "a number above 0"),
+        ("--device-gib", "inf", "a number above 0"),
+        ("--nodes", "0", "at least 1"),
+        ("--devices-per-node", "-8", "at least 1"),
+    ],
+)
+def test_measures_that_cannot_be_name_their_rule_CFG_16(monkeypatch, capsys, option, value, least):
+    """CFG-16."""
+    monkeypatch.setattr("sys.argv", ["plan", "--config", "x.yaml", f"{option}={value}"])
+    with pytest.raises(SystemExit) as caught:
+        plan.main()
+    assert caught.value.code == 2 and f"argument {option}: {value}; give {least}\n" in capsys.readouterr().err
+
+
+def test_a_token_costs_what_it_uses_FAM_2():
+    """FAM-2: of 128 experts of three matrices of 768 x 2048 in each of 48 layers, a token goes to 8. With constants and
+    devices equal, this 30B generates and trains faster than the 8B; a run is measured by the same numbers."""
+    constants = Constants(1e14, 1e13, 1e-3, 0.1, 1e10)
+    args = Namespace(device_gib=80, new_tokens=500, segment_tokens=1000)
+    times = {}
+    for name in ("qwen3vl_30b_a3b_native_4v4", "qwen3vl_8b_full_4v4"):
+        data = load_config(ROOT / f"configs/stage2/{name}.yaml").model_dump()
+        data["tuner"] = {"type": "full", "freeze_vit": False, "freeze_aligner": False}
+        cfg = build_config(data)
+        (own,) = [
+            split for split in splits(cfg, constants, 8, args) if (split.learners, split.rollout_devices) == (4, 4)
+        ]
+        times[name[:11]] = own.time.rollout, own.time.train
+        if "a3b" in name:
+            size = model_size(Path(cfg.model.path), cfg.tuner)
+    assert all(of_30b < of_8b for of_30b, of_8b in zip(*times.values(), strict=True))
+    assert size.total - size.active[0] == size.trainable - size.active[1] == 48 * 120 * 3 * 768 * 2048
+    step = {"answers": 1.0, "new_tokens": 1.0, "tokens": 1.0}
+    assert work_of_step(step, size).rollout_flops == 2 * size.active[0]
+    assert work_of_step(step, size).train_flops == 2 * (2 * size.active[0] + size.active[1])
 
 
 def test_supervised_training_has_nothing_to_split_LRN_10():

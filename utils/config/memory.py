@@ -42,6 +42,7 @@ class ModelSize:
     num_layers: int = 0  # of the language model
     largest: int = 0  # numbers in the largest tensor
     flops: tuple[int, int, int] = (1, 2, 1)  # `layer_flops`
+    active: tuple[int, int] = (1, 1)  # of total and of trainable, those that a token uses
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,21 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
     # For the norms of a layer's rows PEFT 0.21 computes B A from an identity matrix, scales it and adds the weight.
     dora_values = max((num_in * num_in + 3 * num_in * num_out for num_out, num_in in adapted), default=0)
     layers = {found[1] for name in shapes if part_of(name) == "llm" and (found := re.search(LAYER, name))}
-    numbers = list(map(prod, shapes.values()))
-    learn, flops = sum(trainable.values()), layer_flops(shapes, trainable, tuner, _active_share(path))
-    return ModelSize(sum(numbers), learn, dora_values, can_change, source, len(layers), max(numbers), flops)
+    numbers = {name: prod(shape) for name, shape in shapes.items()}
+    total, learn, share = sum(numbers.values()), sum(trainable.values()), _active_share(path)
+    experts = [name for name in shapes if ".experts." in name]
+    idle, idle_learn = (round((1 - share) * sum(of[name] for name in experts)) for of in (numbers, trainable))
+    return ModelSize(
+        total=total,
+        trainable=learn,
+        dora_values=dora_values,
+        can_change=can_change,
+        source=source,
+        num_layers=len(layers),
+        largest=max(numbers.values()),
+        flops=layer_flops(shapes, trainable, tuner, share),
+        active=(total - idle, learn - idle_learn),
+    )
 
 
 def layer_flops(
@@ -292,17 +305,20 @@ def _layer_values(cfg: Config, text: dict[str, Any], kind: str) -> int:
     Norms keep their input in float32 (two values) and output, trained ones twice; attention what it takes and returns;
     a recurrent mixer what it takes, before and behind the convolution, its gate and what it returns (fla's kernels;
     transformers' own keep three times as much); an MLP four of its widths, and each expert of a token what it takes and
-    returns besides. DoRA keeps two more outputs of each linear layer, which its magnitude multiplies."""
+    returns besides. DoRA keeps two more outputs of each linear layer, which its magnitude multiplies; an adapter's
+    dropout what is left of its input, and a mask of one byte per value. An MLP's product is then kept no longer."""
     full, hidden = cfg.tuner.type == "full", text.get("hidden_size", 0)
     if kind == "linear_attention":
         keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
         values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
         mixer, mixer_out = 3 * (2 * keys + values) + 4 * values, 2 * keys + 2 * values
+        mixer_in = 4 * hidden + values
     else:
         heads, kv_heads, head_dim = _heads(text)
         gate = heads * head_dim * ("linear_num_key_heads" in text)  # Qwen3.5 gates what attention returns
         mixer = ((5 + full) * heads + (4 + full) * kv_heads) * head_dim + (2 + full) * gate
         mixer_out = (heads + 2 * kv_heads) * head_dim + gate
+        mixer_in = 3 * hidden + heads * head_dim
     dense = (
         text.get("shared_expert_intermediate_size", 0) if text.get("num_experts") else text.get("intermediate_size", 0)
     )
@@ -310,6 +326,9 @@ def _layer_values(cfg: Config, text: dict[str, Any], kind: str) -> int:
     size = (6 + 2 * full) * hidden + mixer + 4 * dense + routed
     if cfg.tuner.use_dora and not cfg.tuner.freeze_llm:
         size += 2 * (mixer_out + 2 * dense + hidden + hidden * (dense > 0))
+    if cfg.tuner.type == "lora" and cfg.tuner.dropout and not cfg.tuner.freeze_llm:
+        inputs = mixer_in + (2 + (routed > 0)) * hidden * (dense > 0) + dense  # a shared expert has a gate besides
+        size += inputs + inputs // _DTYPE_BYTES[cfg.model.dtype] - dense
     return size
 
 

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from utils.answer_format import AnswerFormat
-from utils.data.images import open_image
+from utils.data.images import START_AGAIN, open_image, shortened
 from utils.data.prompts import render_prompt, to_chat_messages
-from utils.data.samples import Sample
+from utils.data.samples import DataError, Sample
 from utils.geometry import Grid
 from utils.packing import join_vision
 from utils.targets import Segment, plain_segment
@@ -121,15 +121,27 @@ def encode_prompt(sample: Sample, processor: Any, pixel_dtype: torch.dtype = tor
     Raises:
         ValueError: the prompt's text itself contains an image placeholder.
         OSError: an image cannot be read.
+        DataError: an image has another size than when its line was checked.
     """
     token_ids = render_prompt(processor, prompt_chat(sample))
     if not sample.images:
         return EncodedPrompt(token_ids, {})
-    tokens, vision = encode_images([open_image(image) for image in sample.images], processor)
+    tokens, vision = encode_images(_open_images(sample), processor)
     token_ids = _expand(token_ids, tokens, processor, f"{sample.source}: ")
     return EncodedPrompt(
         token_ids, {name: own.to(pixel_dtype) if own.is_floating_point() else own for name, own in vision.items()}
     )
+
+
+def _open_images(sample: Sample) -> list[Image.Image]:
+    """Open them. One that was resized since the check would no longer fit its objects, nor the length of its prompt."""
+    images = [open_image(image) for image in sample.images]
+    for index, (image, (height, width)) in enumerate(zip(images, sample.image_sizes, strict=True)):
+        if image.size != (width, height):
+            sizes = f"{width} x {height} then, {image.width} x {image.height} now"
+            change = f"{shortened(sample.images[index])} has changed since it was checked: {sizes}"
+            raise DataError([f"{sample.source}: images[{index}]: {change}; {START_AGAIN}"])
+    return images
 
 
 def dummy_segment(processor: Any) -> Segment:

@@ -11,6 +11,7 @@ import posixpath
 import tarfile
 import threading
 import uuid
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +23,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 MAX_IMAGE_BYTES = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS, which runs a program
 EXIF_ORIENTATION = 0x0112
+HEADER_BYTES = tarfile.BLOCKSIZE  # of a shard's member, before its content
+MARK_BYTES = 8 * HEADER_BYTES  # of header and content, that tell a member from any other
+START_AGAIN = "remove data_index in the run directory and start again"
 
 
 def shortened(source: str | os.PathLike) -> str:
@@ -49,20 +53,33 @@ def check_depth(image: Image.Image) -> None:
 
 
 class ShardImage(str):
-    """An image in a tar shard, as `shard.tar/member.jpg`, with the place of its bytes in the shard."""
+    """An image in a tar shard, as `shard.tar/member.jpg`, with the place of its bytes in the shard, and the `mark` that
+    was found there; None where the shard's headers have just been read."""
 
     offset: int
     num_bytes: int
+    mark: int | None
 
-    def __new__(cls, path: str, offset: int, num_bytes: int) -> ShardImage:
+    def __new__(cls, path: str, offset: int, num_bytes: int, mark: int | None = None) -> ShardImage:
         image = super().__new__(cls, path)
-        image.offset, image.num_bytes = offset, num_bytes
+        image.offset, image.num_bytes, image.mark = offset, num_bytes, mark
         return image
 
     def read(self) -> bytes:
-        """Its bytes. Raises OSError."""
+        """Its bytes. Raises OSError, also if something else lies there by now."""
+        found = self._read(HEADER_BYTES + self.num_bytes)
+        if self.mark not in (None, zlib.crc32(found[:MARK_BYTES])):
+            raise OSError(f"{_shard_and_member(self)[0]}: has changed since it was checked; {START_AGAIN}")
+        return found[HEADER_BYTES:]
+
+    def read_mark(self) -> int:
+        """The checksum of its header, with name and size, and of its first bytes: unlike a time, the same on all nodes.
+        Raises OSError."""
+        return zlib.crc32(self._read(min(HEADER_BYTES + self.num_bytes, MARK_BYTES)))
+
+    def _read(self, num_bytes: int) -> bytes:
         with open(_shard_and_member(self)[0], "rb") as shard:
-            return os.pread(shard.fileno(), self.num_bytes, self.offset)
+            return os.pread(shard.fileno(), num_bytes, self.offset - HEADER_BYTES)
 
 
 def find_in_shard(image: str) -> ShardImage | None:

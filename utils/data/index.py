@@ -42,7 +42,7 @@ LINE = np.dtype(
     [("offset", "<i8"), ("first_image", "<i8"), ("num_images", "<i4")]
     + [("length", "<i4"), ("number", "<i8"), ("crc", "<u4"), ("tokens", "<i4"), ("answer_bytes", "<i4")]
 )
-IMAGE = np.dtype([("height", "<i4"), ("width", "<i4"), ("offset", "<i8"), ("num_bytes", "<i8")])
+IMAGE = np.dtype([("height", "<i4"), ("width", "<i4"), ("offset", "<i8"), ("num_bytes", "<i8"), ("mark", "<u4")])
 NO_SHARD = -1  # offset of an image that is not in a tar shard
 NO_LENGTH = np.iinfo(np.int32).max  # tokens of a prompt that cannot be encoded
 MAX_LABELS = 100_000  # of a file; more are free text, in which no label is expected to return
@@ -137,12 +137,12 @@ def scan_part(location: str, name: str, checks: Checks, part: tuple[int, int, in
     return replace(found, lines=np.array(rows, LINE), images=np.array(images, IMAGE))
 
 
-def _place(image: str) -> tuple[int, int]:
-    """Offset in a tar shard, and size in bytes."""
+def _place(image: str) -> tuple[int, int, int]:
+    """Offset in a tar shard, size in bytes, and what marks the bytes there."""
     if image.startswith("data:"):
-        return NO_SHARD, len(image) * 3 // 4  # of base64
+        return NO_SHARD, len(image) * 3 // 4, 0  # of base64
     found = find_in_shard(image)
-    return (found.offset, found.num_bytes) if found else (NO_SHARD, os.path.getsize(image))
+    return (found.offset, found.num_bytes, found.read_mark()) if found else (NO_SHARD, os.path.getsize(image), 0)
 
 
 def _folder(image: str) -> str | None:
@@ -244,6 +244,10 @@ class Index:
         """Lines that cannot be used, in order."""
         return read_bad_lines(self.folder / "bad.jsonl")
 
+    def forget(self) -> None:
+        """Have the next start make it anew. Ranks that have opened it read on: no byte that they map is taken away."""
+        (self.folder / "about.json").unlink(missing_ok=True)
+
     def problems(self, skips_bad: bool) -> Iterator[str]:
         """`file:line: reason` of all that stops a run, which may leave out bad lines if any line is good."""
         if not skips_bad or not len(self.lines):
@@ -313,7 +317,7 @@ class IndexedFile(Sequence[Sample]):
         teacher_forced_ratio: float | None = None,
         limit: int | None = None,
     ) -> None:
-        self.path, self._reader = os.fspath(path), reader
+        self.path, self._reader, self.forget_index = os.fspath(path), reader, index.forget
         self._lines, self._images, self._folders = index.lines[:limit], index.images, index.folders
         self._annotated = None if annotated is None else frozenset(map(normal_label, annotated))
         self._teacher_forced_ratio = teacher_forced_ratio
@@ -379,4 +383,5 @@ class IndexedFile(Sequence[Sample]):
 
 
 def _found(path: str, image: np.void) -> str:
-    return path if image["offset"] == NO_SHARD else ShardImage(path, int(image["offset"]), int(image["num_bytes"]))
+    place = (int(image[name]) for name in ("offset", "num_bytes", "mark"))
+    return path if image["offset"] == NO_SHARD else ShardImage(path, *place)

@@ -32,12 +32,19 @@ def open_data(
 ) -> tuple[list[IndexedFile], list[IndexedFile]]:
     """Training and validation files whose samples all fit: rows, engines, and what servers may read (collective).
 
-    Exit status 2 where they do not.
+    Exit status 2 where they do not; the next start checks the files anew, since images can be made smaller, or moved,
+    without a change of the file.
     """
     train, val = load_data(cfg, ranks, digests, processor, rewards)
-    check_lengths(cfg, ranks.is_main, train, processor, val)
-    check_ground_truth(cfg, ranks, train, table)
-    check_images(cfg, ranks.is_main, train, val)
+    ranks.fence()  # no rank has still to open an index that rank 0 then forgets
+    try:
+        check_lengths(cfg, ranks.is_main, train, processor, val)
+        check_ground_truth(cfg, ranks, train, table)
+        check_images(cfg, ranks.is_main, train, val)
+    except SystemExit:
+        for file in [*train, *val] * ranks.is_main:
+            file.forget_index()
+        raise
     return train, val
 
 
