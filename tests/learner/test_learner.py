@@ -297,8 +297,9 @@ def test_the_start_policy_is_the_model_with_adapters_disabled_or_a_frozen_one_GR
 
 
 def test_scores_are_those_without_dropout_GRP_6(tmp_path, start_model, ranks):
-    """GRP-6: ratios to the policy's own log-probabilities; training goes on with dropout."""
-    learner = learner_of(tmp_path, start_model, ranks, {"type": "lora", "rank": 4, "dropout": 0.5}, "zero0")
+    """GRP-6: as ratios to the policy would need them; training goes on with dropout, which stage 2 may have."""
+    tuner = {"type": "lora", "rank": 4, "dropout": 0.5}
+    learner = matching_learner(tmp_path, start_model, ranks, "stop", "zero0", "float32", tuner)
     for name, parameter in learner.model.named_parameters():
         if "lora_B" in name:  # zeros at the start
             nn.init.normal_(parameter, std=0.1)
