@@ -61,11 +61,6 @@ class Arm:
         return self.labels in ("start model", "teacher")
 
     @property
-    def makes_labels_anew(self) -> bool:
-        """Whether its runs generate at each step what other arms have made once, and so tell what that costs."""
-        return self.has_labels_made_once and self.program == OFFLINE_PROGRAM
-
-    @property
     def makes_rollouts(self) -> bool:
         """Whether each step takes answers of the policy in training."""
         return self.is_on_policy or self.labels == "policy"
@@ -128,7 +123,8 @@ class Study:
 
     @property
     def label_maker(self) -> Arm | None:
-        return next((arm for arm in self.arms if arm.makes_labels_anew), None)
+        """The arm that generates at each step what others have made once, and so tells what that costs; if any."""
+        return next((arm for arm in self.arms if arm.program == OFFLINE_PROGRAM), None)
 
     @property
     def untuned(self) -> list[str]:

@@ -285,7 +285,7 @@ class _Scan:
                 self._looked_to = quoted.end() + 1
                 continue
             mark, stop = self.data[found.end() - 1], found.end("coord") if found["coord"] else found.start()
-            in_list = found["coord"] or self.data[found.start() - 1] in b"[,"  # what no `, {` can follow in JSON
+            in_list = found["coord"] or self.data[found.start() - 1] in b"[,"  # `, {` may begin the next object
             if not open_marks and stop > at and (kind == "next" or mark in b",{]"):
                 return stop, "unclosed"
             if kind == "next" and (open_marks[-1] == _BRACE or in_list and not self._is_balanced(at)):
