@@ -19,6 +19,7 @@ from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry
 from utils.rollout.access import access_token
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
 from utils.server.process import (
+    allow_open_files,
     answer_loading,
     begin_as_child,
     end_now,
@@ -81,6 +82,7 @@ def stop_loading(number: int, frame: object) -> NoReturn:
 
 async def serve(launch: Launch, server_socket: socket.socket, token: str | None) -> None:
     """Load the model and answer until a signal says stop."""
+    allow_open_files()
     with answer_loading(server_socket):  # importing vLLM alone takes seconds
         import uvicorn
         from vllm.usage.usage_lib import UsageContext

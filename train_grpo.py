@@ -9,6 +9,7 @@ several responses to each prompt, and reward functions score them. A response th
 more likely, one that scored worse less likely. How to run it: docs/runbook_grpo.md.
 """
 
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from utils.credit import credit_of
 from utils.data.encoding import EncodedPrompt
 from utils.data.samples import Sample
 from utils.detection_rewards import OF_OBJECTS
+from utils.dist import capture_error
 from utils.grpo import (
     Answer,
     Group,
@@ -44,6 +46,8 @@ from utils.run.records import step_metrics
 from utils.run.session import Session
 from utils.run.setup import open_session
 from utils.targets import plain_segment
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -110,6 +114,7 @@ class Grpo:
 
     Attributes:
         data_position: after the last trained step; a resumed run draws again from there.
+        has_warned: of a dump that could not be written.
     """
 
     encode = None  # `generate` may draw replacements
@@ -118,6 +123,7 @@ class Grpo:
         self.session = session
         self.rewards = rewards
         self.data_position = session.data.stream.state_dict()
+        self.has_warned = False
         self._redraw: deque[int] = deque()  # numbers of prompts that a checkpoint's prepared micro-steps had drawn
         session.prefetch(self, draws_more=session.cfg.rlhf.dynamic_sample)
 
@@ -399,7 +405,11 @@ def log_step(
     session.log_step(step, metrics, quality, **reward, loss=result.losses["total"])
     options, size = session.cfg.rm.monitor_dump, session.cfg.rlhf.num_generations
     if session.ranks.is_main and options.every_steps and step % options.every_steps == 0:
-        dump_answers(session.run_dir, step, weighted, list(run.rewards), options.num_samples * size)
+        num_answers = options.num_samples * size
+        error = capture_error(dump_answers, session.run_dir, step, weighted, list(run.rewards), num_answers)
+        if error is not None and not run.has_warned:
+            logger.warning("answers could not be dumped: %s (logged once per run)", error)
+            run.has_warned = True
     return ranks["signal_name"]
 
 

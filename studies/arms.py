@@ -234,6 +234,15 @@ def find(records: Sequence[Record], job: Job) -> Record | None:
     return None
 
 
+def starts_of(records: Sequence[Record], study: Study) -> list[str]:
+    """Return the digests of the start models of a study's runs, as far as their records name them.
+
+    Each machine trains the start model anew, and another kind of processor rounds otherwise.
+    """
+    own = (run for run in records if run["task"] == study.name and run["material"] == study.material)
+    return sorted({run["start"] for run in own if "start" in run})
+
+
 def missing(records: Sequence[Record], study: Study) -> Iterator[Job]:
     """Yield runs without a record that can be made now, most important first: arm by arm, its tuning, then its tests.
 

@@ -28,7 +28,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from studies import dense, forgetting, further, new_class, partial, results_report, runs, taught
-from studies.arms import SEEDS, TUNING_SEED, Job, Study, find, missing, num_left, num_steps, planned, shown
+from studies.arms import SEEDS, TUNING_SEED, Job, Study, find, missing, num_left, num_steps, planned, shown, starts_of
 from studies.results_report import START
 from studies.runs import RunFailed, Task, load_records, quiet_parts, same_run, slug, store, write_config
 from studies.tables import Record
@@ -85,6 +85,9 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
             if job is None:
                 break
             job.study.prepare()
+            start = runs.weights_digest(start_model(job.study))
+            if (others := starts_of(load_records(), job.study)) and start not in others:
+                return [*failed, f"{job.name}: here the start model is {start}; other runs have {', '.join(others)}"]
             demo.say(job.name)
             commit = runs.revision()  # of what runs now: there may be another one when the run has ended
             try:
@@ -93,9 +96,13 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
                 print(f"FAILED {job.name}: {error}", flush=True)
                 failed.append(job.name)
                 continue
-            store(record | {"revision": commit})
+            store(record | {"revision": commit, "start": start})
         print(record["scores"], record["seconds"], flush=True)
     return failed
+
+
+def start_model(study: Study) -> Path:
+    return Path(resolve_yaml(study.config)[0]["model"]["path"])
 
 
 def claim_next(studies: Sequence[Study], failed: Sequence[str], stack: ExitStack) -> Job | None:
@@ -181,7 +188,7 @@ def kept(study: Study) -> Iterator[tuple[Record, Path, str]]:
     """Yield the records of the start model and of test runs, each with its model and its arm's `scored_as`."""
     records = load_records()
     start = {"task": study.name, "variant": START, "seed": TUNING_SEED, "overrides": {}, "material": study.material}
-    yield start | {"scores": {}}, Path(resolve_yaml(study.config)[0]["model"]["path"]), ""
+    yield start | {"scores": {}}, start_model(study), ""
     for arm in study.arms:
         for job in planned(records, study, arm):
             if not job.is_tuning and (record := find(records, job)):

@@ -1,5 +1,6 @@
 """What the studies share: a learner's config and process, its record in docs/results.json, and start models."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -65,6 +66,12 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
 
 def slug(text: str) -> str:
     return "-".join("".join(char if char.isalnum() or char == "." else " " for char in text).split())
+
+
+def weights_digest(model: Path) -> str:
+    """Tell a checkpoint's weights apart from those of all others."""
+    with (model / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def revision() -> str:

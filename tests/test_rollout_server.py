@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -391,6 +392,9 @@ def test_engine_and_front_get_what_the_launch_says_SRV_6_CFG_17(model_dir, monke
     Nothing is served before the engine has generated."""
     vllm_async = pytest.importorskip("vllm.v1.engine.async_llm")
     made: dict[str, tuple] = {}
+    made_room: list[tuple[int, int]] = []
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: made_room.append(limits))
 
     class Engine:
         def __init__(self, *args) -> None:
@@ -419,6 +423,7 @@ def test_engine_and_front_get_what_the_launch_says_SRV_6_CFG_17(model_dir, monke
         assert (llm, processor) == ("llm", (str(model_dir), 1024, 4096))
         assert (path, world_size, stuck_s) == (str(model_dir), 2, 7.0)
         assert made["updates"][1] == transport and list(made) == ["engine", "warm-up", "updates"]
+    assert made_room == [(hard, hard)] * 2 and hard > 1024
 
 
 def test_vllm_gets_every_setting_of_the_server_CFG_15(model_dir):

@@ -146,6 +146,17 @@ def test_every_reward_is_recorded_by_name_GRP_1_LOG_3(whole):
     assert len({line["response"] for line in lines[:4]}) > 1  # each answer of a group has a seed of its own
 
 
+def test_a_dump_that_fails_warns_once_and_stops_nothing_LOG_4(folder, start_model, caplog):
+    """LOG-4: as in stage 2."""
+    (folder / "full").mkdir()
+    (folder / "full" / "dumps").write_text("in the way")
+    run(config_of(folder, start_model, "full", {"max_steps": 2, "eval_steps": None}))
+    assert len(curves(folder / "full")["reward"]) == 2
+    assert [record.message for record in caplog.records if "could not be dumped" in record.message] == [
+        f"answers could not be dumped: [Errno 17] File exists: '{folder}/full/dumps' (logged once per run)"
+    ]
+
+
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one_GRP_1_LRN_5(whole, folder, start_model):
     """GRP-1, LRN-5: float32, seeds by step; transformers generates on the weights that train."""
     part = config_of(folder, start_model, "part", {"save_steps": 1, "max_steps": 1})

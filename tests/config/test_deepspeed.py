@@ -12,6 +12,8 @@ from utils.config.deepspeed import deepspeed_problems, engine_json, read_deepspe
 from utils.config.load import ConfigError, build_config, check_launch
 from utils.config.plan import make_plan
 
+ZERO1 = {"zero_optimization": {"stage": 1}}
+
 
 @pytest.mark.parametrize(
     ("deepspeed", "dtype", "mode", "is_refused"),
@@ -95,8 +97,13 @@ def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content
     ("dtype", "content", "message"),
     [
         ("bfloat16", {"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow is not supp"),
-        ("float16", {"fp16": {"auto_cast": True}}, "fp16.auto_cast is not supported; delete it"),
-        ("float16", {"fp16": {"loss_scale": -1}}, "fp16.loss_scale=-1: Value error, fp16.loss_scale must be >= 0"),
+        ("float16", {"fp16": {"auto_cast": True}} | ZERO1, "fp16.auto_cast is not supported; delete it"),
+        (
+            "float16",
+            {"fp16": {"loss_scale": -1}} | ZERO1,
+            "fp16.loss_scale=-1: Value error, fp16.loss_scale must be >=",
+        ),
+        ("float16", {}, 'model.dtype="float16": float16 needs ZeRO stage 1 or higher'),
         (
             "bfloat16",
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
@@ -146,7 +153,7 @@ def test_CFG_17_a_deepspeed_json_sets_the_loss_scale_of_float16(tmp_path: Path) 
     path, scale = tmp_path / "ds.json", {"loss_scale": 0, "initial_scale_power": 8, "min_loss_scale": 2}
     path.write_text(json.dumps({"fp16": scale | {"enabled": "auto", "auto_cast": False}}))
     assert "fp16" not in engine_json(build_config(edited(deepspeed=str(path))), 1)
-    path.write_text(json.dumps({"fp16": scale | {"enabled": "auto"}}))
+    path.write_text(json.dumps({"fp16": scale | {"enabled": "auto"}} | ZERO1))
     found = engine_json(build_config(edited(deepspeed=str(path), model__dtype="float16")), 1)
     assert found["fp16"] == scale | {"enabled": True}
 

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -294,6 +295,17 @@ def test_the_start_policy_is_the_model_with_adapters_disabled_or_a_frozen_one_GR
         assert (reference - expected).abs().max() < 1e-5
         assert (present - expected).abs().max() > 1e-4 * (step + 1)
     assert [parameter.requires_grad for parameter in learner.model.parameters()] == trained
+
+
+def test_what_was_scored_leaves_the_device_before_the_next_row_TGT_16():
+    """TGT-16: the states of 64 micro-steps would take gigabytes there."""
+    happened = []
+    row = SimpleNamespace(to=lambda device: "row")
+    scored = SimpleNamespace(cpu=lambda: happened.append("cpu") or "states")
+    engine = MagicMock(side_effect=lambda *_: happened.append("score") or scored)
+    learner = SimpleNamespace(engine=engine, _ranks=SimpleNamespace(device="cuda"))
+    assert Learner._score(learner, [row, row], lambda *_: None) == ["states"] * 2
+    assert happened == ["score", "cpu"] * 2
 
 
 def test_scores_are_those_without_dropout_GRP_6(tmp_path, start_model, ranks):

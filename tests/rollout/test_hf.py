@@ -16,7 +16,7 @@ from utils.capacity import call_seed, request_seed
 from utils.config.schema import Data, Tuner
 from utils.data.encoding import encode_prompt, load_processor, prompt_chat
 from utils.data.samples import load_samples
-from utils.learner.model import apply_tuner, load_model
+from utils.learner.model import apply_tuner, base_model, load_model
 from utils.rollout.backend import RolloutContext, RolloutRequest, RolloutSampling
 from utils.rollout.hf import HfEngine, Sampler, left_pad, stop_token_ids
 
@@ -158,6 +158,17 @@ def test_seeds_are_those_of_the_contract_DIS_6(parts, monkeypatch):
 def test_no_requests_no_call_DIS_5(parts):
     """DIS-5."""
     assert parts.make(2).generate([], RolloutSampling(), CONTEXT) == []
+
+
+def test_answers_are_the_policys_whatever_else_the_checkpoint_asks_of_generate_ROL_1(parts, monkeypatch):
+    """ROL-1: the servers' engine knows nothing of these settings."""
+    sampling = RolloutSampling(max_new_tokens=NEW_TOKENS)
+    expected = parts.make(2).generate(parts.requests, sampling, CONTEXT)
+    own = base_model(parts.model).generation_config
+    monkeypatch.setattr(own, "no_repeat_ngram_size", 1)
+    monkeypatch.setattr(own, "suppress_tokens", expected[0].response_token_ids[:1])
+    assert parts.make(2).generate(parts.requests, sampling, CONTEXT) == expected
+    assert base_model(parts.model).generation_config is own
 
 
 def test_generate_leaves_the_engine_as_it_was_ROL_2(parts):

@@ -94,13 +94,18 @@ def test_progress_is_plain_lines_without_a_terminal_LOG_5(tmp_path, capsys):
 
 
 def test_time_left_of_more_than_a_day_and_of_a_resumed_run_LOG_5(tmp_path, capsys, monkeypatch):
-    """LOG-5: from the steps of this process alone, on a line as on a terminal's bar."""
-    clock = iter([0.0, 100.0])
-    monkeypatch.setattr("utils.run.monitor.time.monotonic", lambda: next(clock))
+    """LOG-5: from the steps of this process alone, on a line as on a terminal's bar; without the evaluation that comes
+    before the first of them."""
+    clock = [0.0]
+    monkeypatch.setattr("utils.run.monitor.time.monotonic", lambda: clock[0])
     monitor = Monitor(RunFacts(tmp_path), num_steps=2000, enabled=True, report_to=())
-    monitor.progress(901, loss=2.5)
+    clock[0] = 1900.0
+    monitor.progress(901, {"step": 100.0}, loss=2.5)
+    clock[0] = 2400.0  # the second step, and an evaluation
+    monitor.progress(902, {"step": 200.0}, loss=2.5)
     monitor.close()
-    assert capsys.readouterr().out.endswith("left=1 day, 6:31:40\n")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("left=1 day, 6:31:40") and second.endswith("left=3 days, 19:30:00")
     monkeypatch.undo()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monitor = Monitor(RunFacts(tmp_path), num_steps=1000, enabled=True, report_to=())

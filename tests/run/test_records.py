@@ -1,5 +1,6 @@
 """utils.run.records: seconds by part."""
 
+import itertools
 import threading
 import time
 
@@ -25,6 +26,28 @@ def test_threads_in_one_part_at_the_same_time_count_once_LOG_3():
         thread.join()
     assert 0.1 <= timer.pop()["rollout"] <= time.monotonic() - start
     assert timer.pop() == {"rollout": 0.0}
+
+
+def test_a_part_that_begins_while_seconds_are_read_waits_LOG_3():
+    """LOG-3: threads prepare the next step meanwhile; the error would come on one rank alone."""
+    timer, over = Timer(), threading.Event()
+
+    def begin_parts() -> None:
+        for number in itertools.count():
+            if over.is_set():
+                return
+            with timer.timed(f"part {number % 5000}"):
+                pass
+
+    thread = threading.Thread(target=begin_parts)
+    thread.start()
+    try:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            timer.pop()
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_part_that_failed_is_over_LOG_3():

@@ -22,7 +22,7 @@ from utils.rollout.backend import RolloutSampling
 from utils.run import session
 from utils.run.resume import random_states
 from utils.run.session import Data, Session
-from utils.run.shutdown import Stopped
+from utils.run.shutdown import Stopped, StopRequest
 
 
 @pytest.fixture
@@ -157,6 +157,14 @@ def test_a_signal_during_an_evaluation_stops_behind_it_LRN_12():
     with pytest.raises(Stopped):
         Session.end_step(run, MagicMock(), None)
     run._save_unsaved.assert_called_once_with()
+
+
+def test_what_waits_for_a_server_when_the_run_ends_gives_up_soon_LRN_12():
+    """LRN-12: a teacher that hangs would keep the process, and its GPUs, for three tries of 240 s."""
+    run, stopped = MagicMock(lock=None, stop=StopRequest()), []
+    run.prefetcher.close = lambda **_: stopped.append(run.stop.requested.is_set())
+    Session.close(run)
+    assert stopped == [True]
 
 
 def test_a_signal_that_another_rank_received_stops_this_one_too_LRN_12():

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
 from vllm.v1.outputs import LogprobsTensors  # noqa: E402
 
+from utils.server import engine  # noqa: E402
 from utils.server.app import make_app  # noqa: E402
 from utils.server.engine import (  # noqa: E402
     BadCall,
@@ -271,6 +273,27 @@ def test_one_replica_reports_the_most_likely_tokens_TGT_16():
     llm.logprob = float("-inf")
     answer = client.post("/teacher/", json=body)
     assert answer.status_code == 422 and "not finite" in answer.text
+
+
+def test_a_probe_is_read_and_written_beside_the_loop_SYN_7_SRV_10(monkeypatch):
+    """SYN-7, SRV-10: every replica's log-probability of every prompt token, the first aside."""
+    llm, server, updates = make()
+    llm.__class__, server.processor = FakeTeacherLLM, TwoTokens()
+    threads = []
+
+    def read(output):
+        threads.append(threading.current_thread())
+        return prompt_logprobs(output)
+
+    monkeypatch.setattr(engine, "prompt_logprobs", read)
+    body = {"infer_request": ask("prompt")[0].model_dump(), "token_ids": [2, 300]}
+    answer = TestClient(make_app(server, updates, None)).post("/probe/", json=body).json()
+    assert answer == {
+        "logprobs": [[None, -9.0, -9.0, -9.0]] * 2,
+        "prompt_token_ids": [9, 6, 2, 300],
+        "weight_version": None,
+    }
+    assert len(threads) == 2 and {thread.name for thread in threads} == {"writer_0"}
 
 
 def test_what_vllm_makes_of_a_scored_prompt_is_read_and_small_TGT_16_SRV_10():
@@ -544,6 +567,19 @@ def test_abort_gives_up_and_without_an_update_does_nothing():
         await updates.abort(OwnedCall(run_id="a"))
         assert engine.weights.state == "dirty"
         await updates.abort(OwnedCall(run_id="a"))
+
+    asyncio.run(run())
+
+
+def test_a_communicator_that_is_closed_during_an_update_gives_it_up_SRV_12():
+    """SRV-12: requests that wait for the update's end go on; the next update has to be whole."""
+
+    async def run():
+        _, engine, updates = make()
+        await updates.init(INIT)
+        await updates.start(START)
+        await updates.close(OwnedCall(run_id="a"))
+        assert engine.weights.state == "dirty" and updates.owner is None
 
     asyncio.run(run())
 

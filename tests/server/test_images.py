@@ -1,6 +1,7 @@
 """`utils.server.images`: which images the server opens, and that it sees the same pixels as the learner (SRV-5)."""
 
 import base64
+import errno
 import http.server
 import io
 import os
@@ -11,6 +12,7 @@ import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from PIL import Image
@@ -97,6 +99,15 @@ def test_pipes_devices_and_directories_are_not_read(root):
     for path, words in ((root / "pipe.png", "regular"), ("/dev/zero", "regular"), (root, "Is a directory")):
         with pytest.raises(ValueError, match=words):
             store.open_all([str(path)])
+
+
+def test_too_many_open_files_are_the_servers_fault_SRV_10(root, monkeypatch):
+    """SRV-10: it may pass, so the call fails and is made again; no sample is given up for it."""
+    for number in (errno.EMFILE, errno.ENFILE):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", MagicMock(side_effect=OSError(number, "too many open files")))
+            with pytest.raises(OSError, match="too many open files"):
+                ImageStore([root]).open_all([str(root / "a.png")])
 
 
 def test_a_hard_link_in_a_root_is_a_file_of_that_root(root):

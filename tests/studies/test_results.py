@@ -647,6 +647,41 @@ def test_a_failed_run_is_tried_once_and_a_limit_ends_the_rest(tmp_path, monkeypa
 def own_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(results.runs, "RECORDS", tmp_path / "results.json")
     monkeypatch.setattr(results.runs, "ROOT", tmp_path)
+    monkeypatch.setattr(results.runs, "weights_digest", lambda model: f"weights of {model}")
+
+
+def test_a_start_model_is_known_by_its_weights_and_others_are_not_mixed_with_it(tmp_path, monkeypatch):
+    """On another kind of processor it is trained to another model. Earlier records do not name it."""
+    for name, content in (("one", b"a"), ("two", b"b"), ("same", b"a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    one, two, same = (results.runs.weights_digest(tmp_path / name) for name in ("one", "two", "same"))
+    assert one == same != two
+    own_files(tmp_path, monkeypatch)
+    calls = []
+    monkeypatch.setattr(results, "run_learner", lambda job, steps: calls.append(job) or record(job, 0.5))
+    studies = [replace(NEW_CLASS, prepare=lambda: None)]
+    for _ in range(2):
+        assert results.run_all(studies, 1) == []
+    assert {run["start"] for run in results.load_records()} == {"weights of runs/study/new_class/model"}
+    monkeypatch.setattr(results.runs, "weights_digest", lambda model: "other")
+    [refused] = results.run_all(studies, 1)
+    assert "here the start model is other; other runs have weights of runs/study/new_class/model" in refused
+    assert len(calls) == 2
+
+
+def test_the_report_says_where_start_models_are_mixed():
+    one, two = finished(SFT, 0.5), finished(STAGE2, 0.5)
+    assert results_report.several_starts(one, NEW_CLASS) == ""
+    named = [run | {"start": "aa"} for run in two]
+    assert results_report.several_starts(named, NEW_CLASS) == ""
+    expected = f"same start model: {len(two)} with `aa`, {len(one)} with one that their records do not name."
+    assert expected in results_report.several_starts([*one, *named], NEW_CLASS)
+    other = [run | {"start": "bb"} for run in one]
+    mixed = [*named, *other]
+    assert "`aa`" in results_report.several_starts(mixed, NEW_CLASS) and "`bb`" in results_report.text_of(
+        [NEW_CLASS], mixed, {}
+    )
 
 
 def test_processes_side_by_side_make_each_run_once(tmp_path, monkeypatch):

@@ -187,6 +187,21 @@ def test_a_failure_anywhere_raises_with_version_and_server_SYN_3(weights, fail_a
     assert {"0 /abort_weight_update/", "1 /abort_weight_update/", "close"} <= set(server.events)
 
 
+def test_workers_that_wait_for_a_bucket_are_freed_when_the_walk_fails_SYN_3(weights):
+    """SYN-3: their servers answer only then; the fault of this side is the one that is raised."""
+    server = StandIn(weights, fail_at="send")
+    server.close, server.sent.set = server.sent.set, lambda: None  # a server waits until the groups are closed
+    with pytest.raises(RuntimeError, match="a bucket was not taken"):
+        sync_with(server).sync("run:0")
+
+
+def test_what_is_left_of_communicators_goes_before_they_are_opened_anew_SYN_3(weights):
+    """Its stores have the ports that the servers are asked to come to."""
+    server = StandIn(weights)
+    sync_with(server).open()
+    assert server.events[0] == "close" and "0 /init_communicator/" in server.events
+
+
 def test_the_first_tensor_that_arrived_wrong_is_named_SYN_7(weights):
     """SYN-7: a digest that differs stops the run with server, worker and tensor."""
     with pytest.raises(RuntimeError, match=r"server0, worker 0, tensor 1\.weight"):

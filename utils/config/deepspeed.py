@@ -184,6 +184,9 @@ def _not_supported(raw: dict[str, Any], cfg: Config) -> Found:
         rule = "without it no step is skipped whose gradient is not finite; delete it"
         yield "deepspeed", f"{path}: zero_optimization.compute_grad_norm=false: {rule}"
     half = {"bfloat16": "bf16", "float16": "fp16"}.get(cfg.model.dtype, "")
+    if half == "fp16" and not zero.get("stage", 0):
+        # DeepSpeed 0.19 divides gradients there by a loss scale that it has not multiplied the loss with.
+        yield "model.dtype", "float16 needs ZeRO stage 1 or higher: at stage 0 gradients vanish; or use bfloat16"
     for key, value in raw.get("data_types", {}).items():
         if key != "grad_accum_dtype" or value not in ("fp32", half):
             rule = f"only grad_accum_dtype is supported here, with fp32{f' or {half}' if half else ''}; delete it"

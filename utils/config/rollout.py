@@ -84,7 +84,7 @@ class Sync(Section):
     mode: Literal["full", "adapter", "auto"] = key("full", "merged weights; adapters; auto: adapters with enable_lora")
     fallback_to_full: bool = key(True, "if adapter sync fails, warn once and use full sync from then on")
     bucket_mib: PositiveInt = key(256, "size of one bucket in MiB; rank 0 needs memory for two")
-    timeout_s: Seconds = key(300.0, "limit for one sync in seconds; beyond it every rank stops")
+    timeout_s: float = key(300.0, "limit for one sync in seconds; beyond it every rank stops", gt=0, le=86_400)
     verify: Literal["off", "first", "always"] = key("first", "compare the weights after a sync, by digests and a probe")
 
 

@@ -237,11 +237,11 @@ class Learner:
         """Log-probabilities, float64 `[num_tokens]`, of the last tokens of a batch of one segment, with adapters.
         All ranks must call it with the same batch (ZeRO-3)."""
         [logprobs] = self._score([batch], partial(last_logprobs, num_tokens=num_tokens))
-        return logprobs.double().cpu().numpy()
+        return logprobs.double().numpy()
 
     def hidden_states(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Final hidden states [B * T, D] of each batch, on the CPU. All ranks must call it with equally many."""
-        return [states.cpu() for states in self._score(batches, lambda states, head, batch: states)]
+        return self._score(batches, lambda states, head, batch: states)
 
     def logprobs(
         self, batches: Sequence[Batch], temperature: float, of_start_policy: bool = False
@@ -249,8 +249,11 @@ class Learner:
         """Log-probabilities of every text label, float32 `[Nt]` per batch on the CPU, under the current weights or
         those that training started from. All ranks must call it with equally many batches (ZeRO-3)."""
         _, num_chunks = self._sum_over_ranks({}, batches)
-        score = partial(text_logprobs, num_chunks=num_chunks, temperature=temperature)
-        return [logprobs.cpu() for logprobs, _ in self._score(batches, score, of_start_policy)]
+
+        def score(states: torch.Tensor, head: Any, batch: Batch) -> torch.Tensor:
+            return text_logprobs(states, head, batch, num_chunks, temperature)[0]
+
+        return self._score(batches, score, of_start_policy)
 
     def add_start_states(self, batches: Sequence[Batch]) -> None:
         """Give each batch its `start`, unless no token of any rank lacks a label. All ranks must call it with equally
@@ -259,7 +262,7 @@ class Learner:
             return
         scores = self._score(batches, unlabelled_states, of_start_policy=True)
         for batch, states in zip(batches, scores, strict=True):
-            batch.start = StartStates(states.cpu(), num_chunks)
+            batch.start = StartStates(states, num_chunks)
 
     def share_teacher_chunks(self, batches: Sequence[Batch]) -> None:
         """Let every batch's `teacher` run the head equally often. All ranks must call it with equally many batches."""
@@ -272,11 +275,13 @@ class Learner:
         most = max(self._ranks.gather(max(len(batch.unlabelled_pos) for batch in batches)))
         return num_chunks_for(most, chunk_labels(self.engine.zero_optimization_stage())) if most else 0
 
-    def _score(self, batches: Sequence[Batch], score: Callable[..., Any], of_start_policy: bool = False) -> list[Any]:
-        """`score` of each batch, without gradients or dropout."""
+    def _score(
+        self, batches: Sequence[Batch], score: Callable[..., torch.Tensor], of_start_policy: bool = False
+    ) -> list[torch.Tensor]:
+        """`score` of each batch, on the CPU, without gradients or dropout; the device holds one batch's at a time."""
         self.engine.eval()
         with torch.no_grad():
-            scores = [self.engine(batch.to(self._ranks.device), score, of_start_policy) for batch in batches]
+            scores = [self.engine(batch.to(self._ranks.device), score, of_start_policy).cpu() for batch in batches]
         self.engine.train()
         return scores
 

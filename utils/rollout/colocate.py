@@ -200,9 +200,7 @@ class ColocateEngine(Engine):
             self.probe.check_prompt(ids, list(output.prompt_token_ids), where)
         request, token_ids = self.probe.infer_request, self.probe.token_ids
         prompt = vllm_prompt(self.processor, request["messages"], request["images"], token_ids)
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
-        )
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         output = self.llm.generate([prompt], params, use_tqdm=False)[0]
         steps = output.prompt_logprobs[-len(token_ids) :]
         theirs = [step[token].logprob for token, step in zip(token_ids, steps, strict=True)]

@@ -184,6 +184,9 @@ class EngineForward:
 
         self.front = copy.copy(model)  # the same modules and parameters
         self.front.__class__ = Front
+        # `generate` would take from the checkpoint's own what ours leaves open: vLLM does not, and it is no sampling of
+        # the policy (no_repeat_ngram_size, suppress_tokens, num_beams).
+        self.front.generation_config = GenerationConfig()
 
     def __enter__(self) -> nn.Module:
         self.engine.eval()

@@ -50,7 +50,6 @@ class Monitor:
             self._trackers = [Background(name, partial(TRACKERS[name], self.facts)) for name in names]
         self._is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=self.num_steps, desc="step", disable=not (self.enabled and self._is_terminal))
-        self._start = time.monotonic()
         self._first_step: int | None = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -84,6 +83,8 @@ class Monitor:
             return
         if self._first_step is None:
             self._first_step = self._bar.initial = self._bar.n = step - 1
+            # An evaluation before the first step is none of those that are left.
+            self._start = time.monotonic() - (seconds or {}).get("step", 0.0)
         text = " ".join([*(f"{name}={value:.4g}" for name, value in shown.items()), *_shares(seconds or {})])
         if self._is_terminal:
             self._bar.set_postfix_str(text)

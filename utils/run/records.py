@@ -35,8 +35,9 @@ class Timer:
 
     def pop(self) -> dict[str, float]:
         """Seconds by part since the last call. With prefetch they include rollouts of coming steps."""
-        passed = {name: value - self._popped[name] for name, value in self.seconds.items()}
-        self._popped.update(passed)
+        with self._lock:  # another thread may begin a part that there was not before
+            passed = {name: value - self._popped[name] for name, value in self.seconds.items()}
+            self._popped.update(passed)
         return passed
 
     def _count(self, part: str, change: int) -> None:

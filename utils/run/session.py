@@ -443,6 +443,7 @@ class Session:
 
     def close(self) -> None:
         """Leave servers and process groups; the servers stay up (GRP-4). What fails is raised when all is done."""
+        self.stop.requested.set()  # what still waits for a server, a teacher above all, gives up soon
         with ExitStack() as last_first:
             if self.lock is not None:
                 last_first.callback(self.lock.close)

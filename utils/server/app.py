@@ -25,6 +25,7 @@ from utils.server.engine import BadCall, Conflict, NotOwner, RolloutEngine, Unav
 from utils.server.protocol import (
     InferCall,
     InitCommunicator,
+    ProbeCall,
     RolloutOutput,
     StartWeightUpdate,
     TeacherCall,
@@ -194,12 +195,14 @@ def _generation_routes(engine: RolloutEngine, updates: WeightUpdates) -> APIRout
         outputs = await _unless_hung_up(request, engine.infer(call.infer_requests, call.request_config))
         return Response(await asyncio.to_thread(_json_list, outputs), media_type="application/json")
 
-    router.post("/probe/")(engine.probe)
+    # FastAPI's own encoder would hold up the others for 0.2 s where a teacher's answer has 4000 tokens (SRV-10).
+    @router.post("/probe/")
+    async def probe(call: ProbeCall) -> Response:
+        return Response(pydantic_core.to_json(await engine.probe(call)), media_type="application/json")
 
     @router.post("/teacher/")
     async def teacher(call: TeacherCall, request: Request) -> Response:
         answer = await _unless_hung_up(request, engine.teach(call))
-        # FastAPI's own encoder would hold up the others for 0.2 s where the answer has 4000 tokens (SRV-10).
         return Response(pydantic_core.to_json(answer), media_type="application/json")
 
     @router.get("/metrics/")

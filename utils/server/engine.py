@@ -140,7 +140,7 @@ class RolloutEngine:
         self.adapter: LoRARequest | None = None  # for all requests, once an adapter is in its slot (SYN-10)
         self._defaults = llm.model_config.get_diff_sampling_param()
         self._request_ids = itertools.count()
-        self._writer = ThreadPoolExecutor(1)  # of answers; more threads would take turns with the loop that answers
+        self._writer = ThreadPoolExecutor(1, "writer")  # of answers; more threads would take turns with the loop
         self.ids_in_flight: set[str] = set()  # `_generate` runs an aborted request again or, if dirty, fails
 
     async def infer(self, requests: list[RolloutInferRequest], config: RequestConfig) -> list[RolloutOutput]:
@@ -181,8 +181,9 @@ class RolloutEngine:
             outputs = await self._on_every_replica(prompt, scoring_params(0))
         except (ValueError, VLLMClientError) as error:
             raise BadCall(str(error)) from error
+        loop = asyncio.get_running_loop()
         return {
-            "logprobs": [prompt_logprobs(output) for output in outputs],
+            "logprobs": await loop.run_in_executor(self._writer, lambda: list(map(prompt_logprobs, outputs))),
             "prompt_token_ids": outputs[0].prompt_token_ids,
             "weight_version": self.weights.version,
         }
@@ -404,7 +405,6 @@ def scoring_params(num_logprobs: int) -> SamplingParams:
         prompt_logprobs=num_logprobs,
         flat_logprobs=True,  # an object for each of 12000 x 20 would hold up the others for seconds (SRV-10)
         detokenize=False,
-        skip_reading_prefix_cache=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

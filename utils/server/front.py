@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from utils.config.rollout import is_loopback
 
 MAX_HEAD_BYTES = 64 << 10
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 8192  # a call has two: its own, and one that looks at /health/ meanwhile
 HEAD_S = 20.0  # from a connection's start, or a head's first byte, to the end of the head
 BODY_S = 300.0  # from the end of the head to the end of the body
 

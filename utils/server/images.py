@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import http.client
 import io
 import os
@@ -156,6 +157,8 @@ class ImageStore:
                 self._check_inside(Path(os.readlink(f"/proc/self/fd/{file.fileno()}")), path)
                 return _bounded(file.read(MAX_IMAGE_BYTES + 1), path)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # this server's fault, which may pass
             raise ValueError(f"cannot read image {shortened(path)}: {error.strerror}") from error
 
     def _check_inside(self, real: Path, path: str) -> None:

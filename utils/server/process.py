@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -89,6 +90,13 @@ def set_environment(device: str, cpu_kv_cache_gib: int, world_size: int) -> None
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
         threads = max(1, len(os.sched_getaffinity(0)) // (2 * world_size))  # half the cores are the learner's
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def allow_open_files() -> None:
+    """Let this process and its children open as many files as the machine allows: most shells begin with 1024, which is
+    fewer than the connections that a server takes."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:
