@@ -150,7 +150,7 @@ def test_a_dump_that_fails_warns_once_and_stops_nothing_LOG_4(folder, start_mode
     """LOG-4: as in stage 2."""
     (folder / "full").mkdir()
     (folder / "full" / "dumps").write_text("in the way")
-    run(config_of(folder, start_model, "full", {"max_steps": 2, "eval_steps": None}))
+    run(config_of(folder, start_model, "full", {"max_steps": 2, "eval_steps": 0}))
     assert len(curves(folder / "full")["reward"]) == 2
     assert [record.message for record in caplog.records if "could not be dumped" in record.message] == [
         f"answers could not be dumped: [Errno 17] File exists: '{folder}/full/dumps' (logged once per run)"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import assume, given, settings
@@ -23,7 +24,7 @@ from utils.config.rollout import Server, ServerSettings
 from utils.rollout import link as rollout_link
 from utils.rollout.client import RolloutClient
 from utils.rollout.link import CallFailed, CallTimeout, RolloutError
-from utils.rollout.round import InferJob, Round, ServerGone, SlotGate
+from utils.rollout.round import InferJob, Round, ServerBatch, ServerGone, SlotGate
 
 METRICS = b"""# HELP rollout_running by replica
 rollout_running{replica="0"} 3.0
@@ -875,6 +876,23 @@ def test_con_4_a_dirty_server_is_lost_at_once():
         with pytest.raises(ServerGone, match="needs full weights"):
             infer(client, 4)
         assert time.monotonic() - start < 2.0 and server.sizes() == [4]
+
+
+def test_con_4_a_dirty_server_that_was_not_restarted_is_not_lost():
+    """CON-4: a failed update is no loss of the server, which would be waited for and sent the same again."""
+    with setting(1) as (client, (server,)):
+        server.on_health = lambda: (503, server.health(status="dirty"))
+        assert client.lost() == []
+
+
+def test_con_3_tries_are_further_and_further_apart_and_halves_begin_anew():
+    """CON-3: 1.5 s and 3 s, then the halves' first calls after 1.5 s."""
+    waits = []
+    batch = ServerBatch(MagicMock(backoff_s=1.5), MagicMock(), MagicMock(), 0, range(4))
+    batch.round.cancelled.wait = waits.append
+    failed = [batch._after_failure(CallFailed("url", "no", 500), range(4), i, MagicMock()) for i in range(3)]
+    assert waits == [1.5, 3.0, 1.5]
+    assert failed == [[(range(4), 1)], [(range(4), 2)], [(range(2, 4), 0), (range(2), 0)]]
 
 
 def test_con_5_the_loss_of_one_server_ends_the_calls_to_the_others():
