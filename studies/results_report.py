@@ -30,9 +30,9 @@ training on the start model's answers is level with stage 2 (+0.008 [-0.002, +0.
 there, as it is in *New class*; if it were, that version would not show the claim. With twice the steps it is a rival:
 own answers are 0.011 better [+0.003, +0.019], at equal seconds (218 steps) 0.022 [+0.011, +0.034]. But there the rival
 took a rate that was best on the tuning images by 0.003 and did worse on the others. Before, with 185 steps and a lower
-rate, it was closer (0.007 [+0.0002, +0.0141]). Learning rates there are bracketed for all arms but SFT, which took the
-lowest and stays far below; the one KL weight is the smallest that was tried. On faint crowds the gain is small (+0.009
-at equal seconds), and comes from precision."""
+rate, it was closer (0.007 [+0.0002, +0.0141]). Learning rates there are bracketed for all arms but SFT and, at equal
+seconds, pseudo-labels, which took the lowest and stay far below; the one KL weight is the smallest that was tried. On
+faint crowds the gain is small (+0.009 at equal seconds), and comes from precision."""
 COLOURS = ("#c0392b", "#e67e22", "#8e44ad", "#16a085", "#2962d6", "#555")
 
 ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run of an arm
@@ -54,9 +54,10 @@ steps. *Seconds* in the tables are of all steps and such answers; starts, tuning
 work on the machine hardly shows in them: each part of a step counts with its 10th percentile over a run, and with the
 lowest value over an arm's runs. Each run makes its rollouts with transformers' `generate`; a rollout server would be
 quicker, which would give the rivals fewer steps at equal seconds. Start models are trained on the machine that makes
-the runs. Most came out alike, but on another kind of processor that of *Partial annotation* had an F1 of 0.851 on the
-test images in place of 0.859. Records name their start model since then. Runs with another one are left out (tasks
-`..., another start model`), but where a section says so.
+the runs. Two that were scored twice had the same score, but on another kind of processor that of *Partial annotation*
+had an F1 of 0.851 on the test images in place of 0.859. Since then records name their start model, and a study takes
+but one; earlier ones do not. Runs with the other are left out (tasks `..., another start model`), but where a section
+says so.
 
 Scores are means over seeds ± standard deviation. Intervals are of 95 % (Welch's t). They cover the seeds, not which
 images were drawn for the test. Where a study has *further images* for the test, two to eight times as many, its
