@@ -25,6 +25,7 @@ from utils.data.samples import SPECIAL_TOKEN, SURROGATE
 MASK_SIMPLIFY_PX, MASK_SIMPLIFY_SHARE = 1.0, 0.05
 _IMAGE_KEYS = ("file_name", "coco_url", "width", "height", "neg_category_ids", "not_exhaustive_category_ids")
 _OBJECT_KEYS = ("category_id", "bbox", "iscrowd", "segmentation")
+CLIPPED = "clipped to the image"
 AMBIGUOUS = "its id stands for several images"
 SHARED = "its image file has several entries, each of which may list a part of the objects; merge them into one"
 
@@ -60,6 +61,8 @@ class LeftOut(Exception):
 
 def coco_items(path: Path, name: str) -> Iterator[dict[str, Any]]:
     """Stream one of the lists of an annotation file. Raises ValueError where it is none of objects, or not JSON."""
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty")
     with path.open("rb") as file:
         file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
         try:
@@ -71,7 +74,7 @@ def coco_items(path: Path, name: str) -> Iterator[dict[str, Any]]:
             if "integer overflow" in str(error):
                 rule = "an integer of more than 64 bits; write it, and what refers to it, as text"
                 raise ValueError(f"{path}: {rule}: {error}") from None
-            raise ValueError(f"{path}: not valid JSON: {error}") from None
+            raise ValueError(f"{path}: not valid JSON: {' '.join(str(error).split())}") from None
 
 
 def no_coco_file(path: Path) -> str:
@@ -238,7 +241,7 @@ def _clipped_box(bbox: Any, shape: shapely.Geometry | None, width: int, height: 
     if coords[2] <= coords[0] or coords[3] <= coords[1]:
         raise LeftOut("degenerate: no area")
     if inside != [x1, y1, x2, y2]:
-        remarks.append("clipped to the image")
+        remarks.append(CLIPPED)
     return coords
 
 
@@ -262,7 +265,7 @@ def _ring(
         if not inside:
             raise LeftOut("outside the image")
         if shapely.area(inside).sum() < shape.area * (1 - 1e-9):
-            remarks.append("clipped to the image")
+            remarks.append(CLIPPED)
         part = max(inside, key=shapely.area)
         if part.area < options.main_part * shapely.area(inside).sum():
             remarks.append("box instead of outline: several parts")

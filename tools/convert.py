@@ -47,7 +47,7 @@ from typing import Any, TextIO
 
 from PIL import Image
 
-from tools.coco import CocoFile, LeftOut, Options, convert_object, valid_id
+from tools.coco import CLIPPED, CocoFile, LeftOut, Options, convert_object, valid_id
 from tools.formats import NO_LABELS, READERS, SEVERAL_LINES_PER_IMAGE, Annotations
 from tools.image_list import ImageList
 from utils.config.load import exit_with
@@ -57,11 +57,17 @@ from utils.geometry import normal_label
 
 UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
 INCOMPLETE = "an object's category is not in the file's list"
-NOT_EXHAUSTIVE = "not_exhaustive_category_ids"
+NOT_EXHAUSTIVE, NEGATIVE = "not_exhaustive_category_ids", "neg_category_ids"
+NOT_LVIS = f"no {NEGATIVE}, which LVIS has for every image; --from coco if all categories are annotated"
 UNKNOWN_GAP = f"{NOT_EXHAUSTIVE} has one that is not in the file's list"
 MISSING = "no such image file"
 NOT_CHOSEN = "not in the list (--only)"
 UNKNOWN = "in the list (--only), but not in the annotations"
+MAX_CORNERS = 0.1  # of the objects, without a hint
+CORNERS = (
+    "many boxes reach beyond their images, but would not as [x1, y1, x2, y2]; COCO's are [x, y, width, height]: "
+    "look at them, or correct the file"
+)
 STRAY = "their image is not in the file's list"
 # Why the image shows no such object, or none that the user wants; all other reasons leave a gap in the annotation.
 NO_GAP = ("category not chosen", "degenerate", "outside the image", "smaller than", "listed twice")
@@ -78,6 +84,7 @@ class Converted:
     left_out: str | None = None
     objects_left_out: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    num_corners: int = 0  # boxes beyond the image that would lie in it as [x1, y1, x2, y2]
     not_exhaustive: bool = False
 
 
@@ -104,8 +111,8 @@ def convert_image(
         path = find_image(image, folder)
         width, height, orientation = _checked_size(image, path, options.exif)
         stored = (height, width) if orientation >= 5 else (width, height)
-        not_exhaustive, negative = (_category_ids(image, key) for key in (NOT_EXHAUSTIVE, "neg_category_ids"))
-        if not_exhaustive - categories.keys() and "neg_category_ids" not in image:
+        not_exhaustive, negative = (_category_ids(image, key) for key in (NOT_EXHAUSTIVE, NEGATIVE))
+        if not_exhaustive - categories.keys() and NEGATIVE not in image:
             raise LeftOut(UNKNOWN_GAP)
         objects, incomplete, gaps = [], set(not_exhaustive), set()
         for item in annotations:
@@ -123,7 +130,8 @@ def convert_image(
                 continue
             objects.append(found)
             result.remarks.extend(remarks)
-        if UNLISTED in result.objects_left_out and "neg_category_ids" not in image:
+            result.num_corners += CLIPPED in remarks and _fits_as_corners(item.get("bbox"), *stored)
+        if UNLISTED in result.objects_left_out and NEGATIVE not in image:
             raise LeftOut(INCOMPLETE)  # its line would call the rest complete; LVIS's says what is annotated
         if options.max_objects is not None and len(objects) > options.max_objects:
             raise LeftOut(f"more than {options.max_objects} objects")
@@ -141,7 +149,7 @@ def convert_image(
     result.row = {"id": str(image_id), "images": [shown], "width": width, "height": height, "objects": objects}
     if "messages" in image:
         result.row["messages"] = image["messages"]
-    if "neg_category_ids" in image:
+    if NEGATIVE in image:
         absent = {categories.get(category) for category in negative}
         known = {item["desc"] for item in objects} | absent - {None}
         result.row["annotated"] = _without(known, {categories.get(category) for category in incomplete})
@@ -238,6 +246,11 @@ def _in_pixels(item: dict[str, Any], width: int, height: int) -> dict[str, Any]:
     return item | {"bbox": scaled(item.get("bbox")), "segmentation": rings and [scaled(ring) for ring in rings]}
 
 
+def _fits_as_corners(bbox: Any, width: int, height: int) -> bool:
+    """Whether a box, or None, lies inside the image when its numbers are read as [x1, y1, x2, y2]."""
+    return bbox is not None and 0 <= bbox[0] < bbox[2] <= width and 0 <= bbox[1] < bbox[3] <= height
+
+
 def turned(item: dict[str, Any], orientation: int, width: int, height: int) -> dict[str, Any]:
     """Return an object of a stored image of this size as it lies in the shown one."""
     if orientation == 1:
@@ -266,6 +279,7 @@ class Report:
     objects: dict[str, int] = field(default_factory=lambda: {"bbox_2d": 0, "poly": 0})
     num_empty: int = 0
     num_not_exhaustive: int = 0
+    num_corners: int = 0
     reasons: dict[tuple[str, str], tuple[int, Any]] = field(default_factory=dict)
 
     def note(self, what: str, reason: str, image_id: int | str | None, times: int = 1) -> None:
@@ -276,10 +290,12 @@ class Report:
     def count(self, what: str, reason: str) -> int:
         return self.reasons.get((what, reason), (0, None))[0]
 
-    def why_empty(self, kind: str) -> str:
+    def why_empty(self, kind: str, categories: Mapping[Any, str]) -> str:
         """What to say where no object is left; `text` has the counts."""
         num_images, why = sum(self.images.values()), ""
-        if kind == "coco" and {reason for _, reason in self.reasons} & {STRAY, INCOMPLETE}:
+        if kind in ("coco", "lvis") and not categories:
+            why = "; its list of categories is empty"
+        elif kind in ("coco", "lvis") and {reason for _, reason in self.reasons} & {STRAY, INCOMPLETE}:
             why = '; compare the ids in the file: the text "7" is not the number 7'
         elif num_images and not any(what == "objects left out" for what, _ in self.reasons):
             why = f": none of the {num_images} images has an annotation"
@@ -295,6 +311,8 @@ class Report:
             found = [(reason, entry) for (kind, reason), entry in self.reasons.items() if kind == what]
             for reason, (count, first) in sorted(found, key=lambda item: -item[1][0]):
                 lines.append(f"{what}: {reason}: {count}" + ("" if first is None else f" (first: image {first})"))
+        if self.num_corners > MAX_CORNERS * sum(self.objects.values()):
+            lines.append(CORNERS)
         return "\n".join(lines)
 
 
@@ -315,7 +333,8 @@ def convert(
     """Convert a whole file; outputs appear complete or not at all.
 
     Args:
-        kind: `coco` (LVIS too) or a key of `tools.formats.READERS`, whose class explains `names` and `unit`.
+        kind: `coco`, `lvis` (each image has `neg_category_ids`) or a key of `tools.formats.READERS`, whose class
+            explains `names` and `unit`.
         splits: share of each split, adding up to at most 1; None: one output.
         root: folder that image paths are relative to (default: that of the output).
         only: file that lists the images to convert; None: all.
@@ -331,11 +350,14 @@ def convert(
     targets = {name: output.with_name(f"{output.stem}_{name}{output.suffix}") for name in splits} if splits else {}
     targets = targets or {"": output}
     check_not_inputs(targets.values(), {"--annotations": annotations, "--names": names, "--only": only})
+    if unit is not None and (kind != "sharegpt" or unit < 0):
+        rule = "is for --from sharegpt, and not negative; the other formats say what their numbers are"
+        raise ValueError(f"--unit {unit}: {rule}")
     listed = None if only is None else ImageList(only)
     root = output.parent if root is None else Path(root)
     report = Report({str(target): 0 for target in targets.values()})
     source: CocoFile | Annotations
-    if kind == "coco":
+    if kind in ("coco", "lvis"):
         source = CocoFile(annotations, outlines=options.geometry == "poly")
     else:
         source = Annotations(kind, Path(annotations), folder, None if names is None else Path(names), unit)
@@ -346,8 +368,12 @@ def convert(
 
         def work(item: tuple[str, int | str | None, str, list[str]]) -> tuple[str, Converted]:
             split, image_id, image, found = item
-            parts = json.loads(image), list(map(json.loads, found))
-            return split, convert_image(image_id, *parts, coco.categories, folder, root, options, complete_for)
+            fields = json.loads(image)
+            if kind == "lvis" and NEGATIVE not in fields:  # without it the line would count as complete
+                return split, Converted(image_id, None, NOT_LVIS)
+            annotated = list(map(json.loads, found))
+            parts = annotated, coco.categories, folder, root, options, complete_for
+            return split, convert_image(image_id, fields, *parts)
 
         # In threads, because most of the time goes into reading image headers, often from a network disk.
         chosen = _in_a_split(_in_list(coco.images(), listed, report), splits, seed, report)
@@ -368,7 +394,9 @@ def convert(
                 first = json.loads(next(coco.images())[1])
                 name = first.get("file_name") or first.get("coco_url")
                 hint = f"; {name} is not below {folder}: --images is the folder that these names are relative to"
-            raise ValueError(f"{annotations}: {report.why_empty(kind)}{hint}\n{report.text()}")
+            elif kind == "yolo" and report.count("images left out", MISSING):
+                hint = "; label files and images have the same paths below --annotations and --images"
+            raise ValueError(f"{annotations}: {report.why_empty(kind, coco.categories)}{hint}\n{report.text()}")
     return report
 
 
@@ -377,8 +405,13 @@ def _written_whole(targets: Mapping[str, Path]) -> Iterator[dict[str, TextIO]]:
     """Files to write, by the keys of `targets`; they take these places when the block ends, unless by an error."""
     with ExitStack() as stack:
         unfinished = {name: target.with_name(target.name + ".partial") for name, target in targets.items()}
-        for path in unfinished.values():
-            path.parent.mkdir(parents=True, exist_ok=True)
+        for name, path in unfinished.items():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise ValueError(
+                    f"--output {targets[name]}: {path.parent} is below a file, or one; name another"
+                ) from None
             stack.callback(path.unlink, missing_ok=True)
         files = {name: stack.enter_context(path.open("w", encoding="utf-8")) for name, path in unfinished.items()}
         yield files
@@ -430,6 +463,7 @@ def _count(report: Report, converted: Converted, target: str) -> None:
     report.images[target] += 1
     report.num_empty += not converted.row["objects"]
     report.num_not_exhaustive += converted.not_exhaustive
+    report.num_corners += converted.num_corners
     for item in converted.row["objects"]:
         report.objects["poly" if "poly" in item else "bbox_2d"] += 1
     for reason in converted.objects_left_out:
@@ -534,7 +568,6 @@ def main() -> None:
         limit=args.limit,
         exif=args.exif,
     )
-    kind = "coco" if args.kind == "lvis" else args.kind
     try:
         options = Options(**choices)
         splits = parse_splits(args.splits) if args.splits else None
@@ -546,7 +579,7 @@ def main() -> None:
             splits=splits,
             seed=args.seed,
             root=args.root,
-            kind=kind,
+            kind=args.kind,
             names=args.names,
             unit=args.unit,
             only=args.only,

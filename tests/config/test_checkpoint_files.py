@@ -170,7 +170,10 @@ INTERN = f"{HF} OpenGVLab/InternVL3_5-8B-HF --local-dir models/InternVL3_5-8B"  
         ("models/Qwen3-VL-8B-Instruct", QWEN),
         ("me/mine", f"{HF} me/mine --local-dir models/mine, and write models/mine instead"),
         ("models/InternVL3_5-8B", INTERN),
-        ("models/qwen3vl_8b_coord", "correct it, or put a checkpoint there (docs/training.md tells how to make one)"),
+        (
+            "models/qwen3vl_8b_coord",
+            "correct it, or put a checkpoint there (docs/training.md and docs/grpo.md tell how to make one)",
+        ),
     ],
 )
 def test_CFG_16_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: Any, path: str, way_out: str) -> None:

@@ -294,6 +294,12 @@ def test_CFG_3_unknown_key_names_path_file_and_nearest_key(tmp_path: Path) -> No
     assert caught.value.problems == [expected]
 
 
+def test_CFG_3_a_merge_key_is_sent_to_extends() -> None:
+    """CFG-3: no key is near it."""
+    expected = "YAML's merge key is not supported; put what is shared into a file of its own, and name it with extends"
+    assert expected in only_problem(edited(**{"training__<<": {"seed": 1}}))
+
+
 def test_CFG_3_a_known_key_in_the_wrong_section_is_sent_home() -> None:
     """CFG-3."""
     assert f"did you mean {RM}.decode_batch_size?" in only_problem(edited(training__decode_batch_size=4))

@@ -382,14 +382,23 @@ def test_TGT_12_lists_of_categories_that_are_none_leave_the_image_out(tmp_path, 
     assert f"malformed: {key} is not a list of category ids" in report.text()
 
 
-@pytest.mark.parametrize("kind", ["coco", "lvis"])
-def test_TGT_12_a_coco_file_says_of_an_image_what_it_does_not_annotate(tmp_path, monkeypatch, capsys, kind):
+def test_TGT_12_a_coco_file_says_of_an_image_what_it_does_not_annotate(tmp_path, monkeypatch, capsys):
     """TGT-12: by LVIS's key for it, without LVIS's other one. A category that is not chosen is no gap; an id that the
     file does not list would be lost without a word."""
     lists = {0: None, 1: [], 2: [2], 3: [1], 4: [1, 2], 5: ["traffic light"]}
     images = several_entries(tmp_path, {i: {"not_exhaustive_category_ids": ids} for i, ids in lists.items()})
     path = coco_file(tmp_path, [annotation(i) for i in lists], images)
-    command = ["convert", "--from", kind, "--annotations", str(path), "--images", str(tmp_path), "--output", "d.jsonl"]
+    command = [
+        "convert",
+        "--from",
+        "coco",
+        "--annotations",
+        str(path),
+        "--images",
+        str(tmp_path),
+        "--output",
+        "d.jsonl",
+    ]
     monkeypatch.chdir(tmp_path)
 
     def lines(*more: str) -> dict[str, list[str] | None]:
@@ -402,6 +411,53 @@ def test_TGT_12_a_coco_file_says_of_an_image_what_it_does_not_annotate(tmp_path,
     assert "images not exhaustively annotated for some category: 3\n" in told
     assert "not_exhaustive_category_ids has one that is not in the file's list: 1 (first: image 5)" in told
     assert lines("--categories", "cat") == {"0": None, "1": None, "2": None, "3": [], "4": []}
+
+
+def test_TGT_12_an_image_of_lvis_that_does_not_say_what_is_absent_is_left_out(tmp_path):
+    """TGT-12: its line would call the annotation complete. One that has the list, though empty, is written."""
+    images = several_entries(tmp_path, {1: {"neg_category_ids": []}, 2: {}})
+    path, output = coco_file(tmp_path, [annotation(1), annotation(2)], images), tmp_path / "out.jsonl"
+    report = convert(path, tmp_path, output, kind="lvis")
+    assert [json.loads(line)["id"] for line in output.open()] == ["1"]
+    assert "no neg_category_ids, which LVIS has for every image; --from coco if all" in report.text()
+    with pytest.raises(ValueError, match="no image is left to write\n(.|\n)*no neg_category_ids"):
+        convert(coco_file(tmp_path, [annotation(2)], images[1:]), tmp_path, output, kind="lvis")
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("coco", 1), ("yolo", 1000), ("swift", 1000), ("sharegpt", -5)])
+def test_a_unit_that_would_not_be_used_is_refused(tmp_path, kind, unit):
+    """Thousandths taken for pixels would pass all checks."""
+    with pytest.raises(ValueError, match=f"--unit {unit}: is for --from sharegpt, and not negative"):
+        convert(tmp_path / "any", tmp_path, tmp_path / "out.jsonl", kind=kind, unit=unit)
+
+
+def test_boxes_that_look_like_two_corners_are_pointed_out(tmp_path):
+    """The commonest mistake of an export; one box at the border is none."""
+    corners = annotation() | {"bbox": [WIDTH // 2, HEIGHT // 2, WIDTH - 1, HEIGHT - 1]}
+    hint = "would not as [x1, y1, x2, y2]; COCO's are [x, y, width, height]"
+    inside = [annotation() | {"bbox": [i, 0, 2, 2]} for i in range(10)]
+    for items, is_told in (([corners], True), ([corners, *inside], False), (inside, False)):
+        _, report = converted(tmp_path, items)
+        assert (hint in report.text()) is is_told
+
+
+def test_a_file_without_categories_or_content_and_a_folder_that_is_a_file_are_told(tmp_path):
+    output = tmp_path / "out.jsonl"
+    path = coco_file(tmp_path, [annotation()])
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps(whole | {"categories": []}))
+    with pytest.raises(ValueError, match="no image is left to write; its list of categories is empty"):
+        convert(path, tmp_path, output)
+    path.write_text("")
+    with pytest.raises(ValueError, match="the file is empty"):
+        convert(path, tmp_path, output)
+    path.write_text(json.dumps(whole)[:-9])
+    with pytest.raises(ValueError, match="not valid JSON: [^\n]+$"):
+        convert(path, tmp_path, output)
+    (tmp_path / "file").write_text("")
+    path.write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=r"--output .*/file/x.jsonl: .*/file is below a file, or one; name another"):
+        convert(path, tmp_path, tmp_path / "file" / "x.jsonl")
 
 
 def test_images_that_do_not_fit_are_left_out(tmp_path):

@@ -143,6 +143,15 @@ def test_DAT_1_yolo(folder, names):
     assert outlines["a.png"][1] == {"desc": "dog", "poly": [0, 0, 50, 0, 50, 40, 0, 40]}
 
 
+def test_a_folder_too_high_for_yolos_labels_is_pointed_out(folder):
+    """Neither label files nor images have their counterpart; without the hint it said that no image has a label."""
+    (folder / "labels").mkdir()
+    (folder / "labels" / "a.txt").write_text("0 0.25 0.5 0.3 0.5")
+    (folder / "data.yaml").write_text("names: [cat]")
+    with pytest.raises(ValueError, match="the same paths below --annotations and --images"):
+        convert(folder / "labels", folder, folder / "d.jsonl", kind="yolo")
+
+
 def test_yolo_class_numbers_may_be_written_as_floats_DAT_1(folder):
     """DAT-1: as np.savetxt does; between two classes there is none. Blank lines behind the names do no harm."""
     (folder / "labels").mkdir()
@@ -508,7 +517,7 @@ BOX = [10, 20, 40, 60]
 def test_a_line_of_another_form_is_named_DAT_1(folder, kind, row, message):
     """DAT-1."""
     with pytest.raises(ValueError, match="lines.json:1: .*" + re.escape(message)):
-        rows_of(folder, kind, write_lines(folder, row), unit=0)
+        rows_of(folder, kind, write_lines(folder, row), unit=0 if kind == "sharegpt" else None)
 
 
 @pytest.mark.parametrize("splits", [None, {"train": 1}])
@@ -528,7 +537,7 @@ def test_DAT_1_a_question_that_is_not_utf_8_leaves_its_line_out(folder, kind):
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": ANSWERS["json"]}]
         rows.append({"image": "a.png", "messages": turns, "objects": {"ref": ["cat"], "bbox": [BOX]}})
     path = write_lines(folder, *rows)
-    report = convert(path, folder / "images", folder / "d.jsonl", kind=kind, unit=1000)
+    report = convert(path, folder / "images", folder / "d.jsonl", kind=kind, unit=1000 if kind == "sharegpt" else None)
     reason = "its question is not UTF-8: it holds half of a surrogate pair"
     assert report.reasons == {("images left out", reason): (1, "1")}
     assert json.loads((folder / "d.jsonl").read_text())["messages"][0]["content"] == "Find \U0001f600"

@@ -97,7 +97,8 @@ def _absence(path: Path) -> str:
     elif is_hub_name and path.parts[0] not in _OWN_FOLDERS:
         source = str(path)
     else:
-        return f"no such folder{looked}; correct it, or put a checkpoint there (docs/training.md tells how to make one)"
+        way_out = "correct it, or put a checkpoint there (docs/training.md and docs/grpo.md tell how to make one)"
+        return f"no such folder{looked}; {way_out}"
     target = Path("models") / name if str(path) == source else path
     rename = f", and write {target} instead" * (target != path)
     return f"no such folder{looked}; download it: .venv/bin/hf download {source} --local-dir {target}{rename}"

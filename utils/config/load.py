@@ -363,6 +363,8 @@ def _unknown_key(keys: Keys) -> str:
     parent = _field_at(keys[:-1])
     section = section_of(parent.annotation) if parent else Config
     siblings = list(section_keys(section)) if section else []
+    if name == "<<":
+        return "YAML's merge key is not supported; put what is shared into a file of its own, and name it with extends"
     # Of a name in several sections the one that shares most of the path, or else the first.
     paths = sorted(reversed([path for path, _ in iter_fields(Config)]), key=lambda path: _num_shared(path, keys))
     elsewhere = {path.rsplit(".", 1)[-1]: path for path in paths}

@@ -40,7 +40,7 @@ def run_program(
     if args.dry_run:
         print_dry_run(cfg, args.world_size, args.device_gib)
         if os.environ.get("RANK", "0") == "0":  # under a launcher, one printout is enough
-            for line in model_problems(cfg, may_be_absent=True) + data_problems(cfg):  # a plan needs neither
+            for line in model_problems(cfg) + data_problems(cfg):  # a plan needs neither
                 print(f"would not start: {line}", file=sys.stderr)
         sys.exit(0)
     stop, run, status = StopRequest(), None, 0
@@ -72,18 +72,17 @@ def run_program(
     sys.exit(status)
 
 
-def model_problems(cfg: Config, may_be_absent: bool = False) -> list[str]:
+def model_problems(cfg: Config) -> list[str]:
     """List what is wrong with the checkpoints that a run starts from, before anything is loaded or waited for."""
     start, reference = cfg.model.path, cfg.model.reference_path
     folders = {"model.path": start} | ({"model.reference_path": reference} if reference not in (None, start) else {})
     found = [
         problem(cfg, key, rule)
         for key, folder in folders.items()
-        if not may_be_absent or os.path.isdir(folder)
         for rule in checkpoint_problems(Path(folder), with_processor=key == "model.path")
     ]
     adapter = cfg.tuner.adapter_path
-    if adapter is not None and (not may_be_absent or os.path.isdir(adapter)):
+    if adapter is not None:
         found += [problem(cfg, "tuner.adapter_path", rule) for rule in adapter_problems(Path(adapter))]
     if cfg.is_colocate and not found and os.path.isdir(start):
         longest = longest_sequence(read_config(start))
