@@ -13,6 +13,7 @@ from utils.rollout.link import CallFailed, Link
 from utils.rollout.round import NUM_RETRIES, ServerBatch
 from utils.run.server_watch import server_scalars
 from utils.run.session import Session
+from utils.run.shutdown import StopRequest
 from utils.sync.weight_sync import WeightSync
 
 
@@ -97,5 +98,5 @@ def test_requests_in_flight_are_waited_for_10_s_at_the_end_LRN_8():
     }
     policy = SimpleNamespace(engine=SimpleNamespace(close=lambda: closed.append("engine")))
     prefetcher = SimpleNamespace(close=lambda timeout_s: waits.append(timeout_s))
-    Session.close(SimpleNamespace(lock=None, policy=policy, prefetcher=prefetcher, **ends))
+    Session.close(SimpleNamespace(lock=None, stop=StopRequest(), policy=policy, prefetcher=prefetcher, **ends))
     assert waits == [10.0] and set(closed) == {"ranks", "monitor", "watch", "engine"}
