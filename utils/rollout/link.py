@@ -13,7 +13,7 @@ from urllib3.exceptions import HTTPError
 from utils.config.rollout import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
-KEEP_ALIVE_S = 30.0  # the server closes idle connections after 75 s; a request sent at that very moment would be lost
+KEEP_ALIVE_S = 2.0  # a server closes idle connections (ours after 75 s); a request sent at that very moment is lost
 # `/infer/` is silent for minutes. Without keepalive a firewall may drop the connection, and nobody would ever notice.
 SOCKET_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
