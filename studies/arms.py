@@ -86,6 +86,7 @@ class Study:
         tuned_on: the study whose tuning counts for this one; None: its own.
         num_evals: how often a run is scored, in equal distances.
         further: makes the folder of further test images if missing, and returns it; None: there are none.
+        repeats: the version that this one was declared to confirm; that one counts for nothing if this one is lost.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Study:
     tuned_on: "Study | None" = None
     num_evals: int = 1
     further: Callable[[], Path] | None = field(default=None, hash=False)
+    repeats: "Study | None" = None
 
     @cached_property
     def training(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from utils.config.load import resolve_yaml
 
 REPORT = Path("docs/results.md")
 NEW_CLASSES = (new_class.NEW_CLASS, new_class.REPLAY, new_class.SHIFTED, taught.TAUGHT)
-OTHERS = (*partial.PARTIAL, dense.DENSE, dense.CROWD, dense.FAINT, forgetting.FORGETTING, forgetting.LONG)
+OTHERS = (*partial.PARTIAL, dense.DENSE, dense.CROWD, dense.FAINT, dense.AGAIN, forgetting.FORGETTING, forgetting.LONG)
 STUDIES = {study.name: study for study in (*NEW_CLASSES, *OTHERS)}
 SCORES = ("f1", "f1_mean", "f1_old", "f1_new", "precision", "recall", "counting_error", "duplicates_per_image")
 SCORES += ("parse_rate", "truncated_rate")

@@ -74,8 +74,10 @@ def text_of(studies: Sequence[Study], records: Sequence[Record], missing: Mappin
 def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     """Return the first lines of docs/results.md: what is shown of the claim, in how many studies, where and by what."""
     claims = dict.fromkeys(study.claim for study in studies)
-    winners = {study.name: wins(records, study) for study in studies}
-    undecided = [study for study in studies if not winners[study.name] and not is_lost(records, study)]
+    refuted = [study.repeats for study in studies if study.repeats and is_lost(records, study)]
+    winners = {study.name: wins(records, study) if study not in refuted else [] for study in studies}
+    lost_versions = [study for study in studies if study in refuted or is_lost(records, study)]
+    undecided = [study for study in studies if not winners[study.name] and study not in lost_versions]
     won: dict[str, list[str]] = {}
     for study in studies:
         if arms := winners[study.name]:
@@ -83,7 +85,7 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     open_ = {study.claim for study in undecided} - won.keys()
     lost = [claim for claim in claims if claim not in won.keys() | open_]
     confidence = 1 - (1 - CONFIDENCE) / (len(studies) + NUM_GIVEN_UP)
-    sure = [study for study in studies if wins(records, study, confidence)]
+    sure = [study for study in studies if winners[study.name] and wins(records, study, confidence)]
     is_sure = len({study.claim for study in sure}) >= NEEDED
     shown = "shown" if is_sure else "shown, but not if one corrects for the number of versions that were tried"
     lines = [
@@ -98,15 +100,16 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
         lines.append(f"Not finished, so without a verdict: {'; '.join(unfinished)}.")
     behind = [study for study in undecided if any(unbeaten(records, study, arm) for arm in study.on_policy)]
     num_won = sum(len(places) for places in won.values())
-    num_lost = len(studies) - num_won - len(undecided)
     lines.append(
         f"A study counts if one of its versions shows it. Of the {len(studies)} versions below {num_won} show it, "
-        f"{num_lost} do not, and {len(undecided)} have not finished; in {len(behind)} of these an on-policy arm has "
+        f"{len(lost_versions)} do not, and {len(undecided)} have not finished; in {len(behind)} of these an on-policy arm has "
         f"lost already, and only others keep them open. {GIVEN_UP}"
     )
     if won:
         left = "; ".join(study.title for study in sure) or "none"
         lines.append(f"With {confidence:.2%} intervals (Bonferroni, over all of them) these still show it: {left}.")
+    if once := [study.title for study in refuted if wins(records, study)]:
+        lines.append(f"Shown once, but not when it was repeated, so not counted: {'; '.join(once)}.")
     lines.append(CAVEAT)
     lines += [shortage for study in studies if winners[study.name] and (shortage := short_of_seconds(records, study))]
     return "\n".join(lines) + "\n"

@@ -29,7 +29,8 @@ from studies import (
     results_report,
 )
 from studies.arms import SEEDS, TUNING_SEED, Job
-from studies.dense import DENSE
+from studies.dense import AGAIN, DENSE
+from studies.dense import FAINT as FAINT_CROWDS
 from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
 from studies.new_class_data import MATERIALS, NEW_LABELS, Cast, Shift
@@ -801,12 +802,37 @@ def test_the_first_lines_say_what_is_left_if_one_corrects_for_the_number_of_vers
     assert narrow.startswith(
         "**The claim is shown, but not if one corrects for the number of versions that were tried.**"
     )
-    assert "With 99.76% intervals (Bonferroni, over all of them) these still show it: New class.\n" in narrow
+    assert "With 99.77% intervals (Bonferroni, over all of them) these still show it: New class.\n" in narrow
     assert "Bonferroni" not in results_report.verdict(STUDIES, [])
     images = with_further(all_finished(HALF, 0.8, 0.6), 0.6)  # where further images decide, too
     ours = [run for run in with_further(images, 0.63) if run["variant"] == "stage 2 + KL"]
     rivals = [run for run in images if run["variant"] in HALF.rivals]
     assert results_report.wins([*ours, *rivals], HALF) and not results_report.wins([*ours, *rivals], HALF, 0.998)
+
+
+def test_what_was_shown_once_does_not_count_if_it_is_not_shown_again():
+    """The same arms with the same settings; until the repetition has its verdict, the first one counts."""
+    tuned = [run for arm in AGAIN.arms for run in tuning(arm, FAINT_CROWDS)]
+    longer = [job for arm in AGAIN.arms if arm.is_rival for job in arms.grid(FAINT_CROWDS, arm)]
+    tuned += [record(replace(job, equal_seconds=True), 0.5) for job in longer]
+
+    def runs_of(study, f1: float) -> list[dict]:
+        found = []
+        for arm in AGAIN.arms:
+            jobs = arms.tests(tuned, study, arm, equal_seconds=False)
+            jobs += [replace(job, equal_seconds=True) for job in jobs if arm.is_rival]
+            found += with_further([record(job, 0.5) for job in jobs], 0.6 if arm.is_rival else f1)
+        return found
+
+    first = runs_of(FAINT_CROWDS, 0.8)
+    place = "Dense, faint crowds: GRPO by object"
+    assert f"does in 1 ({place})" in results_report.verdict(STUDIES, first)
+    again = results_report.verdict(STUDIES, [*first, *runs_of(AGAIN, 0.8)])
+    assert f"does in 1 ({place}; Dense, faint crowds once more: GRPO by object)" in again and "2 show it" in again
+    refuted = results_report.verdict(STUDIES, [*first, *runs_of(AGAIN, 0.6)])
+    assert "does in 0" in refuted and "0 show it, 2 do not" in refuted and "Bonferroni" not in refuted
+    assert "Shown once, but not when it was repeated, so not counted: Dense, faint crowds.\n" in refuted
+    assert "Shown once" not in again
 
 
 def with_further(runs: list[dict], f1: float) -> list[dict]:
