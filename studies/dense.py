@@ -65,8 +65,8 @@ images, and recall stayed at 0.77, since answers go from top to bottom. *Equal s
 AGAIN_METHOD = """*Dense, faint crowds* once more, declared before any run of it, to see whether its small gain comes
 again: other pictures, and another start model. This one is that of *Partial annotation*, trained on 8,000 crowds of
 shapes and then on 8,000 faint ones, each until that brought no more. Arms and settings are those that were chosen
-there; nothing is tuned here. *Equal seconds* are those of *GRPO by object*. 4,096 further images decide. If this version does not
-show the claim, the other one does not count either.
+there; nothing is tuned here. *Equal seconds* are those of *GRPO by object*. 4,096 further images decide. If
+this version does not show the claim, the other one does not count either.
 """
 CROWD_AGAIN = replace(crowd_data.CROWD, name="crowd_again", seed=116, prepare_base=partial_data.prepare_start)
 FAINT_AGAIN = replace(

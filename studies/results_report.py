@@ -102,8 +102,8 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     num_won = sum(len(places) for places in won.values())
     lines.append(
         f"A study counts if one of its versions shows it. Of the {len(studies)} versions below {num_won} show it, "
-        f"{len(lost_versions)} do not, and {len(undecided)} have not finished; in {len(behind)} of these an on-policy arm has "
-        f"lost already, and only others keep them open. {GIVEN_UP}"
+        f"{len(lost_versions)} do not, and {len(undecided)} have not finished; in {len(behind)} of these an on-policy "
+        f"arm has lost already, and only others keep them open. {GIVEN_UP}"
     )
     if won:
         left = "; ".join(study.title for study in sure) or "none"
