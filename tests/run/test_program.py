@@ -361,6 +361,17 @@ def test_ROL_7_rows_longer_than_the_colocated_engine_can_hold_are_told_before_an
     assert status == 2 and f"ends at {longest} positions; lower it" in error, error
 
 
+def test_CFG_16_a_directory_that_holds_another_run_is_told_by_a_dry_run(folder, start_model, server, start, tmp_path):
+    """CFG-16: unless that run is to be resumed."""
+    config = write_config(folder, start_model, server, training={"output_dir": str(tmp_path)})
+    assert start(train_stage2, config, "--dry-run")[::2] == (0, "")
+    (tmp_path / "run.json").touch()
+    status, out, error = start(train_stage2, config, "--dry-run")
+    told = f'would not start: {config}: training.output_dir="{tmp_path}": holds an earlier run; resume it (--resume auto)'
+    assert status == 0 and "# plan" in out and error.startswith(told), error
+    assert start(train_stage2, config, "--dry-run", "--resume")[::2] == (0, "")
+
+
 @pytest.mark.parametrize(("program", "write"), [(train_stage2, write_config), (train_grpo, write_grpo_config)])
 def test_CFG_16_data_files_that_are_not_there_are_told_by_a_dry_run(
     folder, start_model, server, start, monkeypatch, tmp_path, program, write

@@ -13,6 +13,7 @@ from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry
 from utils.dist import capture_error
 from utils.families import longest_sequence, read_config
 from utils.run.inputs import KINDS, data_problems
+from utils.run.resume import EARLIER_RUN, holds_a_run
 from utils.run.session import Program
 from utils.run.shutdown import StopRequest, end_with, launch_command
 
@@ -40,7 +41,8 @@ def run_program(
     if args.dry_run:
         print_dry_run(cfg, args.world_size, args.device_gib)
         if os.environ.get("RANK", "0") == "0":  # under a launcher, one printout is enough
-            for line in model_problems(cfg) + data_problems(cfg):  # a plan needs neither
+            resume = args.resume or cfg.training.resume_from_checkpoint
+            for line in model_problems(cfg) + data_problems(cfg) + run_dir_problems(cfg, resume):  # a plan needs none
                 print(f"would not start: {line}", file=sys.stderr)
         sys.exit(0)
     stop, run, status = StopRequest(), None, 0
@@ -90,6 +92,12 @@ def model_problems(cfg: Config) -> list[str]:
             rule = f"is the colocated engine's length too, but the model ends at {longest} positions; lower it"
             found.append(problem(cfg, "global_max_length", rule))
     return found
+
+
+def run_dir_problems(cfg: Config, resume: str | None) -> list[str]:
+    """Say if the run directory is another run's, which a fresh start leaves alone."""
+    is_taken = not resume and holds_a_run(Path(cfg.training.output_dir))
+    return [problem(cfg, "training.output_dir", EARLIER_RUN)] if is_taken else []
 
 
 def parse_args(description: str) -> argparse.Namespace:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
+EARLIER_RUN = "holds an earlier run; resume it (--resume auto), choose another directory or remove it"
 NUM_READERS = 8  # files hashed at a time: a merged model has one for each 4 GiB, and one core is slow
 _blake2b = functools.partial(hashlib.blake2b, digest_size=16)
 
@@ -278,6 +279,11 @@ def newest_complete(run_dir: Path, ranks: Ranks) -> tuple[Checkpoint | None, dic
     return None, passed_over
 
 
+def holds_a_run(run_dir: Path) -> bool:
+    """Whether a fresh start would meet another run's files."""
+    return (run_dir / "run.json").exists() or bool(checkpoint_folders(run_dir))
+
+
 def choose_checkpoint(run_dir: Path, wanted: str | None, config: Mapping[str, Any], ranks: Ranks) -> Checkpoint | None:
     """The checkpoint to resume from, None for a fresh start (collective; rank 0 decides what the run directory holds).
 
@@ -286,11 +292,10 @@ def choose_checkpoint(run_dir: Path, wanted: str | None, config: Mapping[str, An
     Raises:
         ValueError: on all ranks: the run directory is in use, or the checkpoint cannot be resumed from.
     """
-    used = ranks.gather((run_dir / "run.json").exists() or bool(checkpoint_folders(run_dir)))[0]
+    used = ranks.gather(holds_a_run(run_dir))[0]
     if wanted is None:
         if used:
-            what_to_do = "resume it (--resume auto), choose another directory or remove it"
-            raise ValueError(f"training.output_dir={run_dir}: holds an earlier run; {what_to_do}")
+            raise ValueError(f"training.output_dir={run_dir}: {EARLIER_RUN}")
         return None
     checkpoint = _newest(run_dir, ranks) if wanted == "auto" else _named(Path(wanted), run_dir, used, ranks)
     if checkpoint is None:
