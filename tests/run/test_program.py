@@ -367,7 +367,7 @@ def test_CFG_16_a_directory_that_holds_another_run_is_told_by_a_dry_run(folder, 
     assert start(train_stage2, config, "--dry-run")[::2] == (0, "")
     (tmp_path / "run.json").touch()
     status, out, error = start(train_stage2, config, "--dry-run")
-    told = f'would not start: {config}: training.output_dir="{tmp_path}": holds an earlier run; resume it (--resume auto)'
+    told = f'would not start: {config}: training.output_dir="{tmp_path}": holds an earlier run; resume it'
     assert status == 0 and "# plan" in out and error.startswith(told), error
     assert start(train_stage2, config, "--dry-run", "--resume")[::2] == (0, "")
 
