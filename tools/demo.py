@@ -17,9 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 import psutil
 import requests
@@ -33,6 +34,7 @@ from tools.report import write_report
 from tools.report_answers import objects_of
 from utils.config.load import load_config_or_exit
 from utils.run.draw import GROUND_TRUTH, PREDICTION, draw_objects, sheet
+from utils.run.resume import RunLock
 
 CONFIGS = {"sft": "configs/demo/sft.yaml", "after": "configs/demo/stage2.yaml"}  # by their names in the summary
 ARMS = {"before": "start model", "sft": "supervised", "after": "stage 2"}
@@ -67,20 +69,39 @@ def main() -> None:
 def serving(config: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
     """Run the rollout server of `config` as a user would, from the moment it is healthy."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    base_url = load_config_or_exit(config).servers()[0].base_url
+    refuse_taken(base_url)
     server = start_server(config, environment, log)
     try:
-        wait_healthy(server, load_config_or_exit(config).servers()[0].base_url, log)
+        wait_healthy(server, base_url, log)
         yield
     finally:
         stop(server)
 
 
+def refuse_taken(base_url: str) -> None:
+    """Exit where another server listens: its answers would be taken for those of the demo's own."""
+    parts = urlsplit(base_url)
+    with socket.socket() as probe:
+        if probe.connect_ex((parts.hostname, parts.port)) == 0:
+            sys.exit(f"{base_url}: another server listens there; stop it, or wait until it has ended")
+
+
 def train(script: str, config: str, environment: dict[str, str]) -> float:
     """Run the learner of `config` as a user would, in a fresh run directory; return its seconds."""
     began = time.monotonic()
-    shutil.rmtree(run_dir_of(config), ignore_errors=True)
+    remove_earlier(run_dir_of(config))
     run(learner_command(script, config), environment)
     return time.monotonic() - began
+
+
+def remove_earlier(run_dir: Path) -> None:
+    """Delete a run that has ended; exit where it has not."""
+    try:
+        with closing(RunLock(run_dir)):
+            shutil.rmtree(run_dir, ignore_errors=True)
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 def run_dir_of(config: str) -> Path:

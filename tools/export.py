@@ -268,7 +268,9 @@ def coco_files(records: Sequence[Record], ids: Ids) -> tuple[Path, dict[str, Any
     is_partial = any("annotated" in record for record in records)
     images = [_image(number, record, folder, ids.category_of, is_partial) for number, record in numbered]
     images = list({image["id"]: image for image in images}.values())  # several answers may be to one of `--like`
-    categories = [{"id": id_, "name": name} for id_, name in zip(ids.category_of.values(), ids.names, strict=True)]
+    rules = {"frequency": "f"} if is_partial else {}  # which LVIS's evaluation asks for
+    named = zip(ids.category_of.values(), ids.names, strict=True)
+    categories = [{"id": id_, "name": name, **rules} for id_, name in named]
     common = {"images": images, "categories": categories}
     truth, predicted = (_annotations(numbered, side, ids.category_of) for side in ("gt", "pred"))
     results = [{key: value for key, value in found.items() if key not in ("id", "iscrowd")} for found in predicted]

@@ -237,6 +237,10 @@ def measure(run_dir: Path, device_bytes: int = DEVICE_GIB * GIB) -> Constants:
     if not steps:
         raise ValueError(f"{run_dir}: needs more than {SETTLING_STEPS} steps")
     step = median_step(steps)
+    if not (round(step["answers"]) and step["rollout"] and step["train"] and step["sync"]):
+        raise ValueError(
+            f"{run_dir}: most of its steps do not generate, train or sync; measure a run whose steps all do"
+        )
     work = work_of_step(step, size, recomputed(cfg, size, record["world_size"], device_bytes)[1])
     constants = calibrate(work, time_of_step(step), record["world_size"], sum(record["server_world_sizes"]))
     bandwidth = step["sync_bytes"] / step["sync"]

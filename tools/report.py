@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 NUM_IMAGES, SIDE = 24, 320  # images in the gallery, pixels of the longer side
 MAX_CLASSES = 200  # rows of the table of classes
+DOCTYPE = b"<!doctype html>"
 # Scores of an evaluation: title, and whether more is better.
 SCORES = {
     "reward": ("reward", True),
@@ -108,6 +109,10 @@ def main() -> None:
 def write_report(run_dir: Path, output: Path | None = None, num_images: int = NUM_IMAGES) -> Path:
     """Write the report and return its path. Raises ValueError where there is no run, or no writing."""
     output = output or run_dir / "report.html"
+    if output.is_file() and output.read_bytes()[: len(DOCTYPE)].lower() != DOCTYPE:
+        raise ValueError(
+            f"{output}: exists, and is no page; it would be overwritten: name another --output, or delete it"
+        )
     page = render(read_run(run_dir, num_images))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +147,7 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
     if not (isinstance(record, dict) and {"config", "command"} <= record.keys()):
         raise ValueError(f"{run_dir}: not a run directory: run.json is not that of a run")
     notes: dict[str, str] = {}
-    finished = _read_json(run_dir / "finished.json")
+    finished, events = _read_json(run_dir / "finished.json"), _read_events(run_dir, notes)
     evaluations = comparable([(found["step"], found) for found in read_evaluations(run_dir)], notes)
     if not evaluations:
         notes["scores"] = "This run has not evaluated: custom.val_jsonl with training.eval_steps or eval_at_start."
@@ -151,11 +156,12 @@ def read_run(run_dir: Path, num_images: int = NUM_IMAGES) -> dict[str, Any]:
         "folder": str(run_dir),
         "record": record,
         "finished": finished,
+        "minutes": sum(value for _, value in _points(events, "seconds/step")) / 60,  # of all processes of the run
         "notes": notes,
         "scores": score_rows(evaluations),
         "ends": [evaluations[0][0], evaluations[-1][0]] if evaluations else [],
         "best": _best(evaluations, record["config"]),
-        "curves": read_curves(run_dir, notes),
+        "curves": draw_curves(events),
         "classes": class_rows(evaluations, notes),
         "coco": _coco(run_dir, notes),
         "changed": changed_keys(record["config"]),
@@ -209,23 +215,27 @@ def _is_grpo(config: Mapping[str, Any]) -> bool:
     return config["custom"]["trainer_variant"] == "grpo"
 
 
-def read_curves(run_dir: Path, notes: dict[str, str]) -> list[Chart]:
-    """The curves of `CURVES` that the event files hold."""
+def _read_events(run_dir: Path, notes: dict[str, str]) -> Any:
+    """TensorBoard's reader of the event files; None if there are none."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     if not any(run_dir.glob("events.out.tfevents.*")):
         notes["curves"] = "This run wrote no TensorBoard events (training.report_to: none)."
-        return []
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    known = set(events.Tags()["scalars"])
+        return None
+    return EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
 
-    def points(tag: str) -> list[tuple[float, float]]:
-        return [(event.step, event.value) for event in events.Scalars(tag)] if tag in known else []
 
-    images = dict(points("rollout/num_images"))
+def _points(events: Any, tag: str) -> list[tuple[float, float]]:
+    is_known = events is not None and tag in events.Tags()["scalars"]
+    return [(event.step, event.value) for event in events.Scalars(tag)] if is_known else []
+
+
+def draw_curves(events: Any) -> list[Chart]:
+    """The curves of `CURVES` that the event files hold."""
+    images = dict(_points(events, "rollout/num_images"))
     drawn = []
     for title, is_share, tags in CURVES:
-        lines = [Line(name, points(tag), tag.startswith("eval/")) for name, tag in tags]
+        lines = [Line(name, _points(events, tag), tag.startswith("eval/")) for name, tag in tags]
         if title == "duplicates per image":  # counted per step
             own = [(step, value / max(images.get(step, 1), 1)) for step, value in lines[0].points]
             lines[0] = Line(lines[0].name, own)

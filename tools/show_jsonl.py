@@ -16,6 +16,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from tools.convert import check_not_inputs
 from utils.config.load import exit_with
 from utils.data.images import open_image
 from utils.data.samples import DataError, Sample, read_samples
@@ -69,7 +70,10 @@ def picture(sample: Sample, side: int) -> Image.Image:
 def show(
     samples: Sequence[Sample], target: Path, columns: int = 4, side: int = 384, separate: bool = False
 ) -> list[Path]:
-    """Write the pictures and return their paths. `target`: the sheet's path without its extension."""
+    """Write the pictures and return their paths. `target`: the sheet's path without its extension.
+
+    Raises: ValueError where a picture would replace an image of the data.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     pictures = [picture(sample, side) for sample in samples]
     if not separate:
@@ -78,6 +82,9 @@ def show(
     else:
         numbers = [sample.source.rpartition(":")[2] for sample in samples]
         named = {f"{target.name}_{number}.png": image for number, image in zip(numbers, pictures, strict=True)}
+    images = [path for sample in samples for path in sample.images if not path.startswith("data:")]
+    for path in images:
+        check_not_inputs([target.with_name(name) for name in named], {"the image": path})
     for name, image in named.items():
         image.save(target.with_name(name))
     return [target.with_name(name) for name in named]
@@ -100,7 +107,7 @@ def main() -> None:
     try:
         samples = pick_samples(args.data, args.num, args.seed, prompt="(none)")
         paths = show(samples, Path(args.output) / Path(args.data).stem, args.columns, args.side, args.separate)
-    except (DataError, OSError) as error:
+    except (DataError, ValueError, OSError) as error:
         exit_with(error)
     print("\n".join(map(str, paths)))
 

@@ -11,6 +11,7 @@ trains the whole model in float32 on the CPU with Muon: meant for the demos' sma
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shlex
@@ -30,7 +31,7 @@ from tools.lengths import prompt_lengths
 from utils.answer_format import FORMATS
 from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import ConfigError, Origin, exit_with, reason_of, resolve_yaml
-from utils.config.schema import Data, DataFiles, Losses
+from utils.config.schema import RM, Data, DataFiles, Losses, RolloutMatching
 from utils.config.section import PositiveFloat, PositiveInt, Ratio, Section
 from utils.data.encoding import dummy_segment, encode_prompt, grid_of, load_processor
 from utils.data.mistakes import BadLine, report_skipped
@@ -138,8 +139,11 @@ def check_lengths(cfg: WarmupConfig, samples: Sequence[Sample], processor: Any, 
 
 
 def check_writable(cfg: WarmupConfig) -> None:
-    """Raise ValueError where the trained checkpoint could not be written."""
+    """Raise ValueError where the trained checkpoint could not be written, or would replace another one."""
     folder = Path(cfg.output_dir)
+    if (folder / "config.json").exists():  # also that of the model it starts from
+        rule = "holds a checkpoint, which would be overwritten; choose another directory, or delete it"
+        raise ValueError(cfg._origin.problem("output_dir", rule, cfg.output_dir))
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -257,6 +261,15 @@ def warm_up(cfg: WarmupConfig, segment_of: SegmentOf | None = None) -> None:
     save(parts, cfg.output_dir)
 
 
+def evaluation_command(cfg: WarmupConfig) -> str:
+    """The command that scores the checkpoint, with what it has to be told of prompt and answer format."""
+    command = f"python -m tools.evaluate --checkpoint {shlex.quote(str(cfg.output_dir))} --data FILE"
+    own = {f"{RM}.answer_format": cfg.answer_format} if cfg.answer_format != RolloutMatching().answer_format else {}
+    own |= {"data.prompt": cfg.data.prompt} if "prompt" in cfg.data.model_fields_set else {}
+    settings = ", ".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in own.items())
+    return f"{command} --config CONFIG (a training config with {settings})" if own else command
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML, e.g. configs/demo/warmup.yaml")
@@ -269,8 +282,7 @@ def main() -> None:
     print(f"supervised warm-up of {cfg.model}: {cfg.steps} steps of {cfg.samples_per_step} samples", flush=True)
     train(cfg, parts)
     save(parts, cfg.output_dir)
-    command = f"python -m tools.evaluate --checkpoint {shlex.quote(str(cfg.output_dir))} --data FILE"
-    print(f"saved {cfg.output_dir}; score it: {command}")
+    print(f"saved {cfg.output_dir}; score it: {evaluation_command(cfg)}")
 
 
 if __name__ == "__main__":

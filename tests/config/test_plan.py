@@ -983,3 +983,13 @@ def test_CFG_16_commands_of_a_plan_start_a_config_of_any_name(preset: str) -> No
     for command in plan_layout(load_config(f"configs/{preset}.yaml"), 1, "my a #1.yaml").commands:
         made = commands_of(*shlex.split(command)[1:])
         assert shlex.split(made)[-2:] == ["--config", "my a #1.yaml"]
+
+
+def test_CFG_16_learners_that_generate_with_the_training_model_sync_nothing(tmp_path) -> None:
+    """CFG-16, SYN-1."""
+    checkpoint(tmp_path)
+    own = {"model__path": str(tmp_path)}
+    for more, is_synced in (({}, True), ({"RM__rollout_backend": "hf", "RM__vllm": {}}, False)):
+        plan = make_plan(config(**own, **more), 1)
+        assert plan.sync_mode.startswith("none: the training model itself") is not is_synced
+        assert ("sync buckets (rank 0)" in plan.learner_memory) is is_synced

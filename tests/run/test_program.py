@@ -1,6 +1,7 @@
 """Both training programs from `main()` to their end in this process: what stops them before training, and what a run
 asks for and records. The server is a stand-in that speaks real HTTP; learner and weight sync do nothing."""
 
+import argparse
 import gc
 import itertools
 import json
@@ -43,6 +44,7 @@ from utils.learner.model import load_model
 from utils.parsing import TokenTable
 from utils.run import data_files, session, setup
 from utils.run.monitor import Monitor
+from utils.run.program import again_command
 from utils.run.rollout_log import read_rollout_log
 from utils.run.session import Session
 from utils.run.shutdown import STOPPED_STATUS, StopRequest
@@ -359,6 +361,20 @@ def test_ROL_7_rows_longer_than_the_colocated_engine_can_hold_are_told_before_an
         assert status == 0 and (f"global_max_length={length}: is the colocated" in error) is is_told, error
     status, _, error = start(train_stage2, config)
     assert status == 2 and f"ends at {longest} positions; lower it" in error, error
+
+
+@pytest.mark.parametrize("launched", [None, "make train GPUS=3 CONFIG=c.yaml RESUME=auto"])
+def test_LRN_5_the_way_to_start_again_names_the_checkpoint_once(monkeypatch, launched):
+    """LRN-5: what `tools.launch` has on record has `--resume` already."""
+    arguments = argparse.Namespace(config="c.yaml", resume="my runs/a/checkpoint-4")
+    monkeypatch.delenv("LEARNER_COMMAND", raising=False)
+    if launched:
+        monkeypatch.setenv("LEARNER_COMMAND", launched)
+        assert again_command(arguments) == launched
+    else:
+        assert again_command(arguments).endswith("c.yaml --resume 'my runs/a/checkpoint-4'")
+        arguments.resume = None
+        assert "--resume" not in again_command(arguments)
 
 
 def test_CFG_16_a_directory_that_holds_another_run_is_told_by_a_dry_run(folder, start_model, server, start, tmp_path):

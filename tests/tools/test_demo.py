@@ -1,8 +1,11 @@
 """The demo's report, from run directories as the learner leaves them."""
 
 import json
+import socket
 import sys
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -10,6 +13,7 @@ from PIL import Image
 from tools import demo, demo_grpo
 from utils.config.load import load_config
 from utils.run.monitor import write_run_json
+from utils.run.resume import RunLock
 
 
 def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys):
@@ -68,3 +72,24 @@ def test_sigterm_ends_what_a_demo_started(program, monkeypatch):
     monkeypatch.setattr(program, "run", lambda *args: sys.exit(str(calls)))
     with pytest.raises(SystemExit, match="handled"):
         program.main()
+
+
+def test_a_server_that_is_not_the_demos_own_ends_it(monkeypatch):
+    """`/health/` would answer, while the demo's own server fails for want of the port."""
+    monkeypatch.setattr(demo, "start_server", lambda *_: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        server = SimpleNamespace(base_url=f"http://127.0.0.1:{foreign.getsockname()[1]}/")
+        monkeypatch.setattr(demo, "load_config_or_exit", lambda _: SimpleNamespace(servers=lambda: [server]))
+        with pytest.raises(SystemExit, match="another server listens there"), demo.serving("c", Path("runs/x"), {}):
+            pass
+
+
+def test_a_run_that_goes_on_is_not_deleted(tmp_path, monkeypatch):
+    (tmp_path / "run/checkpoint-50").mkdir(parents=True)
+    monkeypatch.setattr(demo, "run_dir_of", lambda _: tmp_path / "run")
+    monkeypatch.setattr(demo, "run", lambda *_: None)
+    with closing(RunLock(tmp_path / "run")), pytest.raises(SystemExit, match="in use by process"):
+        demo.train("s", "c", {})
+    assert (tmp_path / "run/checkpoint-50").exists()
+    demo.train("s", "c", {})
+    assert not (tmp_path / "run").exists()

@@ -351,3 +351,33 @@ def test_an_output_dir_that_cannot_be_written_ends_the_command_before_training(
     error = capsys.readouterr().err  # a long path is shown by its beginning
     assert error.startswith(f'{tmp_path}/w.yaml: output_dir="{place[:40]}')
     assert error.endswith(f": cannot be written ({reason}); choose another directory\n") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", ["model", "held"])
+def test_a_checkpoint_is_not_overwritten(tmp_path, start_model, dataset, monkeypatch, capsys, place):
+    """The start model least of all."""
+    monkeypatch.setattr(warmup_sft, "load_parts", lambda *_: pytest.fail("loads"))
+    for name in ("model", "held"):
+        shutil.copytree(start_model, tmp_path / name)
+    values = {"model": str(tmp_path / "model"), "output_dir": str(tmp_path / place)}
+    assert warm_up_until_training(tmp_path, monkeypatch, dataset, **values) == 2
+    assert "holds a checkpoint, which would be overwritten; choose another directory" in capsys.readouterr().err
+
+
+def test_the_command_that_scores_a_warm_up_names_what_it_has_to_be_told():
+    """Answers would be asked for, and read, in another way."""
+    plain = warmup_sft.evaluation_command(tiny_warmup())
+    assert plain == "python -m tools.evaluate --checkpoint - --data FILE"
+    told = warmup_sft.evaluation_command(tiny_warmup(answer_format="qwen3vl", data={"prompt": "Find: all"}))
+    settings = 'custom.extra.rollout_matching.answer_format: "qwen3vl", data.prompt: "Find: all"'
+    assert told == f"{plain} --config CONFIG (a training config with {settings})"
+
+
+def test_dat_3_lines_that_a_warm_up_skips_are_counted(tmp_path, start_model, dataset, capsys):
+    """DAT-3."""
+    data = dataset / "with_a_bad_line.jsonl"
+    data.write_text((dataset / "train.jsonl").read_text().splitlines()[0] + "\n{\n")
+    values = {"model": str(start_model), "train_jsonl": str(data), "output_dir": str(tmp_path / "out")}
+    warmup_sft.load_parts(tiny_warmup(**values, data={"on_bad_sample": "skip"}))
+    assert json.loads((tmp_path / "out/skipped.jsonl").read_text())["line"] == 2
+    assert "1 bad sample(s) skipped" in capsys.readouterr().out

@@ -235,3 +235,18 @@ def test_headers_get_the_plans_memory_CFG_16(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plan", "--update-headers"])
     plan.main()
     assert spoilt.read_text() == shipped
+
+
+def test_a_run_that_seldom_generates_tells_no_constants(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    run = finished_run(tmp_path)
+    no_curves(run)
+    with SummaryWriter(run) as writer:
+        for tag in ("seconds/train", "seconds/prepare", "seconds/step", "train/tokens_per_s"):
+            for step in range(1, 6):
+                writer.add_scalar(tag, 1.0, step)
+        for tag in ("seconds/rollout", "seconds/sync", "rollout/new_tokens_mean", "rollout/num_images", "sync/bytes"):
+            writer.add_scalar(tag, 1.0, 5)
+    with pytest.raises(ValueError, match="most of its steps do not generate, train or sync; measure a run whose"):
+        measure(run)

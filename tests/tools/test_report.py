@@ -572,3 +572,24 @@ def test_the_page_in_a_browser(run_dir, width, dark):
         assert browser.run("new Promise(r => setTimeout(() => r(window.hacked), 200))") is None
     finally:
         browser.close()
+
+
+def test_nothing_but_a_page_is_overwritten(run_dir, tmp_path):
+    precious = tmp_path / "precious.jsonl"
+    precious.write_text("{}\n")
+    for path in (precious, run_dir / "run.json"):
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match="exists, and is no page; it would be overwritten"):
+            write_report(run_dir, path)
+        assert path.read_bytes() == before
+    page = write_report(run_dir, tmp_path / "page.html").read_text()
+    assert write_report(run_dir, tmp_path / "page.html").read_text() == page
+
+
+def test_the_minutes_are_those_of_all_steps_also_where_the_last_process_made_none(run_dir):
+    """A run resumed after its last step only evaluates: 60 steps of 2 s came before."""
+    (run_dir / "finished.json").write_text(json.dumps({"steps": 60, "world_size": 2, "seconds": {"eval": 1.0}}))
+    assert "<b>2.0 min</b>" in write_report(run_dir).read_text()
+    for path in run_dir.glob("events*"):
+        path.unlink()
+    assert "min</b>" not in write_report(run_dir).read_text()

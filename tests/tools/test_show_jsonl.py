@@ -74,3 +74,14 @@ def test_the_program(data_file, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             run_tool(tmp_path / f"{name}.jsonl")
         assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_an_image_of_the_data_is_not_overwritten(tmp_path, monkeypatch, capsys):
+    png(tmp_path / "d_1.png")
+    data, before = write(tmp_path, line(images=["d_1.png"])), (tmp_path / "d_1.png").read_bytes()
+    arguments = ["show_jsonl", "--data", str(data), "--output", str(tmp_path), "--separate"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2 and "d_1.png would overwrite the image" in capsys.readouterr().err
+    assert (tmp_path / "d_1.png").read_bytes() == before

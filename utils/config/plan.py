@@ -261,6 +261,8 @@ def _own_rollouts(cfg: Config, world_size: int) -> str | None:
 def _sync_mode(cfg: Config) -> str:
     if not cfg.generates:
         return "none"
+    if not cfg.uses_vllm:
+        return "none: the training model itself generates"
     why = cfg.adapter_obstacle()
     return f"full, as adapter sync fails: {why}" if why else cfg.sync_mode()
 

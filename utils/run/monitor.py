@@ -202,7 +202,7 @@ def _read_scores(path: Path) -> dict[str, Any] | None:
     except ValueError as error:  # also: not UTF-8
         logger.warning("%s cannot be read and does not count: %s", path, error)
         return None
-    return scores
+    return scores if isinstance(scores, dict) and "step" in scores else None  # e.g. `tools.evaluate` has replaced it
 
 
 def write_evaluation(

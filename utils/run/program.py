@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NoReturn, TypeVar
 from utils.config.checkpoint_files import adapter_problems, checkpoint_problems
 from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
 from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry_run
-from utils.dist import capture_error
+from utils.dist import COMMAND_NAME, capture_error
 from utils.families import longest_sequence, read_config
 from utils.run.inputs import KINDS, data_problems
 from utils.run.resume import EARLIER_RUN, holds_a_run
@@ -60,8 +61,7 @@ def run_program(
         train(run)
     except SystemExit:  # a user's mistake, which is told already
         if os.environ.get("RANK", "0") == "0":
-            resumed = f" --resume {args.resume}" if args.resume else ""
-            print(f"after fixing this, start again with: {launch_command(args.config)}{resumed}", file=sys.stderr)
+            print(f"after fixing this, start again with: {again_command(args)}", file=sys.stderr)
         raise
     except Exception as error:  # noqa: BLE001  (whatever it is, it has ended the run)
         status = end(error)
@@ -72,6 +72,12 @@ def run_program(
             else:
                 status = end(error)
     sys.exit(status)
+
+
+def again_command(args: argparse.Namespace) -> str:
+    """What started this process, its `--resume` included, which only `tools.launch` has on record."""
+    is_missing = args.resume and COMMAND_NAME not in os.environ
+    return launch_command(args.config) + (f" --resume {shlex.quote(args.resume)}" if is_missing else "")
 
 
 def model_problems(cfg: Config) -> list[str]:
