@@ -293,6 +293,7 @@ def test_an_evaluation_that_cannot_be_read_does_not_count_LRN_5_LRN_7(tmp_path, 
         write_evaluation(tmp_path, step, {"f1": score, "settings": {"metric": "f1"}}, [], is_best=True)
     evaluation_file(tmp_path, 20).write_text("")
     evaluation_file(tmp_path, 40).write_bytes(b"\xff{")
+    evaluation_file(tmp_path, 80).write_text('{"f1": 0.95, "settings": {"metric": "f1"}, "is_best": true}')  # no run's
     assert comparable_scores(tmp_path, {"metric": "f1"}) == {60: 0.7} and best_steps(tmp_path) == {60}
     assert first_evaluation(tmp_path)["f1"] == 0.7
     assert f"{evaluation_file(tmp_path, 20)} cannot be read and does not count" in caplog.text
