@@ -77,8 +77,12 @@ def rewards_of(cfg: Config) -> dict[str, RewardFunction]:
     except ValueError as error:
         key = "reward_files" if isinstance(error, FileProblem) else "reward_funcs"
         exit_with(problem(cfg, f"rlhf.{key}", str(error)))
-    if cfg.rlhf.advantage == "object" and not any(function in OF_OBJECTS for function in rewards.values()):
-        rule = "object needs a reward of objects among rlhf.reward_funcs, such as detection_f1; add one, or set answer"
+    weights = cfg.rlhf.reward_weights or [1.0] * len(rewards)
+    of_objects = [own for own, function in zip(weights, rewards.values(), strict=True) if function in OF_OBJECTS]
+    if cfg.rlhf.advantage == "object" and not any(
+        setting_at(own, step) for own in of_objects for step in (0, math.inf)
+    ):
+        rule = "object needs a reward of objects that has a weight, such as detection_f1; add one, or set answer"
         exit_with(problem(cfg, "rlhf.advantage", rule))
     return rewards
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -212,6 +213,14 @@ def test_the_policy_is_that_of_the_temperature_GRP_6_LOG_3(folder, start_model, 
     found = curves(run(config_of(folder, start_model, "cold", training, decoding={"temperature": 0.5}, beta=0.5)))
     assert found["policy/kl"] == pytest.approx([0.0], abs=1e-9) and found["policy/ratio_max"] == pytest.approx([1.0])
     assert caplog.text.count("answers run into max_new_tokens") == 1
+
+
+def test_the_old_policy_of_inner_steps_is_that_of_the_temperature_GRP_6(folder, start_model):
+    """GRP-6: a step that changes nothing leaves ratios of 1."""
+    training = {"learning_rate": 1e-12, "max_steps": 1, "eval_steps": 0}
+    changes = {"num_iterations": 2, "beta": 0.01, "decoding": {"temperature": 0.5}}
+    found = curves(run(config_of(folder, start_model, "inner_cold", training, **changes)))
+    assert found["policy/ratio_max"] == pytest.approx([1.0], abs=1e-4)
 
 
 def test_inner_steps_leave_the_old_policy_GRP_6(folder, start_model):
@@ -477,9 +486,14 @@ def test_credit_of_objects_needs_a_reward_of_objects_GRP_8(folder, start_model, 
     cfg = load_config(config_of(folder, start_model, "no_objects", advantage="object"))
     with pytest.raises(SystemExit) as ended:
         train_grpo.rewards_of(cfg)
-    assert (
-        ended.value.code == 2 and 'rlhf.advantage="object": object needs a reward of objects' in capsys.readouterr().err
-    )
+    told = 'rlhf.advantage="object": object needs a reward of objects'
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+    rewards = {"reward_funcs": ["detection_f1", "same"], "advantage": "object"}
+    with pytest.raises(SystemExit):
+        train_grpo.rewards_of(load_config(config_of(folder, start_model, "idle", reward_weights=[0.0, 1.0], **rewards)))
+    assert told in capsys.readouterr().err
+    later = [{"start": 0.0, "end": 1.0, "steps": 9}, 1.0]
+    train_grpo.rewards_of(load_config(config_of(folder, start_model, "later", reward_weights=later, **rewards)))
 
 
 def test_an_unknown_reward_ends_the_dry_run_GRP_5(folder, start_model, capsys, monkeypatch):
@@ -615,6 +629,52 @@ def test_what_a_checkpoint_holds_ahead_is_drawn_again_as_it_was_LRN_5(monkeypatc
     assert resumed.session.data.stream.state_dict()["position"] == 6 + 6 + 2
 
 
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_a_resumed_run_goes_on_with_what_was_made_ahead_and_draws_no_prompt_twice_LRN_5_LRN_1(monkeypatch, window):
+    """LRN-5, LRN-1: through the real prefetcher. What was made ahead is not made again, and no prompt is lost."""
+    Engine(monkeypatch, good={3, 5, 8, 13, 21, 34})
+
+    def started(state: dict | None, step: int) -> train_grpo.Grpo:
+        run = resampling_run()
+        run.rewards = {"right": None}
+        ahead = {"window": window, "queue_limit": 3, "num_threads": 5, "draws_more": True}
+        run.session.prefetcher = Prefetcher(run, 2, **ahead)
+        run.session.steps_done, run.data_position = step, run.session.data.stream.state_dict()
+        run.session.cfg.training.packing = False
+        run.session.cfg.rlhf.advantage = "answer"
+        if state is not None:
+            run.load_state_dict(state)
+        return run
+
+    drawn, run = 0, started(None, 0)
+    for step in range(12):
+        made = run.session.prefetcher.get(step)
+        drawn += sum(micro.num_drawn for micro in made)
+        texts = [{answer.text for group in micro.groups for answer in group} for micro in made]
+        assert (texts[0] == {f"kept at {step - 1}"}) is bool(step and step % 3 == 0 and window)
+        run.session.steps_done = step + 1
+        run.data_position = max((micro.data_position for micro in made), key=lambda at: at["position"])
+        assert run.data_position["position"] == drawn, step
+        if step % 3 == 2:
+            run.session.prefetcher.drain()
+            ahead = run.session.prefetcher.prepared_from(step + 1)[0]
+            for answer in itertools.chain(*(group for own in ahead for group in own.groups)):
+                answer.text = f"kept at {step}"
+            run = started(run.state_dict(), step + 1)
+
+
+def test_a_micro_step_is_as_old_as_its_oldest_answer_LRN_8():
+    """LRN-8: of those that did not fail."""
+
+    def made_by(version: str | None) -> Answer:
+        return Answer(plain_segment("s", [1], [2], policy_version=version), "", np.zeros(1), [], is_failed=not version)
+
+    def lag(*versions: str | None) -> int:
+        return grpo_of(None, {}).lag(train_grpo.MicroStep([[made_by(version) for version in versions]], 1, {}), 4)
+
+    assert (lag("r:3", "r:1", None), lag("r:4"), lag(None)) == (3, 0, 0)
+
+
 @pytest.mark.parametrize("has_names", [True, False])
 def test_what_a_checkpoint_holds_ahead_must_fit_the_settings_of_now_LRN_5_PCK_3(has_names):
     """LRN-5, PCK-3: rewards of other functions, or an answer longer than a row now is, would fail on its rank alone."""
@@ -691,19 +751,35 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
     assert judges == {"judge_0"}
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_answers_are_judged_for_the_step_that_trains_them_GRP_9(monkeypatch, replaces):
+    """GRP-9 at the call sites: thresholds and weights of that step decide, also whether a prompt teaches anything."""
+    run, steps = resampling_run(), []
+    run.session.cfg.rlhf.dynamic_sample = replaces
+    monkeypatch.setattr(train_grpo.Grpo, "reward_weights", lambda run, step: steps.append(step) or np.ones(1))
+    del run.reward_weights
+    run.generate_groups = lambda samples, *_: [train_grpo.ResponseGroup(own, None, ["r"]) for own in samples]
+    run.make_answer = lambda sample, prompt, result, step: (
+        steps.append(step) or Answer(plain_segment("s", [1], [2]), "", np.zeros(1), [])
+    )
+    run.session.prefetcher.get(5)
+    assert set(steps) == {5} and len(steps) == (2 * (2 * 3 + 2) if replaces else 4)
+
+
 def test_evaluation_counts_failed_requests_CON_3_LRN_7(folder, start_model):
     """CON-3, LRN-7: their reward is 0, like that of a bad answer."""
     run, truth, answer = detection_run(folder, start_model, reward_funcs=["detection_f1"], max_new_tokens=128)
     failed, found = RolloutResult([], [], "", None, None, error="unreadable image"), {}
     run.session.prefetcher = SimpleNamespace(in_judge_thread=lambda work, *args: work(*args))
     run.session.ranks = SimpleNamespace(sum=dict)
-    run.session.score_validation = lambda step, score: [score(truth, result) for result in (answer, failed, failed)]
+    cut = replace(answer, finish_reason="length")
+    run.session.score_validation = lambda step, score: [score(truth, own) for own in (answer, cut, failed, failed)]
     run.session.log_evaluation = lambda step, result, records: found.update(
         result, errors=[r["error"] for r in records]
     )
     run.evaluate(1)
-    assert (found["failed"], found["num_samples"], found["reward"]) == (2, 3, pytest.approx(2 / 9))
-    assert found["errors"] == [None, "unreadable image", "unreadable image"]
+    assert (found["failed"], found["num_samples"], found["reward"]) == (2, 4, pytest.approx(4 / 12))
+    assert found["errors"] == [None, None, "unreadable image", "unreadable image"] and found["truncated_rate"] == 0.25
 
 
 def test_evaluation_scores_in_the_thread_that_judges_GRP_5_LRN_7(folder, start_model):

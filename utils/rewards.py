@@ -141,7 +141,7 @@ def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, R
         FileProblem: a file cannot be loaded, or its function cannot be called.
         ValueError: a name is unknown, or two places define it.
     """
-    known = [("utils/rewards.py", REWARDS), *((path, _functions_of(path)) for path in files)]
+    known = [("utils/rewards.py", REWARDS), *((path, _functions_of(path)) for path in dict.fromkeys(files))]
     chosen = {}
     for name in names:
         places = [path for path, functions in known if name in functions]

@@ -707,6 +707,19 @@ def test_con_3_too_many_failures_stop_the_run(fraction, good):
             infer(client, 1)
 
 
+def test_con_3_an_unreadable_sample_counts_once_however_many_answers_it_has():
+    """CON-3: as in GRPO: of the last 200 samples 0.01 may fail, here two with 16 answers each."""
+    with setting(1, max_failed_fraction=0.01, answers_per_sample=16) as (client, _):
+        for _ in range(2 * 16):
+            client.count_request("bad")
+        with pytest.raises(RolloutError, match="33 of the last 3200 requests failed"):
+            client.count_request("bad")
+        for _ in range(198 * 16 - 1):
+            client.count_request(None)
+        with pytest.raises(RolloutError, match="33 of the last 3200"):
+            client.count_request("bad")  # all but the first are still among the last
+
+
 def test_con_3_old_failures_are_forgotten():
     """CON-3: the window is 200 requests long."""
     with setting(1, decode_batch_size=200, max_failed_fraction=0.005) as (client, (server,)):

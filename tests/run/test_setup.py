@@ -98,6 +98,7 @@ def test_messages_about_servers_name_the_keys_of_the_config_that_is_used_CON_1_D
     assert client.capacity_key == "rlhf.decode_batch_size" and "rlhf.vllm_server_group_port" in client.ways_out
     assert "rollout_matching" not in client.ways_out
     assert "make server GPUS=<ids> CONFIG=configs/demo/grpo.yaml " in client.ways_out
+    assert client.answers_per_sample == load_config("configs/demo/grpo.yaml").rlhf.num_generations > 1  # CON-3
 
 
 def test_the_client_of_the_servers_has_the_limits_of_the_config_CFG_8_CFG_11_CON_3(tmp_path, two_nodes, monkeypatch):

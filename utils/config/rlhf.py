@@ -62,7 +62,9 @@ class Rlhf(Section):
     reward_files: list[str] = key([], "Python files with further functions (completion, sample) -> float")
     advantage: Literal["answer", "object"] = key("answer", "one per answer, or one per object and decision in it")
     scale_rewards: Literal["group", "batch", "none"] = key("group", "advantages / std of the group, of the step, or 1")
-    dynamic_sample: bool = key(False, "replace prompts whose responses all got the same reward by further prompts")
+    dynamic_sample: bool = key(
+        False, "replace prompts whose responses teach nothing by further prompts, beyond those of the epochs"
+    )
     max_resample_times: PositiveInt = key(3, "dynamic_sample: rounds of further prompts, at most")
     overlong_filter: bool = key(False, "leave out responses cut at max_new_tokens")
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = key(

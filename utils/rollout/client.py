@@ -26,7 +26,7 @@ from utils.rollout.round import InferJob, Round, SlotGate
 
 log = logging.getLogger(__name__)
 
-FAILURE_WINDOW = 200  # requests over which `max_failed_fraction` is computed (CON-3)
+FAILURE_WINDOW = 200  # samples over which `max_failed_fraction` is computed (CON-3)
 LOG_EVERY_S = 10.0  # while servers are waited for
 STOP_S = 5.0  # what calls of a weight sync have left after a stop request
 UNREACHABLE = """not every rollout server could be reached {limit}:
@@ -49,11 +49,12 @@ class RolloutClient:
     decode_batch_size: int  # most sequences that one device decodes at once (CFG-11)
     timeout_s: float = 240.0  # how long a server may go without a good response on `/health/` (CFG-8)
     infer_timeout_s: float | None = None  # limit of each `/infer/` call; None for none
-    max_failed_fraction: float = 0.05  # of the last 200 requests, how many may end as empty rollouts (CON-3)
+    max_failed_fraction: float = 0.05  # of the last 200 samples, how many may end as empty rollouts (CON-3)
     token: str | None = field(default=None, repr=False)  # bearer token; None for the environment's, if there is one
     backoff_s: float = 1.5  # pause before the first retry of a call, doubled for each further one
     ways_out: str = "  start it"  # where a server cannot be reached, for the message: indented lines
     capacity_key: str = "decode_batch_size"  # path of that setting, for messages
+    answers_per_sample: int = 1  # requests of each sample, which fail together where it is unreadable
 
     def __post_init__(self) -> None:
         self.token = self.token or access_token()
@@ -65,7 +66,7 @@ class RolloutClient:
         self.stop = threading.Event()  # set: the run is to stop, so a server that does not answer is not waited for
         self.calls: deque[dict[str, Any]] = deque()  # records of `/infer/`, for `pop_calls`
         self._healths: list[dict[str, Any]] = []  # of `wait_ready`
-        self._failed: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        self._failed: deque[bool] = deque(maxlen=FAILURE_WINDOW * self.answers_per_sample)
         self._lock = threading.Lock()  # guards the failures and the links
         self._posting: set[Link] = set()
         self._idle: defaultdict[int, list[Link]] = defaultdict(list)  # by server
@@ -307,9 +308,10 @@ class RolloutClient:
         with self._lock:
             self._failed.append(error is not None)
             num_failed = sum(self._failed)
-        if error is not None and num_failed > self.max_failed_fraction * FAILURE_WINDOW + 1e-9:
+        window = self._failed.maxlen
+        if error is not None and num_failed > self.max_failed_fraction * window + 1e-9:
             raise RolloutError(
-                f"{num_failed} of the last {FAILURE_WINDOW} requests failed, more than custom.extra.rollout_matching."
+                f"{num_failed} of the last {window} requests failed, more than custom.extra.rollout_matching."
                 f"max_failed_fraction={self.max_failed_fraction:g} allows; last: {error}"
             )
 

@@ -288,6 +288,7 @@ def reach_servers(cfg: Config, ranks: Ranks) -> RolloutClient:
         max_failed_fraction=cfg.rm.max_failed_fraction,
         ways_out=(GRPO_WAYS_OUT if cfg.is_grpo else WAYS_OUT).replace("{file}", shlex.quote(cfg._origin.file)),
         capacity_key=cfg.rollout_path("decode_batch_size"),
+        answers_per_sample=cfg.answers_per_sample,
     )
 
     remote = [address.base_url for address in cfg.servers() if not is_loopback_url(address.base_url)]
