@@ -106,8 +106,8 @@ arms alike. Only SFT chose it (before: F1 0.455, at equal seconds 0.330; task `p
 Pseudo-labels at equal seconds were made anew on another kind of processor, all but the lowest rate's tuning. Their
 start model has an F1 of 0.549 on the test images, the others' 0.534.
 """
-NONE_METHOD = """As above; the start model is that of another kind of processor (see *Method*). No training prompt names all
-twelve classes, and most answers to one that does break their syntax (*label set in the prompt*).
+NONE_METHOD = """As above; the start model is that of another kind of processor (see *Method*). No training prompt
+names all twelve classes, and most answers to one that does break their syntax (*label set in the prompt*).
 """
 
 
