@@ -246,7 +246,7 @@ def learner_memory(
         "activations": _row_tokens(cfg) * _activations(cfg, num_checkpointed) * bytes_each,
         "logits": min(chunk_labels(stage), _row_tokens(cfg)) * text.get("vocab_size", 0) * per_logit,
         "DoRA norms": size.dora_values * bytes_each,
-        "sync buckets (rank 0)": _bucket_bytes(cfg, size) * (cfg.generates and cfg.uses_vllm),
+        "sync buckets (rank 0)": _bucket_bytes(cfg, size) * cfg.uses_vllm,
     }
     for part, knob in (
         ("weights", "offload_param"),
