@@ -387,6 +387,20 @@ def test_tgt_6_qwen3vl_going_on_to_a_false_positive_is_not_learnt(opening: str) 
         assert [label for token, label in learnt(longer) if token.startswith('"},')] == [" with"]
 
 
+@pytest.mark.parametrize("bad", ['{"bbox_2d": [1, 2, 3], "label": "dog"}', '{"label": 3}', "{}"])
+def test_TGT_6_qwen3vl_going_on_to_a_malformed_object_is_not_learnt(bad: str) -> None:
+    """TGT-6: nor to one that is closed but malformed; before another object the same token is learnt."""
+    first, second = map(QWEN3VL.write_object, [MAN, DOG])
+    for parts, num in (([first, bad], 0), ([first, bad, second], 0), ([first, second, bad], 1), ([first, second], 1)):
+        parsed = parse_text("[\n\t" + ",\n\t".join(parts) + "\n]")
+        matches = [(i, i) for i in range(len(parsed.objects))]
+        pairs = learnt(build_target(parsed, [MAN, DOG], matches, table_of(), PLAIN))
+        assert [token for token, label in pairs if token == label and token.startswith('"},')] == ['"},\n'] * num
+        longer = [replace(MAN, desc="man with a dot"), DOG]
+        pairs = learnt(build_target(parsed, longer, matches, table_of(), PLAIN))
+        assert [label for token, label in pairs if token.startswith('"},')][0] == " with"  # a correction stays
+
+
 def test_TGT_6_a_token_with_the_end_of_a_wrong_number_learns_nothing() -> None:
     """TGT-6: `3, 2` ends 163, which should be 170, and begins 252: as a label it would teach the wrong digit."""
     pred, gt = (Object("man", "bbox_2d", (x, 252, 549, 633)) for x in (163, 170))

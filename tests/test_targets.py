@@ -348,6 +348,19 @@ def test_tgt_10_structure_around_matched_objects() -> None:
     assert [label for label, _ in first[:4]] == ['{"', "objects", '":', ' [{"']
 
 
+def test_tgt_10_structure_does_not_go_on_to_a_malformed_object() -> None:
+    """TGT-10: as before an object that matches nothing."""
+    table = make_table("qwen")
+    options = TargetOptions(label="ignore", supervise_structure=True)
+    good = table.format.write_object(GREEN)
+    for tail, num in ((', {"desc": 3}]}', 0), (f', {{"desc": 3}}, {good}]}}', 0), (f", {good}]}}", 1)):
+        parsed = parse_answer(table.encode(format_objects([RED])[:-2] + tail), table)
+        matches = [(i, i) for i in range(len(parsed.objects))]
+        labels = prefix_labels(build_target(parsed, [RED, GREEN], matches, table, options), table)
+        ends = [token for token, _ in labels if token.startswith("]},")]
+        assert len(ends) == num, (tail, ends)
+
+
 def test_tgt_10_structure_and_correction_together() -> None:
     """TGT-10, TGT-9: desc labels win where a token belongs to both; what comes behind is learnt as format."""
     table = make_table("qwen")

@@ -5,7 +5,7 @@ model's own tokens are kept where nothing before the missed objects changes; oth
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -113,6 +113,7 @@ class Draft:
     own_ends: np.ndarray  # ends of the tokens whose format text may be supervised
     opening: str
     respelled: bool = False
+    malformed: list[int] = field(default_factory=list)  # bytes behind predictions that no valid object follows
 
 
 def continue_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: TokenTable) -> Draft:
@@ -140,7 +141,11 @@ def continue_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: Token
         cut = int(np.searchsorted(own_ends, header))
         learnt_from = cut if parsed.respelled and not table.bytes_of[ids[cut]].strip(b"[ \t\r\n") else start
     is_ours = np.arange(len(ids)) >= learnt_from
-    return Draft(ids, is_ours, start, prefix.objects, data, ends, prefix.prefix_ends, opening, prefix.respelled)
+    objects, own_ends = prefix.objects, prefix.prefix_ends
+    leads = [*(pred.lead for pred in objects[1:]), len(parsed.prefix_bytes)]
+    own = [pred.byte_span[1] for pred in objects]
+    malformed = [end for end, lead in zip(own, leads, strict=False) if lead != end]
+    return Draft(ids, is_ours, start, objects, data, ends, own_ends, opening, prefix.respelled, malformed)
 
 
 def rewrite_answer(parsed: ParsedAnswer, entries: Sequence[Entry], table: TokenTable) -> Draft | None:

@@ -278,9 +278,11 @@ class _Labels:
                 wrong_end = value.end
 
     def forget_going_on(self, draft: Draft, unmatched: Sequence[PredObject]) -> None:
-        """Take its own label from a token that ends a value (`"},`) and goes on to an unmatched prediction."""
+        """Take its own label from a token that ends a value (`"},`) and goes on to an unmatched prediction, or to what
+        is malformed."""
         ids, labels = self.ids[: len(draft.ends)], self.text_label[: len(draft.ends)]
-        goes_on = touched(draft.ends, [(pred.lead, pred.byte_span[0]) for pred in unmatched])
+        between = [(pred.lead, pred.byte_span[0]) for pred in unmatched]
+        goes_on = touched(draft.ends, [*between, *((byte, byte) for byte in draft.malformed)])
         labels[goes_on & (labels == ids)] = -1
 
     def redirect(self, draft: Draft, wrong_index: int, better: Object | None) -> None:
