@@ -408,6 +408,13 @@ def test_TGT_6_a_token_with_the_end_of_a_wrong_number_learns_nothing() -> None:
     assert pairs[:3] == [("16", "17"), (", 5", ", 5"), ("49", "49")]  # and not `52`, which follows it
 
 
+def test_TGT_6_a_token_that_ends_a_short_number_and_begins_the_next_learns_the_missing_digit() -> None:
+    """TGT-6: `, 5` ends 10, which should be 105, and begins 52, which is right: it learns the digit only."""
+    pred, gt = (Object("man", "bbox_2d", (x, 52, 549, 633)) for x in (10, 105))
+    pairs = learnt(rollout_target([pred, DOG], [gt], [(0, 0)], IGNORE, "fused"), "fused")
+    assert pairs[:3] == [("10", "10"), (", 5", "5, 5"), ("2, 5", "2, 5")]
+
+
 def test_TGT_11_qwen3vl_a_redirected_token_weighs_as_structure() -> None:
     """TGT-11: `"},` ends a label, whose weight is 10, and goes on to a wrong object: what it learns is to close."""
     options = TargetOptions(arrangement=Arrangement(unmatched="redirect"), desc_weight=10.0)

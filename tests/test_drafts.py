@@ -42,6 +42,8 @@ def test_TGT_11_duplicates_leave_the_prefix(kind: str) -> None:
     drop = options_of(unmatched="drop_duplicates")
     pred = [RED, GREEN, RED_AGAIN, NOT_RED]
     assert written(pred, [RED, BLUE], [(0, 0)], drop, kind) == format_objects([RED, GREEN, NOT_RED, BLUE]) + END
+    equal = options_of(unmatched="drop_duplicates", duplicate_iou=0.95)
+    assert written(pred, [RED, BLUE], [(0, 0)], equal, kind) == format_objects([RED, GREEN, NOT_RED, BLUE]) + END
     strict = options_of(unmatched="drop_duplicates", duplicate_iou=0.96)
     assert written(pred, [RED, BLUE], [(0, 0)], strict, kind) == format_objects([*pred, BLUE]) + END
 
@@ -271,6 +273,18 @@ def test_TGT_11_redirect_in_qwens_own_form() -> None:
     assert text_of(target.answer_ids, table) == form.write([RED, GREEN, BLUE]) + END
 
 
+@pytest.mark.parametrize("at", [' "', "]},"], ids=["before", "inside"])
+def test_TGT_11_redirect_behind_tokens_that_no_tokenizer_makes(at: str) -> None:
+    """TGT-11: the model may spell what is one token in several; what differs is still the label's first token."""
+    table, redirect = make_table("qwen"), options_of(unmatched="redirect")
+    ids = table.encode(format_objects([RED, GREEN]))
+    index = [table.bytes_of[token] for token in ids].index(at.encode())
+    ids[index : index + 1] = [table.encode(char)[0] for char in at]
+    parsed = parse_answer(ids, table)
+    target = build_target(parsed, [RED, BLUE], [(0, 0)], table, redirect)
+    assert learnt(target, table)[0] == ("green", "blue")
+
+
 @pytest.mark.parametrize("form", ["qwen3vl", "internvl"])  # without coordinate tokens, where text begins anew
 def test_TGT_11_redirect_tokenizes_no_more_than_two_objects_at_a_time(form: str, monkeypatch) -> None:
     """TGT-11: a long answer of wrong objects takes time in proportion to its length."""
@@ -299,6 +313,10 @@ def test_TGT_15_missed_objects_stand_where_the_data_puts_them(kind: str) -> None
     )
     assert written([far, GREEN], [RED, BLUE, GREEN], [(1, 2)], order, kind) == (
         format_objects([RED, BLUE, far, GREEN]) + END
+    )
+    # Green precedes `far` in the data, though red stands behind green in the answer.
+    assert written([GREEN, RED], [RED, BLUE, GREEN, far], [(0, 2), (1, 0)], order, kind) == (
+        format_objects([GREEN, far, RED, BLUE]) + END
     )
 
 

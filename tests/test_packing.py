@@ -185,6 +185,15 @@ def test_growth_is_warned_of_long_before_overflow_pck_7(caplog):
     assert warned_at <= 16
 
 
+def test_rows_that_empty_the_buffer_say_nothing_of_what_a_row_carries_pck_7(caplog):
+    """PCK-7: five rows of one segment, because no other waited; those that leave some behind carry 900."""
+    buffer = CarryBuffer(cap=1000, max_segments=64)
+    for step in range(40):
+        buffer.extend([plain_segment(f"{step}.{i}", 300) for i in range(1 if step < 5 else 4)])
+        buffer.pop_row()
+    assert "a row carries 900" in caplog.text and "per_device_train_batch_size: 3 fits" in caplog.text
+
+
 def test_no_warning_while_rows_keep_up_pck_7(caplog):
     """PCK-7."""
     rng = random.Random(2)
@@ -314,6 +323,15 @@ def test_row_check_names_the_sample_whose_index_lies_behind_the_row_tgt_8(collat
     )
     with pytest.raises(ValueError, match="sample broken: .*answer \\[2, 6\\).* at supervised index 6"):
         collate([broken], counting_positions, COORD_IDS, DUMMY)
+
+
+@pytest.mark.parametrize("collate", [collate_packed, collate_padded])
+def test_a_first_token_has_no_predecessor_tgt_8(collate):
+    """TGT-8: nothing predicts it, even where the answer is said to begin with it."""
+    broken = replace(labelled_segment("broken", 5), answer_start=0, coord_index=np.array([0]))
+    broken.input_ids[0] = broken.input_ids[3]  # a coordinate
+    with pytest.raises(ValueError, match="sample broken: .* at supervised index 0"):
+        collate([labelled_segment("fine", 6), broken], counting_positions, COORD_IDS, DUMMY)
 
 
 def test_images_that_do_not_fit_name_the_sample_pck_4():

@@ -255,6 +255,30 @@ def test_redirect_learns_to_close_or_to_write_the_next_missed_object_TGT_11_FAM_
     assert learnt(target, kind)[at] == "<|im_end|>"
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_wrong_first_object_behind_prose_learns_its_own_tag_s_text_TGT_11_FAM_4(kind):
+    """TGT-11: no object lies before it, so nothing parts them."""
+    rule, table = TargetOptions(arrangement=Arrangement(unmatched="redirect")), table_of(kind)
+    text = "I see " + INTERNVL.write_object(CAT)
+    target = build_target(parse_text(text, kind), [DOG], [], table, rule)
+    expert, ids = table.encode("I see " + INTERNVL.write_object(DOG)), target.answer_ids.tolist()
+    at = next(i for i, (a, b) in enumerate(zip(expert, ids, strict=False)) if a != b)
+    found = learnt(target, kind)
+    assert min(found) == at and found[at] == text_of([expert[at]], kind)
+
+
+def test_a_list_that_breaks_off_behind_a_box_lost_nothing_TGT_3_FAM_4():
+    """TGT-3: no box was begun; and a malformed one does not belong to the object before it."""
+    whole = INTERNVL.write_object(DOG)
+    for text in (whole.removesuffix("]</box>"), whole.removesuffix("]</box>") + ", "):
+        parsed = parse_text(text)
+        assert parsed.pred_objects == [DOG] and parsed.dropped == {}
+    parsed = parse_text(whole.replace("]]</box>", "], [9, 9]]</box>"))
+    assert parsed.pred_objects == [DOG] and parsed.dropped == {"wrong_count": 1}
+    assert parsed.objects[0].byte_span[1] == len(whole.removesuffix("]</box>"))
+    assert parsed.prefix_bytes.endswith(b"[9, 9]]</box>")
+
+
 def test_dropped_duplicates_leave_no_open_tags_TGT_13_FAM_4():
     rule = TargetOptions(arrangement=Arrangement(unmatched="drop_duplicates"))
     text = "I see <ref>dog</ref><box>[[58, 9, 211, 158], [58, 9, 211, 159], [1, 2, 3, 4]]</box>"
@@ -360,6 +384,8 @@ def test_a_special_token_in_the_data_is_still_refused_FAM_4(place):
     options = TargetOptions(arrangement=Arrangement(place=place))
     with pytest.raises(ValueError, match="a desc of the ground truth spells a special token: .* reword it"):
         build_target(parse_text(TWO_DOGS), [replace(CAR, desc=SPELLED), DOG], [(0, 1)], table_of(), options)
+    with pytest.raises(ValueError, match="a desc of the ground truth spells a special token: .* reword it"):
+        build_target(parse_text(TWO_DOGS), [replace(DOG, desc=SPELLED)], [(0, 0)], table_of(), options)  # as a label
 
 
 def test_a_malformed_label_that_is_closed_stays_before_what_is_appended_TGT_3_FAM_4():

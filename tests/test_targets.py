@@ -258,6 +258,18 @@ def test_tgt_9_tokens_that_span_whole_objects() -> None:
     assert generated == token and label != token and label.startswith(HEADER)
 
 
+def test_tgt_9_a_label_in_tokens_that_no_tokenizer_makes_is_learnt_from_its_quote() -> None:
+    """TGT-9: ` "` is one token, but this model wrote two."""
+    table = make_table("qwen")
+    ids = table.encode(format_objects([RED]))
+    index = [table.bytes_of[token] for token in ids].index(b' "')
+    parsed = parse_answer([*ids[:index], *table.encode(" "), *table.encode('"'), *ids[index + 1 :]], table)
+    target = build_target(parsed, [replace(RED, desc="blue circle")], [(0, 0)], table, PLAIN)
+    assert prefix_labels(target, table) == [("red", "blue")]
+    target = build_target(parsed, [RED], [(0, 0)], table, PLAIN)
+    assert prefix_labels(target, table) == [("red", "red"), (" circle", " circle"), ('",', '",')]
+
+
 def test_tgt_9_ignore_and_unmatched() -> None:
     """TGT-9."""
     assert corrected("red", "blue circle", label="ignore") == []
@@ -314,6 +326,21 @@ def test_tgt_11_trim_where_a_token_ends_learns_to_close_in_the_usual_token() -> 
     target = build_target(parsed, [RED], [(0, 0)], table, options)
     assert target.answer_ids.tolist() == [*table.encode(format_objects([RED])), table.eos_id]
     assert learnt(target, table) == [("]}]}", "]}]}"), ("<|im_end|>", "<|im_end|>")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tgt_11_trim_that_cuts_nothing_changes_nothing(kind: str) -> None:
+    """TGT-11: the model's own tokens stay, the last one of the last object, too."""
+    table = make_table(kind)
+    ids = table.encode(format_objects([RED, GREEN])[:-2])  # ends in `]}`
+    for tail in (ids, [*ids, *table.encode("]}")], table.encode(format_objects([RED, GREEN]))):
+        parsed = parse_answer(tail, table)
+        plain, trimmed = (
+            build_target(parsed, [RED, GREEN, BLUE], [(0, 0), (1, 1)], table, options)
+            for options in (PLAIN, replace(PLAIN, arrangement=TRIM))
+        )
+        for name in ("answer_ids", "text_index", "text_label", "num_prefix", "respelled"):
+            assert np.array_equal(getattr(plain, name), getattr(trimmed, name)), name
 
 
 def test_tgt_11_trim_everything() -> None:

@@ -202,6 +202,8 @@ def trim(parsed: ParsedAnswer, num_kept: int, table: TokenTable) -> ParsedAnswer
         respelled = parsed.respelled and not parsed.prefix_bytes
         return ParsedAnswer(ids, dropped=parsed.dropped, respelled=respelled, opening=parsed.opening)
     end = parsed.objects[num_kept - 1].byte_span[1]
+    if end == len(parsed.prefix_bytes):
+        return parsed  # nothing is cut off: the model's own tokens stay
     ids, ends, num_exact = cut_tokens(parsed.prefix_ids, parsed.prefix_ends, end, table)
     num_exact = min(num_exact, parsed.num_exact)
     if num_exact == len(ids) and not table.format.tail.sub(b"", table.bytes_of[ids[-1]]):

@@ -75,7 +75,7 @@ class PredObject:
     desc_bytes: tuple[int, int]  # the text of `desc`, escapes as written, without the quotes
     byte_span: tuple[int, int]  # the object, braces included
     # Where the format text that belongs to the object begins: at the end of the object before it if only a comma lies
-    # between, at 0 for the first object, otherwise at its own brace.
+    # between, at 0 for the first object, otherwise (internvl: for the first one, too) at its own first byte.
     lead: int
     coord_bytes: Sequence[Sequence[int]] = ()  # digits of each coordinate that is a number in ordinary text, else empty
     shares_desc: bool = False  # its text is that of an object before it (internvl)
@@ -247,7 +247,6 @@ class _Scan:
             self.dropped["stray_text"] += 1
         found = self.form.object.match(data, at)
         if found is not None:
-            self._rank += data.count(COORD_BYTE, self._pos, at)
             self._add(found, -1)
             return True
         end, reason = self._skip(at)
@@ -412,7 +411,8 @@ class _RefBoxScan(_NumberScan):
         """Step over a label or a list that is malformed at `pos`: behind its `</box>`, or to the next `<ref>`."""
         tag = _BREAK.search(self.data, pos)
         if tag is None:
-            self.dropped["unfinished"] += pos < len(self.data)
+            if pos < len(self.data):
+                self.dropped["unfinished"] += 1
             return -1
         if tag[0] == b"<ref>":
             self.dropped["unclosed"] += 1

@@ -58,8 +58,8 @@ class TargetOptions:
 class Supervision:
     """The supervised tokens of a sequence. Indices ascend; a token at index `i` is predicted from the state at `i - 1`.
 
-    Weights are 1 for format text, `desc_weight` for the text of `desc` up to its closing quote, and `coord_weight` for
-    numbers that are coordinates, up to the token that ends them.
+    Weights are 1 for format text and what `redirect` changes, `desc_weight` for the text of `desc` up to its closing
+    quote, and `coord_weight` for numbers that are coordinates, up to the token that ends them.
     """
 
     coord_index: np.ndarray  # int64 [nc], coordinate tokens
@@ -238,8 +238,7 @@ class _Labels:
         ends = draft.own_ends
         if not len(ends):
             return
-        last = int(ends[-1]) - 1  # the brackets of the last object may belong to an appended token
-        own = [(p.lead, min(p.byte_span[1] - 1, last)) for p in matched]
+        own = [(pred.lead, pred.byte_span[1] - 1) for pred in matched]
         values = [span for pred in draft.objects for span in (pred.desc_bytes, *pred.coord_bytes)]
         chosen = np.flatnonzero(touched(ends, own) & ~touched(ends, values) & ~self.is_coord[: len(ends)])
         self.text_label[chosen] = self.ids[chosen]

@@ -147,7 +147,7 @@ class Losses(Section):
     """Weights of the loss parts."""
 
     text: NonNegative = key(1.0, "cross-entropy of text tokens")
-    desc: NonNegative = key(1.0, "factor on text inside desc values")
+    desc: NonNegative = key(1.0, "factor on text inside desc values, but for tokens that redirect changes")
     coord: NonNegative = key(
         1.0, "soft cross-entropy of coordinate tokens; without them: factor on the text of coordinates"
     )
@@ -155,7 +155,9 @@ class Losses(Section):
     gate: NonNegative = key(1.0, "probability mass outside the coordinate tokens; needs coordinate tokens")
     sigma: PositiveFloat = key(12.0, "width of the Gaussian coordinate target, in bins; needs coordinate tokens")
     reference_kl: NonNegative = key(
-        0.0, "KL divergence from the start policy to the current one, where the answer has no label; 0: no reference"
+        0.0,
+        "KL divergence from the start policy to the current one, where the answer has no label (one of weight 0 is a "
+        "label); 0: no reference",
     )
 
 
