@@ -472,6 +472,24 @@ def test_functions_of_a_users_file_grp_5(tmp_path: Path) -> None:
     assert found @ np.array([2.0, 1.0, 9.0]) == pytest.approx(3.0)  # the weighted sum
 
 
+def test_what_can_be_called_like_a_function_is_one_grp_5(tmp_path: Path) -> None:
+    """GRP-5: a partial one, an object with `__call__`; a class and imports are none."""
+    path = user_file(
+        tmp_path,
+        "from functools import partial\n"
+        "from json import dumps\n"
+        "def _at(completion, sample, value): return value\n"
+        "half = partial(_at, value=0.5)\n"
+        "class Longer:\n    def __call__(self, completion, sample): return 0.9\n"
+        "longer = Longer()\n",
+    )
+    rewards = load_rewards(["half", "longer"], [path])
+    assert score(Completion("x"), sample(), rewards).tolist() == [0.5, 0.9]
+    for name in ("Longer", "dumps", "partial", "_at"):
+        with pytest.raises(ValueError, match=f"no reward '{name}'"):
+            load_rewards([name], [path])
+
+
 @pytest.mark.parametrize(
     ("names", "text", "message"),
     [

@@ -27,7 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +158,7 @@ def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, R
 
 
 def _functions_of(path: str) -> dict[str, RewardFunction]:
-    """Public functions that a Python file defines, without those it imports."""
+    """Public functions, partial ones and callable objects that a Python file defines, without those it imports."""
     name = f"rewards of {Path(path).resolve()}"
     spec = importlib.util.spec_from_file_location(name, path)
     try:
@@ -168,10 +168,11 @@ def _functions_of(path: str) -> dict[str, RewardFunction]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may fail in any way
         raise FileProblem(f"{path}: cannot be loaded: {type(error).__name__}: {error}") from error
+    public = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
     return {
         key: value
-        for key, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
+        for key, value in public.items()
+        if isinstance(value, partial) or getattr(value, "__module__", None) == name and not inspect.isclass(value)
     }
 
 
