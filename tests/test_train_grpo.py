@@ -145,6 +145,7 @@ def test_every_reward_is_recorded_by_name_GRP_1_LOG_3(whole):
     lines = [json.loads(line) for line in (whole / "dumps" / "step_000001.jsonl").open()]
     assert len(lines) == 8 and len({line["id"] for line in lines}) == 2
     assert len({line["response"] for line in lines[:4]}) > 1  # each answer of a group has a seed of its own
+    assert min(found["rollout/new_tokens_mean"]) > 0
 
 
 def test_a_dump_that_fails_warns_once_and_stops_nothing_LOG_4(folder, start_model, caplog):
