@@ -167,7 +167,7 @@ def _number(text: str | None) -> float | None:
 
 def _yolo(folder: Path, images: Path, keypoints: int) -> Iterator[Item]:
     """YOLO: `class cx cy w h` or `class x1 y1 x2 y2 ...` per line, a file per image; without a file, no objects. Of
-    pose labels, `class cx cy w h` and as many numbers as `keypoints` says, the box is read."""
+    pose labels, `class cx cy w h` and as many numbers as `keypoints` says, the box is read. A confidence may follow."""
     names = sorted(_names_below(images, IMAGE_SUFFIXES))
     for name in names:
         candidates = ((folder / name).with_suffix(suffix) for suffix in (".txt", ".TXT"))
@@ -216,7 +216,7 @@ def _yolo_object(line: str, keypoints: int) -> dict[str, Any]:
     if not label.is_integer():
         return {"category_id": None, "bbox": line}
     item: dict[str, Any] = {"category_id": int(label), "unit": 1}
-    if len(coords) in (4, 4 + keypoints):
+    if len(coords) - 4 in (0, keypoints, 1, keypoints + 1):  # a model's own labels end in its confidence
         x, y, width, height = coords[:4]
         return item | {"bbox": [x - width / 2, y - height / 2, width, height]}
     # Beyond 1 are the visibilities of pose labels whose data.yaml is not there.

@@ -181,9 +181,19 @@ def test_DAT_1_the_box_of_yolos_pose_labels_is_read(folder, shape, keypoints):
     for _ in range(2):
         assert rows_of(folder, "yolo", folder / "labels")["a.png"] == [CAT]
         (folder / "labels" / "classes.txt").write_text("cat\ndog\n")
+        (folder / "labels" / "a.txt").write_text(f"{line} 0.9\n{line} 0.1 0.2\n")  # a model's own, with its confidence
     (folder / "data.yaml").write_text("names: [cat]\nkpt_shape: 17\n")
     with pytest.raises(ValueError, match="data.yaml: kpt_shape: must be .number of keypoints"):
         rows_of(folder, "yolo", folder / "labels")
+
+
+def test_DAT_1_the_confidence_of_a_yolo_box_is_not_read(folder):
+    """DAT-1: the sixth number of a line, as models write their own labels."""
+    (folder / "labels").mkdir()
+    (folder / "labels" / "classes.txt").write_text("cat\n")
+    (folder / "labels" / "a.txt").write_text("0 0.25 0.5 0.3 0.5 0.87\n")
+    assert rows_of(folder, "yolo", folder / "labels")["a.png"] == [CAT]
+    assert "annotated" not in json.loads((folder / "data.jsonl").read_text().splitlines()[0])
 
 
 def test_DAT_1_numbers_beyond_one_make_no_outline_and_pixels_no_fractions(folder):
