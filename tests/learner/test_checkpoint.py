@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForImageTextToText
 
 from utils.config.schema import Tuner
 from utils.data.encoding import load_processor
@@ -53,6 +54,26 @@ def test_a_merged_model_in_several_shards_loads_as_it_is_LRN_6(tmp_path, start_m
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(trained).values())
     assert (tmp_path / "merged" / "config.json").exists() and not (tmp_path / "merged.partial").exists()
     assert_same_weights(load_model(tmp_path / "merged", "float32"), trained)
+
+
+@pytest.mark.parametrize(("before", "trained_in"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_merged_model_loads_in_the_dtype_that_was_trained_LRN_6(tmp_path, start_model, ranks, before, trained_in):
+    """LRN-6: by its config a loader would round it, or take twice the memory; older configs say `torch_dtype`."""
+    source = tmp_path / "start"
+    shutil.copytree(start_model, source)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"dtype": before, "text_config": config["text_config"] | {"dtype": before}}
+    config["vision_config"] = config["vision_config"] | {"torch_dtype": before}
+    (source / "config.json").write_text(json.dumps(config))
+    model = load_model(source, trained_in)
+    save_merged(model, str(source), tmp_path / "merged", ranks)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {getattr(torch, trained_in)}
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert written["dtype"] == written["text_config"]["dtype"] == trained_in
+    assert written["vision_config"]["torch_dtype"] == trained_in
+    assert written["architectures"] == config["architectures"]
+    assert_same_weights(load_model(tmp_path / "merged", trained_in), model)
 
 
 @pytest.mark.parametrize("released", ["nested", "of its own", "older names"])

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -472,6 +473,28 @@ def test_an_existing_adapter_is_trained_further_lrn_2(start, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("ours", "differ"),
+    [
+        ("all-linear", None),
+        (["q_proj"], None),
+        (["q_proj", "v_proj"], "layers.0.self_attn.v_proj"),
+        (".*language.*o_proj", "self_attn.[oq]_proj"),
+        (["q_proj", "k_prj"], "no linear layer"),
+    ],
+)
+def test_an_adapter_has_the_layers_that_the_config_names_lrn_2(start, tmp_path, ours, differ):
+    """LRN-2: layers that it lacks would not be trained. Where the config names none, it has its own."""
+    model = load_model(start, "float32", "sdpa")
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    tuner = Tuner(type="lora", rank=4, alpha=8, adapter_path=str(tmp_path), target_modules=ours)
+    with nullcontext() if differ is None else pytest.raises(ValueError, match=f"tuner.target_modules.*{differ}"):
+        trained = apply_tuner(load_model(start, "float32", "sdpa"), tuner)
+        assert {n.split(".lora_")[0].rsplit(".", 1)[-1] for n, p in trained.named_parameters() if p.requires_grad} == {
+            "q_proj"
+        }
+
+
+@pytest.mark.parametrize(
     "make, settings, message",
     [
         (LoHaConfig, {}, "is LOHA; use LoRA or DoRA"),
@@ -479,6 +502,8 @@ def test_an_existing_adapter_is_trained_further_lrn_2(start, tmp_path):
         (LoraConfig, {"alora_invocation_tokens": [3, 4]}, ".*ALoraLinearVariant cannot be merged .* use LoRA or DoRA"),
         (LoraConfig, {"kasa_config": KasaConfig()}, ".*KasaLinearVariant cannot be merged .* use LoRA or DoRA"),
         (LoraConfig, {"monteclora_config": MontecloraConfig()}, ".*MontecloraLinearVariant cannot be merged"),
+        (LoraConfig, {"bias": "all"}, "also trains biases .bias: all.; merge it into the model"),
+        (LoraConfig, {"bias": "lora_only"}, "also trains biases .bias: lora_only."),
         (LoraConfig, {"lora_bias": True}, ".*only one adapter, without bias, on a linear layer can be merged"),
         (LoraConfig, {"trainable_token_indices": {"embed_tokens": [1, 2]}}, ".*TrainableTokensLayer cannot be merged"),
         (LoraConfig, {"modules_to_save": ["embed_tokens"]}, "unties the embeddings .* ensure_weight_tying=True"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -31,7 +32,6 @@ from utils.run.monitor import (
     collapse_warnings,
     comparable_scores,
     evaluation_file,
-    first_evaluation,
     read_evaluations,
     write_evaluation,
     write_run_json,
@@ -142,6 +142,7 @@ def test_a_step_shows_its_score_against_the_first_and_warns_once_LOG_3_LOG_5(tmp
         eval_settings=lambda: {"metric": "f1"},
         **{"monitor": monitor, "run_dir": tmp_path, "metric": "f1", "validation": {}, "collapsed": set()},
     )
+    session.find_validation = partial(Session.find_validation, session)
     metrics = {f"seconds/{part}": 1.0 for part in LOGGED_PARTS} | {"train/tokens_per_s": 9.0}
     embedded = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
     answers = [{"id": "a", "images": [embedded, "/b.png"]}, {"id": "b", "images": []}]
@@ -295,7 +296,6 @@ def test_an_evaluation_that_cannot_be_read_does_not_count_LRN_5_LRN_7(tmp_path, 
     evaluation_file(tmp_path, 40).write_bytes(b"\xff{")
     evaluation_file(tmp_path, 80).write_text('{"f1": 0.95, "settings": {"metric": "f1"}, "is_best": true}')  # no run's
     assert comparable_scores(tmp_path, {"metric": "f1"}) == {60: 0.7} and best_steps(tmp_path) == {60}
-    assert first_evaluation(tmp_path)["f1"] == 0.7
     assert f"{evaluation_file(tmp_path, 20)} cannot be read and does not count" in caplog.text
     (tmp_path / "eval" / "step_000080_test.json").write_text("{}")  # of the user
     assert [scores["step"] for scores in read_evaluations(tmp_path)] == [60]
@@ -354,7 +354,9 @@ def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(caplog, monkey
     now = MagicMock(run_dir=tmp_path, metric="f1", eval_settings=lambda: settings_of(**changes), steps_done=4)
     now.ranks.gather, now.on_all_ranks = lambda own: [own], lambda work, where: work()
     now.policy.log_calls.return_value = now.policy.pop_sync_metrics.return_value = {}
+    now.find_validation, now.validation = partial(Session.find_validation, now), {}
     Session.resume(now, SimpleNamespace(load_state_dict=lambda state: None))
+    assert now.validation == ({f"val_{now.metric}": 0.9, "first": 0.9} if is_kept else {})  # before the next one
     assert ("the best score so far no longer counts" in caplog.text) is not is_kept
     for step, score, is_best in (
         (5, 0.8, not is_kept),
@@ -364,6 +366,7 @@ def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(caplog, monkey
     ):  # 7 is made anew
         Session.log_evaluation(now, step, {"f1": score, "recall": score}, [])
         assert json.loads(evaluation_file(tmp_path, step).read_text())["is_best"] is is_best
+        assert now.validation == {f"val_{now.metric}": score, "first": 0.9 if is_kept else 0.8}
 
 
 def test_an_evaluation_is_due_before_the_first_step_and_after_the_last_LRN_7():

@@ -233,6 +233,17 @@ def test_an_evaluation_holds_some_samples_at_a_time_LRN_7(folder, start_model, s
 # What stops a program before training
 
 
+def test_DAT_2_an_image_that_a_resumed_run_no_longer_finds_is_told_with_its_line(folder, start_model, server, start):
+    """DAT-2: its index, made at the first start, is trusted; the first sample's image is read before the first step."""
+
+    def gone(*_: Any) -> None:
+        raise FileNotFoundError("images/2.png: no such image")
+
+    path = write_config(folder, start_model, server, training={"output_dir": str(folder / "gone")})
+    status, _, error = start(train_stage2, path, probe=gone)
+    assert status == 2 and ".jsonl:1: images/2.png: no such image; put back what the run began with" in error, error
+
+
 @pytest.mark.parametrize(
     ("program", "other", "write"),
     [(train_stage2, "train_grpo.py", write_grpo_config), (train_grpo, "train_stage2.py", write_config)],
@@ -366,15 +377,15 @@ def test_ROL_7_rows_longer_than_the_colocated_engine_can_hold_are_told_before_an
 @pytest.mark.parametrize("launched", [None, "make train GPUS=3 CONFIG=c.yaml RESUME=auto"])
 def test_LRN_5_the_way_to_start_again_names_the_checkpoint_once(monkeypatch, launched):
     """LRN-5: what `tools.launch` has on record has `--resume` already."""
-    arguments = argparse.Namespace(config="c.yaml", resume="my runs/a/checkpoint-4")
+    arguments = argparse.Namespace(config="c.yaml", resume="my runs/a/checkpoint-4", accept_changes=["data"])
     monkeypatch.delenv("LEARNER_COMMAND", raising=False)
     if launched:
         monkeypatch.setenv("LEARNER_COMMAND", launched)
         assert again_command(arguments) == launched
     else:
-        assert again_command(arguments).endswith("c.yaml --resume 'my runs/a/checkpoint-4'")
-        arguments.resume = None
-        assert "--resume" not in again_command(arguments)
+        assert again_command(arguments).endswith("c.yaml --resume 'my runs/a/checkpoint-4' --accept-changes data")
+        arguments.resume, arguments.accept_changes = None, []
+        assert again_command(arguments).endswith("c.yaml")
 
 
 def test_CFG_16_a_directory_that_holds_another_run_is_told_by_a_dry_run(folder, start_model, server, start, tmp_path):

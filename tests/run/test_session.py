@@ -75,7 +75,7 @@ def test_a_resumed_run_draws_on_from_the_random_states_of_its_checkpoint_LRN_5(t
     """LRN-5: setting up has drawn in between."""
     resumed = {"random": random_states(torch.device("cpu"))}
     expected = random.random(), np.random.random(), torch.rand(1).item()
-    run = MagicMock(resumed=resumed, run_dir=tmp_path)
+    run = MagicMock(resumed=resumed, run_dir=tmp_path, open_monitor=random.random)
     run.ranks.device, run.ranks.gather = torch.device("cpu"), lambda own: [own]
     Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
     assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
@@ -105,6 +105,7 @@ def test_a_checkpoint_that_another_rank_cannot_continue_from_ends_this_one_too_L
         Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
     message = "training.resume_from_checkpoint: a segment is longer than a row\n"
     assert end.value.code == 2 and capsys.readouterr().err == message
+    run.open_monitor.assert_not_called()  # what is on record of the run stays as it was
 
 
 def test_prompts_are_encoded_by_one_thread_at_a_time_LRN_8(monkeypatch):

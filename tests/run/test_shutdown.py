@@ -25,6 +25,7 @@ def test_last_words_name_step_version_checkpoint_and_command_LRN_5(tmp_path, ran
     """LRN-5: behind the traceback, so that they are the last lines."""
     monkeypatch.setattr("sys.argv", ["/somewhere/train_stage2.py", "--local_rank=0"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("LEARNER_ALONE", raising=False)  # of a run earlier in this process
     save(tmp_path, 4, ranks)
     save(tmp_path, 6, ranks)
     (tmp_path / "checkpoint-6" / "model.bin").unlink()
@@ -86,11 +87,23 @@ def test_a_stop_has_a_status_of_its_own_and_no_traceback_LRN_5(tmp_path, capsys)
 
 def test_the_command_of_a_run_without_a_launcher_LRN_5(monkeypatch, tmp_path):
     """LRN-5."""
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LEARNER_ALONE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["train_stage2.py"])
     assert launch_command("it's a.yaml") == """python train_stage2.py --config 'it'"'"'s a.yaml'"""
     assert resume_command(launch_command("a.yaml"), tmp_path) == "python train_stage2.py --config a.yaml --resume auto"
+
+
+def test_the_command_of_a_run_without_a_launcher_stays_when_its_groups_are_open_LRN_5():
+    """LRN-5: opening them sets the environment that a launcher would have set."""
+    code = (
+        "import sys\nfrom utils.dist import Ranks\nfrom utils.run.shutdown import launch_command\n"
+        "sys.argv = ['train_stage2.py']\nranks = Ranks()\nranks.open()\nprint(launch_command('a.yaml'))\nranks.close()"
+    )
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "LEARNER_ALONE", "LEARNER_COMMAND")
+    environ = {key: value for key, value in os.environ.items() if key not in names}
+    made = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    assert "python train_stage2.py --config a.yaml" in made.stdout.splitlines(), made.stderr
 
 
 @pytest.mark.parametrize("given", ["", "--resume", "--resume auto", "--resume runs/a/checkpoint-2", "--resume='a b/c'"])

@@ -32,7 +32,7 @@ def save_merged(
     """Write the merged model so that transformers and vLLM load it as it is (collective).
 
     Tensors are merged and written one shard at a time; config, tokenizer and processor files are copied from
-    `source_dir`. The directory appears complete or not at all.
+    `source_dir`, where the config gets the dtype that was trained. The directory appears complete or not at all.
 
     Args:
         image_pixels: the run's `image_min_pixels` and `image_max_pixels`, which the copied processor gets as its own:
@@ -65,12 +65,21 @@ def _write_merged(
             shutil.copyfile(path, partial_dir / path.name)  # without the mode: a shared model may be read-only
     if any(image_pixels):
         _write_image_size(partial_dir, dict(load_processor(partial_dir, *image_pixels).image_processor.size))
+    _write_dtype(partial_dir / "config.json", str(weights.dtype).removeprefix("torch."))
     weight_map = _write_shards(tensors, partial_dir)
     total = sum(entry.num_bytes for entry in weights.entries)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (partial_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     shutil.rmtree(target_dir, ignore_errors=True)
     os.replace(partial_dir, target_dir)
+
+
+def _write_dtype(path: Path, dtype: str) -> None:
+    """Set a config's own dtype and its parts': loaders go by it, and would round the weights, or take more memory."""
+    config = json.loads(path.read_text())
+    for own in (config, *(part for part in config.values() if isinstance(part, dict))):
+        own |= dict.fromkeys({"dtype", "torch_dtype"} & own.keys(), dtype)
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_image_size(folder: Path, size: dict[str, int | None]) -> None:

@@ -197,6 +197,11 @@ def _load_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     wrong = [f"tuner.{key}={ours} (the adapter has {its})" for key, (its, ours) in pairs.items() if its != ours]
     if wrong:
         raise ValueError(f"{where} does not fit: {'; '.join(wrong)}")
+    if saved.bias != "none":  # they would train in frozen parts, too, and stay when adapters are disabled
+        raise ValueError(
+            f"{where} also trains biases (bias: {saved.bias}); merge it into the model, and start from that"
+        )
+    wanted = None if tuner.target_modules == "all-linear" else set(adapter_targets(model, tuner))
     saved.lora_dropout = tuner.dropout
     how = {"config": saved, "is_trainable": True, "autocast_adapter_dtype": False}
     with warnings.catch_warnings():  # PEFT starts what the file lacks anew, and only warns
@@ -205,6 +210,11 @@ def _load_adapter(model: nn.Module, tuner: Tuner) -> nn.Module:
     _of_peft(where, lambda: MergedWeights(loaded))  # here, not at the first sync or checkpoint
     if was_tied and not _is_tied(loaded):  # the merged checkpoint's config would say tied of two tensors
         raise ValueError(f"{where} unties the embeddings from the head; make it with PEFT's ensure_weight_tying=True")
+    frozen, prefix = _frozen_parts(tuner), "base_model.model."
+    adapted = (name.removeprefix(prefix) for name, module in loaded.named_modules() if hasattr(module, "lora_A"))
+    if wanted is not None and (differ := wanted.symmetric_difference(n for n in adapted if part_of(n) not in frozen)):
+        rule = f"only one of the two has {min(differ)}; name the adapter's own, or leave the key out"
+        raise ValueError(f"tuner.target_modules={tuner.target_modules} does not fit {where}: {rule}")
     return loaded
 
 

@@ -165,11 +165,6 @@ def evaluation_file(run_dir: Path, step: int) -> Path:
     return run_dir / "eval" / f"step_{step:06d}.json"
 
 
-def first_evaluation(run_dir: Path) -> dict[str, Any]:
-    """Scores of the run's first finished evaluation, by an earlier process if there was one. Call it after one."""
-    return read_evaluations(run_dir)[0]
-
-
 def comparable_scores(run_dir: Path, settings: Mapping[str, Any]) -> dict[int, float]:
     """The metric by step, of the finished evaluations that were made with these `Session.eval_settings`."""
     made = read_evaluations(run_dir)

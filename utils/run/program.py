@@ -75,9 +75,10 @@ def run_program(
 
 
 def again_command(args: argparse.Namespace) -> str:
-    """What started this process, its `--resume` included, which only `tools.launch` has on record."""
-    is_missing = args.resume and COMMAND_NAME not in os.environ
-    return launch_command(args.config) + (f" --resume {shlex.quote(args.resume)}" if is_missing else "")
+    """What started this process, with `--resume` and `--accept-changes`, which only `tools.launch` has on record."""
+    more = {"--resume": [args.resume] if args.resume else [], "--accept-changes": args.accept_changes}
+    given = [word for option, values in more.items() if values for word in (option, *values)]
+    return " ".join([launch_command(args.config), *([] if COMMAND_NAME in os.environ else map(shlex.quote, given))])
 
 
 def model_problems(cfg: Config) -> list[str]:

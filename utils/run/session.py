@@ -33,7 +33,6 @@ from utils.run.monitor import (
     collapse_warnings,
     comparable_scores,
     evaluation_file,
-    first_evaluation,
     write_evaluation,
     write_whole,
 )
@@ -87,6 +86,7 @@ class Session:
 
     Attributes:
         place: gives a finished segment its positions, in the thread that finishes it (LRN-8).
+        open_monitor: changes what the run directory holds, so that `resume` calls it when nothing can refuse the run.
         metric: of an evaluation, that decides which step was the best.
         resumed: this rank's state in the checkpoint that the run continues from, until `resume` has loaded it.
         owes_evaluation: an earlier process ended before the evaluation due at `steps_done`.
@@ -101,7 +101,7 @@ class Session:
     learner: Learner
     place: Callable[[Segment], Segment]
     collate: Callable[[list[Segment]], Batch]
-    monitor: Monitor
+    open_monitor: Callable[[], Monitor]
     watch: ServerWatch
     timer: Timer
     metric: str
@@ -118,6 +118,7 @@ class Session:
     prefetcher: Prefetcher | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     settings: dict[str, Any] = field(default_factory=dict)  # resolved, for the manifest: `settings_on_record`
+    monitor: Monitor = field(init=False)
 
     @property
     def run_dir(self) -> Path:
@@ -146,25 +147,28 @@ class Session:
         self.policy.drain = self.prefetcher.drain
 
     def resume(self, program: Program) -> None:
-        """Continue from the checkpoint, where there is one; exit status 2 where any rank cannot (collective).
+        """Continue from the checkpoint, where there is one, and open the records; exit status 2, with the records as
+        they were, where any rank cannot continue (collective).
 
         The last thing before the loop: setting up draws random numbers, too.
         """
-        problem = None
+        problem, random = None, None
         if self.resumed is not None:
-            has_scores = any(self.run_dir.glob("eval/step_*.json"))
-            if self.ranks.is_main and has_scores and not comparable_scores(self.run_dir, self.eval_settings()):
-                logger.warning("no evaluation used the current settings; the best score so far no longer counts")
             if calls := self.resumed.get("calls"):  # absent in checkpoints of earlier versions
                 self.policy.rollout_log.restore(calls)
-            set_random_states(self.resumed["random"], self.ranks.device)
             try:
                 program.load_state_dict(self.resumed)
             except ValueError as error:
                 problem = str(error)
+            random = self.resumed["random"]
             self.resumed = None  # it holds the prepared micro-steps, pixels included
         if problem := next(filter(None, self.ranks.gather(problem)), None):  # of the first rank that has one
             exit_with(f"training.resume_from_checkpoint: {problem}", self.ranks.is_main)
+        self.monitor = self.open_monitor()
+        if random is not None:
+            set_random_states(random, self.ranks.device)
+            if self.ranks.is_main and any(self.run_dir.glob("eval/step_*.json")) and not self.find_validation():
+                logger.warning("no evaluation used the current settings; the best score so far no longer counts")
 
     def begin(self, program: Program) -> None:
         """Have signals ask for a checkpoint from now on, and run an evaluation that is due before the first step."""
@@ -368,12 +372,19 @@ class Session:
             is_best = result[self.metric] > max(others, default=-math.inf)
             record = {**result, **(more or {}), "settings": settings}
             write_evaluation(self.run_dir, step, record, gathered, is_best)
-            start = first_evaluation(self.run_dir)[self.metric]
-            self.validation = {f"val_{self.metric}": result[self.metric], "first": start}
+            self.find_validation()
             shown = " ".join(f"{name}={value:.3f}" for name, value in result.items() if not name.startswith("num_"))
             logger.info("evaluation at step %d on %d samples: %s%s", step, len(gathered), shown, " (best)" * is_best)
 
         self.on_all_ranks(write, f"writing the evaluation at step {step}")
+
+    def find_validation(self) -> bool:
+        """Take the newest and the first score for the progress line; False if no evaluation had today's settings."""
+        comparable = comparable_scores(self.run_dir, self.eval_settings())
+        if comparable:
+            newest, first = comparable[max(comparable)], comparable[min(comparable)]
+            self.validation = {f"val_{self.metric}": newest, "first": first}
+        return bool(comparable)
 
     # Checkpoints and the end
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -66,6 +66,7 @@ from utils.sync.weight_sync import Probe, WeightSync
 from utils.targets import Segment, TargetOptions, plain_segment
 
 logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 PROBE_TEXT = '{"probe": ["The quick brown fox jumps over the lazy dog.", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}'
 
@@ -112,12 +113,13 @@ def open_session(
     place_segment, collate = make_layout(cfg, learner, table, dummy_segment(processor))
     # Of the files that are generated for: only their images are known to be the server's to read.
     asked = [file for file, is_asked in with_generation(cfg, datasets, val_files) if is_asked and len(file)]
-    probe = make_probe(cfg, (asked or datasets)[0][0], processor, table, learner, collate)
+    sample = (asked or datasets)[0][0]
+    probe = or_exit(ranks, sample.source, lambda: make_probe(cfg, sample, processor, table, learner, collate))
     engine = open_engine(cfg, ranks, run_id, client, learner, processor, probe, resumed)
 
     steps_done = checkpoint.step if checkpoint else 0
     owes_evaluation = ranks.gather(owes_an_evaluation(cfg, steps_done, resumed))[0]
-    monitor = open_records(cfg, ranks, run_id, client, checkpoint, inputs, owes_evaluation, num_steps, engine)
+    record = (cfg, ranks, run_id, client, checkpoint, inputs, owes_evaluation, num_steps, engine)
     timer, rollout_log = Timer(), RolloutLog(Path(cfg.training.output_dir), client, ranks, engine.fallback)
     return Session(
         cfg=cfg,
@@ -129,7 +131,7 @@ def open_session(
         learner=learner,
         place=place_segment,
         collate=collate,
-        monitor=monitor,
+        open_monitor=partial(open_records, *record),
         watch=ServerWatch(client, ranks.is_main),
         timer=timer,
         metric=metric,
@@ -412,6 +414,18 @@ def make_weight_sync(
         )
     except ValueError as error:
         exit_with(str(error), ranks.is_main)
+
+
+def or_exit(ranks: Ranks, source: str, work: Callable[[], Made]) -> Made:
+    """`work()` on what a line of data says, or exit status 2 where any rank cannot read its image (collective)."""
+    made, error = list[Made](), None
+    try:
+        made.append(work())
+    except (OSError, ValueError) as failure:
+        error = str(failure)
+    if error := next(filter(None, ranks.gather(error)), None):
+        exit_with(f"{source}: {error}; put back what the run began with", ranks.is_main)
+    return made[0]
 
 
 def make_probe(

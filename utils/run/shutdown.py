@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 
-from utils.dist import COMMAND_NAME, DistributedError
+from utils.dist import ALONE_NAME, COMMAND_NAME, DistributedError
 from utils.rollout.link import RolloutError
 from utils.run.resume import checkpoint_folders, folders_up_to, problem_of_sizes
 
@@ -116,7 +116,7 @@ def launch_command(config: str) -> str:
     if command := os.environ.get(COMMAND_NAME):
         return command
     program = f"{Path(sys.argv[0]).name} --config {shlex.quote(config)}"
-    if "LOCAL_WORLD_SIZE" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if ALONE_NAME in os.environ or not {"LOCAL_WORLD_SIZE", "WORLD_SIZE"} & os.environ.keys():
         return f"python {program}"
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if devices and torch.cuda.is_available():  # the launcher sets it on CPU, too
