@@ -178,9 +178,14 @@ def test_growth_is_warned_of_long_before_overflow_pck_7(caplog):
         for step in range(20):
             buffer.extend([plain_segment(f"{step}.{i}", 300) for i in range(4)])
             buffer.pop_row()
-    assert len(caplog.records) == 1
     assert "per_device_train_batch_size: 3 fits" in caplog.text
     assert "raise global_max_length to 1334" in caplog.text
+    assert len(caplog.records) == 1, "once"
+    resumed = CarryBuffer(cap=1000, max_segments=64)
+    resumed.load_state_dict(buffer.state_dict())
+    resumed.extend([plain_segment(f"again.{i}", 300) for i in range(4)])
+    resumed.pop_row()
+    assert len(caplog.records) == 1, "a resumed run has warned, too"
     warned_at = int(caplog.text.split(" wait, training.packing_buffer is 64")[0].rsplit(" ", 1)[1])
     assert warned_at <= 16
 

@@ -627,15 +627,15 @@ def test_a_loopback_server_reaches_the_learner_on_loopback_SYN_1():
     assert setup.learner_host("http://127.0.0.1:8000/prefix") == "127.0.0.1"
 
 
-def evaluate(run, sample, response: RolloutResult) -> dict:
-    """The scores of an evaluation of one sample, and as `lines` what is kept of it."""
+def evaluate(run, sample, response: RolloutResult, add_up=dict) -> dict:
+    """The scores of an evaluation of one sample, as `lines` what is kept of it, and what else stands in the file."""
     found = {}
     session = SimpleNamespace(
         cfg=run.cfg,
         data=SimpleNamespace(table=run.table),
-        ranks=SimpleNamespace(sum=dict),
+        ranks=SimpleNamespace(sum=add_up),
         score_validation=lambda step, score: [score(sample, response)],
-        log_evaluation=lambda step, result, predictions, more: found.update(result, lines=predictions),
+        log_evaluation=lambda step, result, predictions, more: found.update(result, **more, lines=predictions),
     )
     train_stage2.Stage2.evaluate(SimpleNamespace(session=session), 1)
     return found
@@ -646,6 +646,19 @@ def test_evaluation_counts_answers_that_were_cut_off_LRN_7(run):
     whole = answer_of(run, format_objects(run.samples[0].objects))
     for response, rate in ((whole, 0.0), (replace(whole, finish_reason="length"), 1.0)):
         assert evaluate(run, run.samples[0], response)["truncated_rate"] == rate
+
+
+def test_evaluation_counts_over_all_ranks_LRN_7_LRN_9(run):
+    """LRN-7, LRN-9: at the call site; scores and the table of labels alike."""
+    objects = run.samples[0].objects
+    found = evaluate(
+        run,
+        run.samples[0],
+        answer_of(run, format_objects(objects)),
+        lambda own: {name: 2 * number for name, number in own.items()},
+    )
+    assert found["num_images"] == 2
+    assert sum(row["num_gt"] for row in found["labels"].values()) == 2 * len(objects)
 
 
 def test_evaluation_keeps_the_text_of_each_answer_LRN_7(run):

@@ -192,6 +192,13 @@ def test_what_a_killed_save_left_goes_once_another_is_complete_LRN_5(tmp_path, r
     assert left == ["checkpoint-2", "checkpoint-2.damaged-1", "checkpoint-4"]
 
 
+def test_what_a_killed_first_save_left_is_no_damaged_checkpoint_LRN_5(tmp_path, ranks):
+    """LRN-5: the run starts again from the beginning."""
+    save(tmp_path, 2, ranks)
+    (tmp_path / "checkpoint-2").rename(tmp_path / "checkpoint-2.partial")
+    assert choose_checkpoint(tmp_path, "auto", CONFIG, ranks) is None
+
+
 def test_a_full_disk_ends_the_save_and_harms_nothing_LRN_5(tmp_path, ranks, monkeypatch):
     """LRN-5: the error reaches every rank, and the space is free again."""
     save(tmp_path, 2, ranks)
