@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -64,7 +65,9 @@ def main() -> None:
     if problems:
         told = [f"{args.config}: {problem}" for problem in problems]
         index = f" --server-index {args.server_index}" if args.server_index else ""
-        again = f"after fixing this, start again with: python rollout_server.py --config {args.config}{index}"
+        again = (
+            f"after fixing this, start again with: python rollout_server.py --config {shlex.quote(args.config)}{index}"
+        )
         exit_with("\n".join([*told, again]))
 
     for number in (signal.SIGTERM, signal.SIGINT):  # while it loads; asyncio would wait for the whole model

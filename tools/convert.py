@@ -57,6 +57,7 @@ from utils.geometry import normal_label
 
 UNLISTED = "category not in the file's list"  # of an object, as `convert_object` says
 INCOMPLETE = "an object's category is not in the file's list"
+NO_LABEL = "an object has no label, or one that spells a special token"
 NOT_EXHAUSTIVE, NEGATIVE = "not_exhaustive_category_ids", "neg_category_ids"
 NOT_LVIS = f"no {NEGATIVE}, which LVIS has for every image; --from coco if all categories are annotated"
 UNKNOWN_GAP = f"{NOT_EXHAUSTIVE} has one that is not in the file's list"
@@ -132,7 +133,8 @@ def convert_image(
             result.remarks.extend(remarks)
             result.num_corners += CLIPPED in remarks and _fits_as_corners(item.get("bbox"), *stored)
         if UNLISTED in result.objects_left_out and NEGATIVE not in image:
-            raise LeftOut(INCOMPLETE)  # its line would call the rest complete; LVIS's says what is annotated
+            # Its line would call the rest complete; LVIS's says what is annotated.
+            raise LeftOut(INCOMPLETE if complete_for else NO_LABEL)
         if options.max_objects is not None and len(objects) > options.max_objects:
             raise LeftOut(f"more than {options.max_objects} objects")
         if options.skip_empty and not objects:

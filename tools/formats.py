@@ -38,6 +38,7 @@ COPY = "says what another XML file says"
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found")
 YAML_SUFFIXES = (".yaml", ".yml")
 SEVERAL_LINES_PER_IMAGE = ("swift", "sharegpt", "rex-omni")
+NOT_ONE_IMAGE = {"file_name": "", "unusable": "its line has not exactly one image, as a path"}
 
 
 class Annotations:
@@ -282,7 +283,10 @@ def _rex_omni(path: Path, images: Path, unit: int) -> Iterator[Item]:
 def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
     """ms-swift's lines of one image: `objects` {"ref": [...], "bbox": [...], "bbox_type"?}, `messages` or `query`."""
     for number, row in _json_lines(path):
-        objects, name = row.get("objects") or {}, _only_image(row, f"{path}:{number}")
+        objects, name = row.get("objects") or {}, _only_image(row)
+        if name is None:
+            yield str(row.get("id", number)), NOT_ONE_IMAGE, []
+            continue
         if not isinstance(objects, dict):
             rule = "objects must be {ref: [...], bbox: [...]}; a list of {desc, bbox_2d} needs no conversion"
             raise ValueError(f"{path}:{number}: {rule}")
@@ -324,7 +328,10 @@ def _sharegpt(path: Path, images: Path, unit: int) -> Iterator[Item]:
     for number, row in _json_lines(path):
         where, row_id = f"{path}:{number}", str(row.get("id", number))
         turns = _turns(row, "conversations" if row.get("conversations") else "messages", where)
-        name, system = _only_image(row, where), [turn for turn in turns if _role(turn) == "system"]
+        name, system = _only_image(row), [turn for turn in turns if _role(turn) == "system"]
+        if name is None:
+            yield row_id, NOT_ONE_IMAGE, []
+            continue
         turns = [turn for turn in turns if _role(turn) != "system"]
         ends = [at for at, turn in enumerate(turns) if _role(turn) == "assistant"]
         if not ends:
@@ -411,28 +418,42 @@ def _object(label: Any, box: Any, unit: int = 0) -> dict[str, Any]:
     return item | ({"segmentation": [box]} if is_numbers and len(box) >= 6 else {"bbox": str(box)})
 
 
-def _only_image(row: dict[str, Any], where: str) -> str:
+def _only_image(row: dict[str, Any]) -> str | None:
     images = row.get("images", row.get("image"))
     images = images if isinstance(images, list) else [images]
     name = images[0].get("path") if images and isinstance(images[0], dict) else images[0] if images else None
-    if len(images) != 1 or not isinstance(name, str):
-        raise ValueError(f"{where}: needs exactly one image, as a path")
-    return name
+    return name if len(images) == 1 and isinstance(name, str) else None
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row) of a JSON-lines file, or of a file that holds one JSON list."""
+    """(number, row) of a JSON-lines file, where it is the line's, or of a file that holds one JSON list."""
     with path.open(encoding="utf-8-sig") as file:
         try:
-            is_list = file.read(1) == "["
+            first = next((line for line in file if line.strip()), "")
             file.seek(0)
-            rows = json.load(file) if is_list else map(json.loads, filter(str.strip, file))
-            for number, row in enumerate(rows, 1):
+            if first.lstrip().startswith("["):
+                rows = enumerate(json.load(file), 1)
+            else:
+                rows = (
+                    (number, _json_line(f"{path}:{number}", line))
+                    for number, line in enumerate(file, 1)
+                    if line.strip()
+                )
+            for number, row in rows:
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}:{number}: must be a JSON object")
                 yield number, row
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not valid JSON: {error}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8: {error}; save it as UTF-8, uncompressed") from None
+
+
+def _json_line(where: str, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
 
 
 # Each takes the annotations, the folder of the images, and `unit` (sharegpt) or the number of keypoint values (yolo).

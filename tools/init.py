@@ -23,7 +23,7 @@ from typing import Any
 import jinja2
 
 from tools.coco import LeftOut, coco_items, no_coco_file
-from tools.convert import Report, convert, find_image
+from tools.convert import NEGATIVE, Report, convert, find_image
 from tools.lengths import prompt_lengths
 from utils.answer_format import COORD_TOKENS, FORMATS, AnswerFormat
 from utils.config.checkpoint_files import checkpoint_problems
@@ -31,7 +31,7 @@ from utils.config.load import ConfigError, exit_with, load_config, reason_of
 from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import Plan, at_least_one, format_plan, make_plan
 from utils.config.rollout import MAX_IMAGE_PIXELS
-from utils.data.encoding import grid_of, load_processor
+from utils.data.encoding import grid_of, load_processor, special_words
 from utils.data.images import find_in_shard
 from utils.data.prompts import THINKS, leaves_thinking_open
 from utils.data.samples import DataError, LineReader, Sample, load_samples
@@ -110,7 +110,10 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     train, val = find_data(args.data, args.val, args.images)
     form, reason = answer_form(args.model, family)
     prompt = form.prompt
-    reader = LineReader(prompt, form=form, grid_of=grid_of(load_processor(str(args.model)), form), needs_objects=True)
+    own_limit = load_processor(str(args.model)).image_processor.size.get("longest_edge") or 0
+    seen = load_processor(str(args.model), None, MAX_PIXELS if own_limit > MAX_PIXELS else None)  # as the config has it
+    special = special_words(seen, form)
+    reader = LineReader(prompt, form=form, grid_of=grid_of(seen, form), special=special, needs_objects=True)
     samples = load_samples([train], reader=reader)[0]
     held_out = load_samples([val], reader=reader)[0] if val else []
     max_pixels = pixel_limit(args.model, [*samples, *held_out])
@@ -208,6 +211,11 @@ def find_data(data: Path, val: Path | None, images: Path | None) -> tuple[Path, 
         if output.exists():
             raise ValueError(f"{output}: exists; train on it (--data {outputs[0]}), or remove it to convert again")
     if val is not None:
+        if not val.is_file():
+            raise ValueError(f"--val {val}: no such file")
+        if has_sample_lines(val):
+            rule = "is JSONL, but --data is COCO's; convert that first (tools.convert), or name a COCO file"
+            raise ValueError(f"--val {val}: {rule}")
         try:
             for file, output in zip((train, val), outputs, strict=True):
                 _convert(file, images, output)
@@ -246,7 +254,8 @@ def _say_no_val(reason: str) -> None:
 def _convert(file: Path, images: Path | None, output: Path, splits: dict[str, float] | None = None) -> Report:
     """Convert a COCO or LVIS file and print what was left out, and why."""
     folder = _images_of(file, images)
-    report = convert(file, folder, output, splits=splits)
+    kind = "lvis" if any(NEGATIVE in image for image in coco_items(file, "images")) else "coco"
+    report = convert(file, folder, output, splits=splits, kind=kind)
     print("".join(f"# {line}\n" for line in f"{file}, images in {folder}:\n{report.text()}".splitlines()), end="")
     return report
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from utils.answer_format import COORD_TOKENS
+
 PARTS = ("llm", "vit", "aligner", "embeddings")
 EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
 
@@ -30,6 +32,13 @@ class Family:
     transposed: str = ""  # regular expression: tensors that files and engine hold with the last two dimensions swapped
     answer_format: str | None = None  # name of its native form in `utils.answer_format`; None where that is not built
     liger: str | None = None  # liger's name of the family; None where its kernels are not proven here
+
+    def form_problem(self, answer_format: str) -> str | None:
+        """Why the family's models do not write answers of this form; None if they do, or can be taught to."""
+        if answer_format in (COORD_TOKENS.name, self.answer_format):
+            return None
+        forms = f"{self.answer_format}, or {COORD_TOKENS.name} where its tokenizer has these tokens"
+        return f"{self.name} was not trained to write this form; use {forms}"
 
 
 _MERGERS = frozenset({"merger", "deepstack_merger_list"})

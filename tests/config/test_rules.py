@@ -67,11 +67,29 @@ def test_CFG_7_mistakes_are_reported_with_prefetch_on() -> None:
         ({"custom__train_jsonl": ["a.jsonl", "${DATA}/b.jsonl"]}, 'train_jsonl[1]="${DATA}/b.jsonl": ~ and $VAR'),
         ({"training__output_dir": ""}, 'training.output_dir="": must not be empty; name a path'),
         ({"custom__val_jsonl": [" "]}, 'custom.val_jsonl[0]=" ": must not be empty'),
+        (
+            {"RS": {"vllm_max_model_len": 9999, "allowed_image_roots": ["a", "~/b"]}},
+            'allowed_image_roots[1]="~/b": ~ and $VAR are not expanded',
+        ),
+        (
+            {"RS": {"vllm_max_model_len": 9999, "allowed_image_roots": [""]}},
+            'allowed_image_roots[0]="": must not be empty',
+        ),
+        (
+            {"RS": {"vllm_max_model_len": 9999, "servers": [{"allowed_image_roots": ["$DATA"]}]}},
+            'servers[0].allowed_image_roots[0]="$DATA": ~ and $VAR are not expanded',
+        ),
     ],
 )
 def test_CFG_3_paths_are_written_out(changes: dict[str, Any], message: str) -> None:
     """CFG-3."""
     assert message in only_problem(edited(**changes))
+
+
+def test_DAT_3_validation_data_have_no_weight() -> None:
+    """DAT-3: an evaluation takes each sample once."""
+    data = edited(custom__val_jsonl=[{"path": "v.jsonl", "weight": 3}])
+    assert "custom.val_jsonl[0].weight=3: counts for training data only; delete it" in only_problem(data)
 
 
 def test_CFG_7_server_mode_without_servers() -> None:

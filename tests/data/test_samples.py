@@ -319,6 +319,10 @@ BAD_LINES = {
     "swift lengths": (line(objects={"ref": ["a", "b"], "bbox": [[0, 0, 1, 1]]}), "2 ref entries for 1 bbox entries"),
     "swift ref alone": (line(objects={"ref": ["a"], "bbox": []}), "1 ref entries for 0 bbox entries; pair them"),
     "query": (line(query="Find it."), "query: is not read; write it as messages, as tools.convert --from swift does"),
+    "conversations": (
+        line(conversations=[]),
+        "conversations: is not read; write it as messages, as tools.convert --from s",
+    ),
     "system": (line(system="Be brief."), "system: is not read; write it as messages"),
     "history": (line(history=[]), "history: is not read; write it as messages"),
     "misspelt prompt": (line(Prompt="Find it."), "Prompt: unknown key; did you mean prompt? Otherwise give it another"),

@@ -385,22 +385,23 @@ def test_an_evaluation_is_due_before_the_first_step_and_after_the_last_LRN_7():
 
 def test_the_end_of_a_run_names_the_next_commands(tmp_path, caplog):
     """How to watch, look at and score what it made."""
-    val = [SimpleNamespace(path="val.jsonl")]
+    run_dir, val = tmp_path / "my run", [SimpleNamespace(path="val.jsonl")]
+    run_dir.mkdir()
     custom, origin = SimpleNamespace(val_jsonl=val), SimpleNamespace(file="mine.yaml")
     session = SimpleNamespace(
         ranks=SimpleNamespace(is_main=True, world_size=1),
         timer=SimpleNamespace(seconds={"train": 1.0}),
         cfg=SimpleNamespace(custom=custom, _origin=origin, is_detection=True),
         policy=SimpleNamespace(engine=SimpleNamespace(ledger=None)),
-        **{"num_steps": 5, "steps_done": 7, "run_dir": tmp_path},  # resumed behind a `max_steps` that was lowered
+        **{"num_steps": 5, "steps_done": 7, "run_dir": run_dir},  # resumed behind a `max_steps` that was lowered
     )
     with caplog.at_level("INFO"):
         Session.finish(session)
     text = "\n".join(caplog.messages)
     for command in (
-        f"tensorboard --logdir {tmp_path}",
-        f"python -m tools.report {tmp_path}",
-        f"python -m tools.evaluate --checkpoint {tmp_path}/checkpoint-7/merged --data val.jsonl --config mine.yaml",
+        f"tensorboard --logdir '{run_dir}'",
+        f"python -m tools.report '{run_dir}'",
+        f"python -m tools.evaluate --checkpoint '{run_dir}/checkpoint-7/merged' --data val.jsonl --config mine.yaml",
     ):
         assert command in text
     caplog.clear()

@@ -356,6 +356,17 @@ def test_CFG_3_an_adapter_that_is_not_there_stops_before_servers_are_waited_for(
     assert status == 0 and error.startswith("would not start: ") and 'tuner.adapter_path="me/adapter": no such' in error
 
 
+def test_FAM_2_a_form_that_the_model_does_not_write_is_told_by_a_dry_run(folder, start_model, server, start):
+    """FAM-2: config.json tells the family."""
+    config = write_config(folder, start_model, server)
+    written = yaml.safe_load(config.read_text())
+    written["custom"]["extra"]["rollout_matching"]["answer_format"] = "internvl"
+    config.write_text(yaml.safe_dump(written))
+    for arguments, expected in ((["--dry-run"], 0), ([], 2)):
+        status, _, error = start(train_stage2, config, *arguments)
+        assert status == expected and "Qwen3-VL was not trained to write this form; use qwen3vl, or" in error, error
+
+
 def test_ROL_7_rows_longer_than_the_colocated_engine_can_hold_are_told_before_anything_starts(
     folder, start_model, server, start, monkeypatch
 ):

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from tests.packages import folder_with
 from tools.coco import SHARED, Options
-from tools.convert import INCOMPLETE, convert, main
+from tools.convert import NO_LABEL, convert, main
 from tools.formats import COPY, NO_LABELS
 from utils.data.images import EXIF_ORIENTATION, image_size, open_image
 from utils.data.samples import load_samples
@@ -317,7 +317,7 @@ def test_DAT_1_files_that_cannot_be_read_are_named_or_left_out(folder):
         ("yolo", "labels/a.txt", b"\xff", "not UTF-8"),
         ("voc", "voc/a.xml", b'<?xml version="1.0" encoding="gb2312"?><annotation/>', "not XML that can be read"),
         ("voc", "voc/a.xml", b'<?xml version="1.0" encoding="ansi"?><annotation/>', "not XML that can be read"),
-        ("swift", "lines.json", b'{"a": "\xe9"}', "not valid JSON"),
+        ("swift", "lines.json", b'{"a": "\xe9"}', "not UTF-8: .* save it as UTF-8, uncompressed"),
     ):
         (folder / "labels" / "data.yaml").write_text("names: [cat]")
         (folder / name).write_bytes(content)
@@ -350,8 +350,43 @@ def test_DAT_1_ms_swift(folder):
     rows = [{"messages": [], "images": [name], "objects": given} for name, given in (("a.png", both), ("b.png", parts))]
     found = rows_of(folder, "swift", write_lines(folder, *rows))
     assert found == {"a.png": [CAT, DOG | {"desc": "cat"}], "b.png": [CAT, DOG]}
-    with pytest.raises(ValueError, match="lines.json:1: needs exactly one image"):
-        rows_of(folder, "swift", write_lines(folder, {"images": ["a.png", "b.png"], "objects": both}))
+
+
+@pytest.mark.parametrize("kind", ["swift", "sharegpt"])
+def test_DAT_1_lines_without_one_image_are_left_out_and_counted(folder, kind):
+    """DAT-1: mixed sets have lines of text only; the others are converted."""
+    turns = [{"role": "user", "content": "Where?"}, {"role": "assistant"}]
+    turns[1]["content"] = '[{"bbox_2d": [10, 20, 40, 60], "label": "cat"}]'
+    good = {"objects": {"ref": ["cat"], "bbox": [[10, 20, 40, 60]]}, "messages": turns}
+    rows = [good | {"images": images} for images in (["a.png"], [], ["a.png", "b.png"])]
+    path = write_lines(folder, *rows, good)
+    report = convert(path, folder / "images", folder / "d.jsonl", kind=kind, unit=0 if kind == "sharegpt" else None)
+    assert sum(report.images.values()) == 1
+    assert "its line has not exactly one image, as a path: 3" in report.text()
+
+
+def test_DAT_1_mistakes_in_lines_are_told_with_their_number(folder):
+    """DAT-1: blank lines count, as in an editor; a list may begin behind white space."""
+    good = json.dumps({"images": ["a.png"], "objects": {"ref": ["cat"], "bbox": [[10, 20, 40, 60]]}})
+    path = folder / "lines.json"
+    for bad, told in (
+        ('{"images" 3}', "lines.json:4: not valid JSON: Expecting ':' delimiter at column 11"),
+        ("3", "lines.json:4: must be a JSON object"),
+        ('{"images": ["a.png"], "objects": {"ref": ["a", "b"], "bbox": []}}', "lines.json:4: 2 ref entries for 0 bbox"),
+    ):
+        path.write_text(f"\n{good}\n\n{bad}\n")
+        with pytest.raises(ValueError, match=told):
+            rows_of(folder, "swift", path)
+    path.write_text(f"\n [{good}]")
+    assert rows_of(folder, "swift", path) == {"a.png": [CAT]}
+
+
+def test_DAT_1_an_image_whose_object_has_no_label_says_so(folder):
+    """DAT-1: these files have no list of categories."""
+    row = {"images": ["a.png"], "objects": {"ref": ["cat", ""], "bbox": [[10, 20, 40, 60], [0, 0, 50, 40]]}}
+    good = row | {"objects": {"ref": ["cat"], "bbox": [[10, 20, 40, 60]]}}
+    report = convert(write_lines(folder, row, good), folder / "images", folder / "d.jsonl", kind="swift")
+    assert "images left out: an object has no label, or one that spells a special token: 1" in report.text()
 
 
 ANSWERS = {
@@ -475,7 +510,7 @@ def test_DAT_1_splits_of_questions_keep_an_image_together(folder):
     ("answer", "expected"),
     [
         ('Here they are: [{"bbox_2d": [100, 250, 400, 750], "label": "cat"}]', ["cat"]),
-        ('```json\n[{"bbox_2d": [0, 0, 9, 9]}]\n``` and ```\n{"bbox_2d": [0, 0, 9, 9]}\n```', INCOMPLETE),
+        ('```json\n[{"bbox_2d": [0, 0, 9, 9]}]\n``` and ```\n{"bbox_2d": [0, 0, 9, 9]}\n```', NO_LABEL),
         ('```\n[{"bbox_2d": [0, 0, 9, 9], "label": "a"}]\n``` {"bbox_2d": [0, 0, 9, 9], "label": "b"}', ["a", "b"]),
         ("[]", []),
         ("```json\n[]\n```", []),

@@ -1,6 +1,7 @@
 """`tools.init`: the config that a new user gets loads, passes every check, and fits data and memory (CFG-16)."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -410,6 +411,59 @@ def test_data_that_list_some_objects_get_long_answers_and_hold_the_others_TGT_12
     assert not some.targets.supervise_structure
     assert everything.max_new_tokens < 100 and everything.targets.unmatched == "trim"
     assert everything.losses.reference_kl == 0.0
+
+
+def test_data_are_read_under_the_limit_that_the_config_will_have_FAM_2(tmp_path, monkeypatch):
+    """FAM-2: at the model's own limit Qwen2.5-VL would need coordinates for a panorama that it does not write."""
+    monkeypatch.chdir(tmp_path)
+    build_family("qwen2_5_vl", tmp_path / "model")
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
+    for file in (tmp_path / "model").glob("*processor*.json"):
+        file.write_text(re.sub(r'"longest_edge": \d+', '"longest_edge": 12845056', file.read_text()))
+    Image.new("RGB", (12000, 600)).save("a.png")
+    line = {"images": ["a.png"], "width": 12000, "height": 600, "objects": [{"desc": "cat", "bbox_2d": [1, 2, 30, 40]}]}
+    Path("train.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(sys, "argv", ["init", "--data", "train.jsonl", "--model", "model", "--gpus", "4"])
+    main()
+    cfg = load_config("train.yaml")
+    assert (cfg.model.image_max_pixels, cfg.rm.answer_format) == (1 << 20, "qwen2_5vl")
+
+
+def test_labels_that_the_learner_refuses_are_refused_DAT_3_FAM_4(tmp_path, monkeypatch, capsys):
+    """DAT-3, FAM-4: InternVL's form writes labels as they are."""
+    build_family("internvl", tmp_path / "model")
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    line = {"images": ["a.png"], "width": 64, "height": 64}
+    line["objects"] = [{"desc": "the <img> tag", "bbox_2d": [1, 2, 30, 40]}]
+    (tmp_path / "train.jsonl").write_text(json.dumps(line) + "\n")
+    assert "spells a special token of the model" in refused(monkeypatch, capsys, tmp_path, tmp_path / "model")
+
+
+def test_lvis_files_are_converted_as_lvis_TGT_12(tmp_path, monkeypatch, capsys):
+    """TGT-12: an image that does not say what is absent would count as complete."""
+    monkeypatch.chdir(tmp_path)
+    coco = json.loads(write_coco(tmp_path / "photos").read_text())
+    for image in coco["images"][1:]:
+        image["neg_category_ids"] = []
+    (tmp_path / "photos" / "mine.json").write_text(json.dumps(coco))
+    train, _ = find_data(tmp_path / "photos" / "mine.json", None, None)
+    assert "no neg_category_ids, which LVIS has for every image" in capsys.readouterr().out
+    assert all("annotated" in json.loads(row) for row in train.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("val.jsonl", "is JSONL, but --data is COCO's"), ("no.json", "no such file")]
+)
+def test_validation_data_in_another_form_are_told_before_anything_is_written(tmp_path, monkeypatch, name, told):
+    monkeypatch.chdir(tmp_path)
+    annotations = write_coco(tmp_path / "photos")
+    Path("val.jsonl").write_text('{"images": ["a.png"], "width": 5, "height": 5, "objects": []}\n')
+    with pytest.raises(ValueError, match=f"--val {name}: {told}"):
+        find_data(annotations, Path(name), None)
+    assert not list(tmp_path.glob("data/*"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

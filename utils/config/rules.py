@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from operator import itemgetter
+from typing import Any
 from urllib.parse import urlsplit
 
 from utils.config.rlhf import Sampling, setting_at
@@ -44,11 +45,19 @@ def _paths_are_written_out(cfg: Config) -> Found:
         paths += [(f"custom.{key}[{i}]", file["path"]) for i, file in enumerate(files)]
     rewards = data["rlhf"]["reward_files"] if data["rlhf"] else []
     paths += [(f"rlhf.reward_files[{i}]", path) for i, path in enumerate(rewards)]
+    paths += _image_roots(data["custom"]["extra"]["rollout_server"])
     for path, value in paths:
         if value is not None and not value.strip():
             yield path, "must not be empty; name a path"
         elif value is not None and re.match(r"~|.*\$\w|.*\$\{", value):
             yield path, "~ and $VAR are not expanded here; write the path out"
+
+
+def _image_roots(server: dict[str, Any] | None) -> list[tuple[str, str]]:
+    sections = [(RS, server or {})]
+    sections += [(f"{RS}.servers[{i}]", own) for i, own in enumerate((server or {}).get("servers") or [])]
+    key = "allowed_image_roots"
+    return [(f"{at}.{key}[{i}]", root) for at, own in sections for i, root in enumerate(own.get(key) or [])]
 
 
 @reads("training.packing", "training.packing_drop_last")
@@ -455,6 +464,8 @@ def _only_stage2_forces_files(cfg: Config) -> Found:
             if file.teacher_forced_ratio is not None and (cfg.is_grpo or name == "val_jsonl"):
                 rule = "counts for stage 2's training data only; delete it"
                 yield f"custom.{name}[{i}].teacher_forced_ratio", rule
+            if name == "val_jsonl" and file.weight != 1:
+                yield f"custom.{name}[{i}].weight", "counts for training data only; delete it"
 
 
 @reads(f"{RM}.targets", f"{RM}.matching.label")

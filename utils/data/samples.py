@@ -390,8 +390,9 @@ def _read_messages(row: dict[str, Any], prompt: str | None) -> tuple[list[dict[s
 def _refuse_other_prompts(row: dict[str, Any]) -> None:
     """A question under another key would be left out, and the config's asked in its place."""
     for key in row.keys() - FORMAT_KEYS:
-        if key in ("query", "system", "history"):
-            way_out = "write it as messages, as tools.convert --from swift does"
+        if key in ("query", "system", "history", "conversations"):
+            kind = "sharegpt" if key == "conversations" else "swift"
+            way_out = f"write it as messages, as tools.convert --from {kind} does"
             raise _Mistake("prompt", f"{key}: is not read; {way_out}, or give it another name")
         for meant in difflib.get_close_matches(key.lower(), ("prompt", "messages"), 1, cutoff=0.87):
             raise _Mistake("prompt", f"{key}: unknown key; did you mean {meant}? Otherwise give it another name")

@@ -12,7 +12,7 @@ from utils.config.checkpoint_files import adapter_problems, checkpoint_problems
 from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
 from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry_run
 from utils.dist import COMMAND_NAME, capture_error
-from utils.families import longest_sequence, read_config
+from utils.families import family_in, longest_sequence, read_config
 from utils.run.inputs import KINDS, data_problems
 from utils.run.resume import EARLIER_RUN, holds_a_run
 from utils.run.session import Program
@@ -90,6 +90,8 @@ def model_problems(cfg: Config) -> list[str]:
         for key, folder in folders.items()
         for rule in checkpoint_problems(Path(folder), with_processor=key == "model.path")
     ]
+    if not found and os.path.isdir(start) and (rule := _form_problem(cfg, start)):
+        found.append(problem(cfg, cfg.rollout_path("answer_format"), rule))
     adapter = cfg.tuner.adapter_path
     if adapter is not None:
         found += [problem(cfg, "tuner.adapter_path", rule) for rule in adapter_problems(Path(adapter))]
@@ -99,6 +101,13 @@ def model_problems(cfg: Config) -> list[str]:
             rule = f"is the colocated engine's length too, but the model ends at {longest} positions; lower it"
             found.append(problem(cfg, "global_max_length", rule))
     return found
+
+
+def _form_problem(cfg: Config, start: str) -> str | None:
+    try:
+        return family_in(start).form_problem(cfg.rm.answer_format)
+    except (OSError, ValueError):
+        return None  # told elsewhere
 
 
 def run_dir_problems(cfg: Config, resume: str | None) -> list[str]:

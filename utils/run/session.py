@@ -445,7 +445,7 @@ class Session:
         )
         logger.info("seconds on rank 0: %s", seconds)
         checkpoint = self.run_dir / f"checkpoint-{self.steps_done}"
-        logger.info("checkpoint: %s; curves: tensorboard --logdir %s", checkpoint, self.run_dir)
+        logger.info("checkpoint: %s; curves: tensorboard --logdir %s", checkpoint, shlex.quote(str(self.run_dir)))
         logger.info("look at it: python -m tools.report %s", shlex.quote(str(self.run_dir)))
         if self.cfg.is_detection:
             scored = self.cfg.custom.val_jsonl[0].path if self.cfg.custom.val_jsonl else "FILE"

@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from utils import targets
-from utils.answer_format import COORD_TOKENS
 from utils.config.deepspeed import settings_on_record
 from utils.config.load import Config, ConfigError, check_launch, exit_with, problem
 from utils.config.plan import step_remarks
@@ -238,9 +237,7 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
     if cfg.training.fused_kernels and family.liger is None:
         rule = f"not tested with {family.name}; set it to false"
         exit_with(problem(cfg, "training.fused_kernels", rule), is_main)
-    if cfg.rm.answer_format not in (COORD_TOKENS.name, family.answer_format):
-        forms = f"{family.answer_format}, or {COORD_TOKENS.name} where its tokenizer has these tokens"
-        rule = f"{family.name} was not trained to write this form; use {forms}"
+    if rule := family.form_problem(cfg.rm.answer_format):
         exit_with(problem(cfg, cfg.rollout_path("answer_format"), rule), is_main)
     if needs_coordinates and leaves_thinking_open(processor):
         exit_with(f"model.path={cfg.model.path}: {THINKS}", is_main)
