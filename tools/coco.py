@@ -19,7 +19,7 @@ import numpy as np
 import shapely
 from faster_coco_eval.core import mask as rle_masks
 
-from utils.data.samples import SPECIAL_TOKEN, SURROGATE
+from utils.data.samples import SPECIAL_TOKEN, SURROGATE, other_encoding
 
 # A mask's outline is a staircase; unless the object is only a few pixels large, its steps carry no information.
 MASK_SIMPLIFY_PX, MASK_SIMPLIFY_SHARE = 1.0, 0.05
@@ -64,7 +64,10 @@ def coco_items(path: Path, name: str) -> Iterator[dict[str, Any]]:
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty")
     with path.open("rb") as file:
-        file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+        start = file.read(len(BOM_UTF8))
+        if hint := other_encoding(start):
+            raise ValueError(f"{path}: not UTF-8{hint}")
+        file.seek(len(BOM_UTF8) if start == BOM_UTF8 else 0)
         try:
             for item in ijson.items(file, f"{name}.item", use_float=True):
                 if not isinstance(item, dict):

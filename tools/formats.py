@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from tools.coco import SHARED
-from utils.data.samples import SPECIAL_TOKEN, SURROGATE
+from utils.data.samples import SPECIAL_TOKEN, SURROGATE, other_encoding
 
 Item = tuple[str, dict[str, Any], list[dict[str, Any]]]
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -446,7 +446,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not valid JSON: {error}") from None
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8: {error}; save it as UTF-8, uncompressed") from None
+            hint = other_encoding(path.read_bytes()[:2]) or "; save it as UTF-8"
+            raise ValueError(f"{path}: not UTF-8: {error}{hint}") from None
 
 
 def _json_line(where: str, line: str) -> Any:

@@ -14,9 +14,10 @@ import json
 import math
 import os
 import shlex
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from utils.data.encoding import grid_of, load_processor, special_words
 from utils.data.images import find_in_shard
 from utils.data.prompts import THINKS, leaves_thinking_open
 from utils.data.samples import DataError, LineReader, Sample, load_samples
-from utils.families import Family, family_in
+from utils.families import Family, family_in, longest_sequence, read_config
 from utils.geometry import normal_label
 from utils.parsing import TokenTable
 
@@ -68,6 +69,7 @@ class DataFacts:
     answer_max: int
     segment_mean: int  # prompt and true answer
     is_partial: bool  # a quarter of the lines say for which labels they are complete (TGT-12); crowds are rarer
+    positions: int | None = None  # most tokens that the model can hold, where it says so
 
 
 def main() -> None:
@@ -119,6 +121,11 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     max_pixels = pixel_limit(args.model, [*samples, *held_out])
     processor = load_processor(str(args.model), None, max_pixels)
     data = measure([*samples, *held_out], len(samples), processor, form)
+    data = replace(data, positions=longest_sequence(read_config(args.model)))
+    if data.positions and data.prompt_max + new_tokens(data) > data.positions:
+        needed = f"{data.prompt_max} tokens of a prompt and {new_tokens(data)} of an answer"
+        way_out = "leave out the images with the most objects, or take another model"
+        raise ValueError(f"--model {args.model}: ends at {data.positions} positions, the data need {needed}; {way_out}")
     settings = {
         "answer_format": form.name,
         "format_reason": reason,
@@ -376,7 +383,7 @@ def geometry(row: int, gpus: int, learners: int, data: DataFacts) -> dict[str, A
         "rollout_devices": rollout_devices,
         "row": row,
         "max_new_tokens": new_tokens(data),
-        "max_model_len": _rounded(data.prompt_max + new_tokens(data), 256),
+        "max_model_len": min(_rounded(data.prompt_max + new_tokens(data), 256), data.positions or sys.maxsize),
         "decode": min(64, max(4, math.ceil(batch * learners / max(rollout_devices, 1)))),
         "batch": batch,
         "accumulation": accumulation,

@@ -285,7 +285,7 @@ MISTAKES = {
     "none": ([line()], [], False, []),
     "bad": ([line(), "{"], [], False, ["d.jsonl:2: not valid JSON"]),
     "skipped": ([line(), "{"], [], True, []),
-    "all bad": (["{", "["], [], True, ["d.jsonl:1: ", "d.jsonl:2: "]),
+    "all bad": (["{", "["], [], True, ["d.jsonl: no line of it can be used", "d.jsonl:1: ", "d.jsonl:2: "]),
     "blank": (["", " "], [], True, ["d.jsonl: the file is empty"]),
     "a reward's key": ([line(summary={}), line()], ["summary_tversky"], True, ["d.jsonl:2: summary: "]),
 }

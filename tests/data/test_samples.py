@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 from pathlib import Path
 
@@ -435,6 +436,12 @@ def test_dat_3_bytes_that_are_not_utf_8(tmp_path):
     path = write(tmp_path, line())
     path.write_bytes(path.read_bytes() + b'{"id": "\xff"}\n')
     assert problems_of(path) == [f"{path}:2: not UTF-8 at byte 8"]
+    for content, told in (
+        (gzip.compress(b"{}"), "it is compressed, unpack it"),
+        ("{}".encode("utf-16"), "it is UTF-16"),
+    ):
+        path.write_bytes(content)
+        assert f"{path}:1: not UTF-8 at byte" in problems_of(path)[0] and told in problems_of(path)[0]
 
 
 @settings(deadline=None, max_examples=200)

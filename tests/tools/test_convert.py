@@ -1,5 +1,6 @@
 """tools.convert with COCO and LVIS: conversion (DAT-1), against values by hand and the mask library itself."""
 
+import gzip
 import json
 import os
 import re
@@ -652,6 +653,12 @@ def test_files_that_cannot_be_used(tmp_path, content, words):
     with pytest.raises(ValueError, match=words):
         convert(tmp_path / "a.json", tmp_path, tmp_path / "d.jsonl")
     assert {path.name for path in tmp_path.iterdir()} == {"a.json"}
+
+
+def test_a_compressed_file_is_told_from_a_broken_one(tmp_path):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ValueError, match="not UTF-8; it is compressed, unpack it first"):
+        convert(tmp_path / "a.json.gz", tmp_path, tmp_path / "d.jsonl")
 
 
 def test_a_byte_order_mark_does_no_harm(tmp_path):

@@ -1,5 +1,6 @@
 """tools.convert with the formats of the field other than COCO (DAT-1), and images that EXIF turns."""
 
+import gzip
 import json
 import os
 import re
@@ -317,7 +318,8 @@ def test_DAT_1_files_that_cannot_be_read_are_named_or_left_out(folder):
         ("yolo", "labels/a.txt", b"\xff", "not UTF-8"),
         ("voc", "voc/a.xml", b'<?xml version="1.0" encoding="gb2312"?><annotation/>', "not XML that can be read"),
         ("voc", "voc/a.xml", b'<?xml version="1.0" encoding="ansi"?><annotation/>', "not XML that can be read"),
-        ("swift", "lines.json", b'{"a": "\xe9"}', "not UTF-8: .* save it as UTF-8, uncompressed"),
+        ("swift", "lines.json", b'{"a": "\xe9"}', "not UTF-8: .* save it as UTF-8"),
+        ("swift", "lines.json", gzip.compress(b"{}"), "not UTF-8: .* it is compressed, unpack it first"),
     ):
         (folder / "labels" / "data.yaml").write_text("names: [cat]")
         (folder / name).write_bytes(content)

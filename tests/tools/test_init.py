@@ -442,6 +442,16 @@ def test_labels_that_the_learner_refuses_are_refused_DAT_3_FAM_4(tmp_path, monke
     assert "spells a special token of the model" in refused(monkeypatch, capsys, tmp_path, tmp_path / "model")
 
 
+def test_data_that_need_more_positions_than_the_model_has_are_told_CFG_15(tmp_path, start_model, monkeypatch, capsys):
+    """CFG-15: the server of the config would refuse to start."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    line = {"images": ["a.png"], "width": 64, "height": 64}
+    line["objects"] = [{"desc": "cat", "bbox_2d": [1, 2, 30, 40 + i % 20]} for i in range(3000)]
+    (tmp_path / "train.jsonl").write_text(json.dumps(line) + "\n")
+    assert "ends at 8192 positions, the data need" in refused(monkeypatch, capsys, tmp_path, start_model)
+    assert not (tmp_path / "train.yaml").exists()
+
+
 def test_lvis_files_are_converted_as_lvis_TGT_12(tmp_path, monkeypatch, capsys):
     """TGT-12: an image that does not say what is absent would count as complete."""
     monkeypatch.chdir(tmp_path)

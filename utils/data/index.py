@@ -251,7 +251,9 @@ class Index:
     def problems(self, skips_bad: bool) -> Iterator[str]:
         """`file:line: reason` of all that stops a run, which may leave out bad lines if any line is good."""
         if not skips_bad or not len(self.lines):
-            for bad in self.bad_lines():
+            for i, bad in enumerate(self.bad_lines()):
+                if skips_bad and not i and bad.line:
+                    yield f"{bad.path}: no line of it can be used, so data.on_bad_sample: skip would leave nothing"
                 yield from bad.messages()
         if self.num_unfit:
             with open(self.folder / "unfit.txt", encoding="utf-8") as file:

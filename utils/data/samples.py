@@ -260,6 +260,13 @@ class _Mistake(Exception):
         self.problems = list(problems) or [(kind, reason)]
 
 
+def other_encoding(start: bytes) -> str:
+    """What to do about a file that begins so, where that is plain; for messages."""
+    if start.startswith(b"\x1f\x8b"):
+        return "; it is compressed, unpack it first"
+    return "; it is UTF-16, save it as UTF-8" if start.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+
+
 def _parse_line(line: bytes, number: int) -> dict[str, Any]:
     def no_constant(name: str) -> float:
         raise ValueError(f"{name} is not a JSON number")
@@ -269,7 +276,7 @@ def _parse_line(line: bytes, number: int) -> dict[str, Any]:
         text = line.decode("utf-8-sig")
         row = json.loads(text, parse_constant=no_constant)
     except UnicodeDecodeError as error:
-        raise _Mistake("json", f"not UTF-8 at byte {error.start}") from None
+        raise _Mistake("json", f"not UTF-8 at byte {error.start}{other_encoding(line)}") from None
     except (ValueError, RecursionError) as error:
         is_one = number == 1 and text.strip() in ("{", "[")
         hint = f"; the file looks like one JSON text, not one sample per line. Is it COCO? convert it: {FROM_COCO}"
