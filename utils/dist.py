@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 # Environment variables that tools.launch sets for the ranks of one run.
 COMMAND_NAME = "LEARNER_COMMAND"
-ALONE_NAME = "LEARNER_ALONE"  # set where no launcher started this process
+ALONE_NAME = "LEARNER_ALONE"  # the id of a process that no launcher started; its children inherit the variable
 SECRET_NAME = "LEARNER_SECRET"  # noqa: S105  (the name, not the secret)
 MAX_MESSAGE_BYTES = 1 << 30  # of one rank in one gather
 ALIVE_S = 5.0  # between signs of life of rank 0 while others wait for its work
@@ -92,7 +92,7 @@ class Ranks:
         from torch.utils.cpp_extension import get_default_build_root
 
         if "WORLD_SIZE" not in os.environ:
-            os.environ[ALONE_NAME] = "1"
+            os.environ[ALONE_NAME] = str(os.getpid())
         for key, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             os.environ.setdefault(key, value)
         if "MASTER_PORT" not in os.environ:

@@ -152,7 +152,7 @@ class Session:
 
         The last thing before the loop: setting up draws random numbers, too.
         """
-        problem, random = None, None
+        problem, states = None, None
         if self.resumed is not None:
             if calls := self.resumed.get("calls"):  # absent in checkpoints of earlier versions
                 self.policy.rollout_log.restore(calls)
@@ -160,13 +160,13 @@ class Session:
                 program.load_state_dict(self.resumed)
             except ValueError as error:
                 problem = str(error)
-            random = self.resumed["random"]
+            states = self.resumed["random"]
             self.resumed = None  # it holds the prepared micro-steps, pixels included
         if problem := next(filter(None, self.ranks.gather(problem)), None):  # of the first rank that has one
             exit_with(f"training.resume_from_checkpoint: {problem}", self.ranks.is_main)
         self.monitor = self.open_monitor()
-        if random is not None:
-            set_random_states(random, self.ranks.device)
+        if states is not None:
+            set_random_states(states, self.ranks.device)
             if self.ranks.is_main and any(self.run_dir.glob("eval/step_*.json")) and not self.find_validation():
                 logger.warning("no evaluation used the current settings; the best score so far no longer counts")
 

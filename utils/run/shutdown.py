@@ -116,7 +116,8 @@ def launch_command(config: str) -> str:
     if command := os.environ.get(COMMAND_NAME):
         return command
     program = f"{Path(sys.argv[0]).name} --config {shlex.quote(config)}"
-    if ALONE_NAME in os.environ or not {"LOCAL_WORLD_SIZE", "WORLD_SIZE"} & os.environ.keys():
+    is_alone = os.environ.get(ALONE_NAME) == str(os.getpid())
+    if is_alone or not {"LOCAL_WORLD_SIZE", "WORLD_SIZE"} & os.environ.keys():
         return f"python {program}"
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if devices and torch.cuda.is_available():  # the launcher sets it on CPU, too
