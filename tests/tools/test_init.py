@@ -83,6 +83,24 @@ def write_coco(folder: Path) -> Path:
     return folder / "mine.json"
 
 
+CAT = {"desc": "cat", "bbox_2d": [1, 2, 30, 40]}
+
+
+def write_line(folder: Path, size: tuple[int, int], objects: list[dict]) -> None:
+    """An image and train.jsonl, whose one line names it."""
+    Image.new("RGB", size).save(folder / "a.png")
+    line = {"images": ["a.png"], "width": size[0], "height": size[1], "objects": objects}
+    (folder / "train.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def without_coordinates(family: str, model: Path) -> Path:
+    """A model that lacks a coordinate token, so that it has to write its family's own form."""
+    build_family(family, model)
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
+    return model
+
+
 def run_init(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tools.init", *arguments]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
@@ -416,14 +434,9 @@ def test_data_that_list_some_objects_get_long_answers_and_hold_the_others_TGT_12
 def test_data_are_read_under_the_limit_that_the_config_will_have_FAM_2(tmp_path, monkeypatch):
     """FAM-2: at the model's own limit Qwen2.5-VL would need coordinates for a panorama that it does not write."""
     monkeypatch.chdir(tmp_path)
-    build_family("qwen2_5_vl", tmp_path / "model")
-    tokenizer = tmp_path / "model" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
-    for file in (tmp_path / "model").glob("*processor*.json"):
+    for file in without_coordinates("qwen2_5_vl", tmp_path / "model").glob("*processor*.json"):
         file.write_text(re.sub(r'"longest_edge": \d+', '"longest_edge": 12845056', file.read_text()))
-    Image.new("RGB", (12000, 600)).save("a.png")
-    line = {"images": ["a.png"], "width": 12000, "height": 600, "objects": [{"desc": "cat", "bbox_2d": [1, 2, 30, 40]}]}
-    Path("train.jsonl").write_text(json.dumps(line) + "\n")
+    write_line(tmp_path, (12000, 600), [CAT])
     monkeypatch.setattr(sys, "argv", ["init", "--data", "train.jsonl", "--model", "model", "--gpus", "4"])
     main()
     cfg = load_config("train.yaml")
@@ -432,22 +445,14 @@ def test_data_are_read_under_the_limit_that_the_config_will_have_FAM_2(tmp_path,
 
 def test_labels_that_the_learner_refuses_are_refused_DAT_3_FAM_4(tmp_path, monkeypatch, capsys):
     """DAT-3, FAM-4: InternVL's form writes labels as they are."""
-    build_family("internvl", tmp_path / "model")
-    tokenizer = tmp_path / "model" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
-    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
-    line = {"images": ["a.png"], "width": 64, "height": 64}
-    line["objects"] = [{"desc": "the <img> tag", "bbox_2d": [1, 2, 30, 40]}]
-    (tmp_path / "train.jsonl").write_text(json.dumps(line) + "\n")
-    assert "spells a special token of the model" in refused(monkeypatch, capsys, tmp_path, tmp_path / "model")
+    model = without_coordinates("internvl", tmp_path / "model")
+    write_line(tmp_path, (64, 64), [CAT | {"desc": "the <img> tag"}])
+    assert "spells a special token of the model" in refused(monkeypatch, capsys, tmp_path, model)
 
 
 def test_data_that_need_more_positions_than_the_model_has_are_told_CFG_15(tmp_path, start_model, monkeypatch, capsys):
     """CFG-15: the server of the config would refuse to start."""
-    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
-    line = {"images": ["a.png"], "width": 64, "height": 64}
-    line["objects"] = [{"desc": "cat", "bbox_2d": [1, 2, 30, 40 + i % 20]} for i in range(3000)]
-    (tmp_path / "train.jsonl").write_text(json.dumps(line) + "\n")
+    write_line(tmp_path, (64, 64), [CAT] * 3000)
     assert "ends at 8192 positions, the data need" in refused(monkeypatch, capsys, tmp_path, start_model)
     assert not (tmp_path / "train.yaml").exists()
 
@@ -481,9 +486,7 @@ def test_a_trial_on_cpu_is_one_that_server_and_learner_accept_FAM_2(tmp_path, fa
     """FAM-2, CFG-16: whatever vLLM's CPU kernels lack for a family, the config that is written does not ask for it."""
     monkeypatch.chdir(tmp_path)
     build_family(family, tmp_path / "model")
-    Image.new("RGB", (64, 64)).save("a.png")
-    line = {"images": ["a.png"], "width": 64, "height": 64, "objects": [{"desc": "cat", "bbox_2d": [1, 2, 30, 40]}]}
-    Path("train.jsonl").write_text(json.dumps(line) + "\n")
+    write_line(tmp_path, (64, 64), [CAT])
     monkeypatch.setattr(sys, "argv", ["init", "--data", "train.jsonl", "--model", "model", "--gpus", "0"])
     main()
     cfg = load_config("train.yaml")

@@ -227,8 +227,8 @@ def open_records(
 
 
 def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
-    """Load processor and token table; exit status 2 for a family that is not supported, or not in this answer format.
-    Without coordinate tokens: the same, or no table if they are not needed."""
+    """Load processor and token table; exit status 2 for a family that is not supported. Without coordinate tokens: the
+    same, or no table if they are not needed."""
     try:
         family = family_in(cfg.model.path)
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
@@ -237,8 +237,6 @@ def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -
     if cfg.training.fused_kernels and family.liger is None:
         rule = f"not tested with {family.name}; set it to false"
         exit_with(problem(cfg, "training.fused_kernels", rule), is_main)
-    if rule := family.form_problem(cfg.rm.answer_format):
-        exit_with(problem(cfg, cfg.rollout_path("answer_format"), rule), is_main)
     if needs_coordinates and leaves_thinking_open(processor):
         exit_with(f"model.path={cfg.model.path}: {THINKS}", is_main)
     try:
