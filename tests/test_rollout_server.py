@@ -268,7 +268,7 @@ def grpo_config(model_dir: Path, tmp_path: Path, **settings) -> Path:
         "global_max_length": 2048,
         "custom": {"extra": {"rollout_server": {"vllm_max_model_len": 2048, **settings}}},
     }
-    path = tmp_path / "grpo.yaml"
+    path = tmp_path / "my grpo.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
 
@@ -302,6 +302,7 @@ def test_a_grpo_server_on_a_busy_port_names_its_process(model_dir, tmp_path):
         busy.close()
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use; held by process {os.getpid()}" in done.stderr
+    assert f"start again with: python rollout_server.py --config '{path}'" in done.stderr  # as a shell takes it
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grpo").glob("summary*.yaml")), ids=lambda path: path.stem)
