@@ -41,7 +41,7 @@ def test_a_family_without_a_record_is_refused_before_anything_heavy_FAM_2(checkp
     monkeypatch.setattr(setup, "load_processor", lambda *_: pytest.fail("went on"))
     cfg = SimpleNamespace(model=SimpleNamespace(path=str(tmp_path)))
     with pytest.raises(SystemExit) as end:
-        setup.load_tokenizer(cfg, is_main=True)
+        setup.load_tokenizer(cfg)
     message = f"model.path={tmp_path}: a llava model, which is not supported; use one of"
     assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
 

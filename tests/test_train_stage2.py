@@ -156,7 +156,7 @@ def test_a_tokenizer_without_coordinate_tokens_ends_the_run_TGT_1(folder, start_
     tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if "coord" not in t["content"]]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(SystemExit) as ended:
-        setup.load_tokenizer(config_of(folder, model, folder / "data" / "train.jsonl"), is_main=True)
+        setup.load_tokenizer(config_of(folder, model, folder / "data" / "train.jsonl"))
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert "model.path" in message and "coord" in message, message
@@ -182,7 +182,7 @@ def test_a_start_policy_of_another_model_ends_the_run_TGT_16(folder, start_model
 
     def check(path: Path | None) -> None:
         model = cfg.model.model_copy(update={"reference_path": path and str(path)})
-        setup.check_reference(cfg.model_copy(update={"model": model}), is_main=True)
+        setup.check_reference(cfg.model_copy(update={"model": model}))
 
     other = tmp_path / "other"
     shutil.copytree(start_model, other)
@@ -240,7 +240,7 @@ def run_of(folder: Path, start_model: Path, **matching) -> SimpleNamespace:
     """A run without processes: what `make_segment` needs."""
     cfg = config_of(folder, start_model, folder / "data" / "train.jsonl", **matching)
     datasets, _ = load(cfg)
-    processor, table = setup.load_tokenizer(cfg, is_main=True)
+    processor, table = setup.load_tokenizer(cfg)
     return SimpleNamespace(cfg=cfg, samples=datasets[0], processor=processor, table=table)
 
 

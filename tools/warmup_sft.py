@@ -33,7 +33,7 @@ from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import ConfigError, Origin, exit_with, reason_of, resolve_yaml
 from utils.config.schema import RM, Data, DataFiles, Losses, RolloutMatching
 from utils.config.section import PositiveFloat, PositiveInt, Ratio, Section
-from utils.data.encoding import dummy_segment, encode_prompt, grid_of, load_processor
+from utils.data.encoding import dummy_segment, encode_prompt, grid_of, load_processor, special_words
 from utils.data.mistakes import BadLine, report_skipped
 from utils.data.samples import DataError, LineReader, Sample, load_samples
 from utils.data.stream import SampleStream
@@ -115,7 +115,8 @@ def load_parts(cfg: WarmupConfig, segment_of: SegmentOf | None = None) -> Parts:
     prompt = cfg.data.prompt if "prompt" in cfg.data.model_fields_set else form.prompt
     paths = [file.path for file in cfg.train_jsonl]
     processor = load_processor(cfg.model)
-    reader = LineReader(prompt, cfg.data.object_order, form, grid_of(processor, form), needs_objects=True)
+    grids, special = grid_of(processor, form), special_words(processor, form)
+    reader = LineReader(prompt, cfg.data.object_order, form, grids, special, needs_objects=True)
     datasets = load_samples(paths, skipped=skipped, reader=reader)
     if skipped is not None:
         print(report_skipped(skipped, cfg.output_dir), end="", flush=True)

@@ -83,6 +83,7 @@ def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
         ({"data_types": "fp32"}, 'data_types="fp32" must be a JSON object'),
         ({"zero_optimization": {"stage": 7}}, "says zero_optimization.stage=7, which must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "3"}}, 'says zero_optimization.stage="3", which must'),
+        ({"zero_optimization": {"stage": "auto"}}, 'says zero_optimization.stage="auto", which must'),
         ({"zero_optimization": {"stage": True}}, "says zero_optimization.stage=true, which must"),
     ],
 )

@@ -164,7 +164,7 @@ def test_images_have_the_limits_of_the_config_CFG_17(tmp_path, start_model):
     """CFG-17: as the server's have, or prompts would differ (ROL-3)."""
     cfg = config(tmp_path)
     limits = {"path": str(start_model), "image_min_pixels": 32 * 32, "image_max_pixels": 96 * 96}
-    processor, _ = load_tokenizer(cfg.model_copy(update={"model": cfg.model.model_copy(update=limits)}), is_main=True)
+    processor, _ = load_tokenizer(cfg.model_copy(update={"model": cfg.model.model_copy(update=limits)}))
     size = processor.image_processor.size
     assert (size["shortest_edge"], size["longest_edge"]) == (32 * 32, 96 * 96)
 
@@ -204,7 +204,7 @@ def test_kernels_that_are_not_proven_are_refused_before_the_model_is_loaded_FAM_
     cfg = config(tmp_path)
     cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"fused_kernels": True})})
     with pytest.raises(SystemExit) as end:
-        load_tokenizer(cfg, is_main=True)
+        load_tokenizer(cfg)
     message = "config: training.fused_kernels=true: not tested with Qwen2.5-VL; set it to false\n"
     assert end.value.code == 2 and capsys.readouterr().err == message
 
@@ -215,10 +215,10 @@ def test_a_model_that_always_thinks_is_refused_where_answers_are_objects_FAM_2(t
     template = tmp_path / "model" / "chat_template.jinja"
     template.write_text(template.read_text() + "{{ '<think>\\n' }}")
     with pytest.raises(SystemExit) as end:
-        load_tokenizer(config(tmp_path), is_main=True)
+        load_tokenizer(config(tmp_path))
     message = f"model.path={tmp_path / 'model'}: its prompts open a thinking block, "
     assert end.value.code == 2 and capsys.readouterr().err.startswith(message)
-    assert load_tokenizer(config(tmp_path), is_main=True, needs_coordinates=False)[1] is not None
+    assert load_tokenizer(config(tmp_path), needs_coordinates=False)[1] is not None
 
 
 def test_a_run_directory_must_be_the_same_on_every_node_LRN_5(tmp_path, two_nodes, monkeypatch, capsys):

@@ -491,7 +491,7 @@ def test_a_trial_on_cpu_is_one_that_server_and_learner_accept_FAM_2(tmp_path, fa
     main()
     cfg = load_config("train.yaml")
     assert problems_of(resolve(cfg, 0), token=None) == []
-    assert load_tokenizer(cfg, is_main=True)[1] is not None
+    assert load_tokenizer(cfg)[1] is not None
 
 
 def test_a_server_takes_the_largest_images_SRV_10(tmp_path, start_model, monkeypatch):

@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 from tests.config.test_checkpoint_files import NOT_WHOLE
+from tests.families import build_family
 from tools import warmup_sft
 from tools.make_demo import (
     COLOURS,
@@ -30,7 +31,7 @@ from tools.make_demo import (
 from utils.answer_format import FORMATS
 from utils.config.load import ConfigError
 from utils.data.encoding import encode_prompt, load_processor
-from utils.data.samples import load_samples
+from utils.data.samples import DataError, load_samples
 from utils.learner.model import load_model
 from utils.targets import TargetOptions
 
@@ -255,6 +256,18 @@ def test_the_warmup_asks_as_the_answer_format_does_DAT_1(start_model, dataset):
     for data, prompt in (({}, FORMATS["qwen3vl"].prompt), ({"prompt": "List."}, "List.")):
         (sample,) = warmup_sft.load_parts(tiny_warmup(**values, data=data)).stream.next(1)
         assert sample.messages[-1]["content"] == prompt
+
+
+def test_the_warmup_refuses_labels_that_stage_2_refuses_DAT_3(tmp_path, dataset):
+    """DAT-3: InternVL's form writes labels as they are."""
+    build_family("internvl", tmp_path / "model")
+    line = json.loads((dataset / "train.jsonl").read_text().splitlines()[0])
+    line["images"] = [str(dataset / image) for image in line["images"]]
+    line["objects"][0]["desc"] = "the <img> tag"
+    (tmp_path / "train.jsonl").write_text(json.dumps(line))
+    values = {"model": str(tmp_path / "model"), "train_jsonl": str(tmp_path / "train.jsonl")}
+    with pytest.raises(DataError, match="spells a special token of the model"):
+        warmup_sft.load_parts(tiny_warmup(**values, answer_format="internvl"))
 
 
 def test_shipped_warmup_config_reads_and_writes_where_the_demo_does():

@@ -90,8 +90,8 @@ def open_session(
     Raises SystemExit with status 2, and one message on rank 0, for a user's mistake.
     """
     ranks = check_ranks(cfg)
-    processor, table = load_tokenizer(cfg, ranks.is_main, needs_coordinates)
-    check_reference(cfg, ranks.is_main)
+    processor, table = load_tokenizer(cfg, needs_coordinates)
+    check_reference(cfg)
 
     ranks.open()
     run_id = ranks.gather(uuid.uuid4().hex[:12])[0]
@@ -226,29 +226,29 @@ def open_records(
     return Monitor(run, num_steps, ranks.is_main, training.report_to, training.logging_steps)
 
 
-def load_tokenizer(cfg: Config, is_main: bool, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
-    """Load processor and token table; exit status 2 for a family that is not supported. Without coordinate tokens: the
-    same, or no table if they are not needed."""
+def load_tokenizer(cfg: Config, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
+    """Load processor and token table; exit status 2, said on each node, for what is not supported. Without coordinate
+    tokens: the same, or no table if they are not needed."""
     try:
         family = family_in(cfg.model.path)
         processor = load_processor(cfg.model.path, cfg.model.image_min_pixels, cfg.model.image_max_pixels)
     except (OSError, ValueError) as error:
-        exit_with(f"model.path={cfg.model.path}: {error}", is_main)
+        exit_with(f"model.path={cfg.model.path}: {error}")
     if cfg.training.fused_kernels and family.liger is None:
         rule = f"not tested with {family.name}; set it to false"
-        exit_with(problem(cfg, "training.fused_kernels", rule), is_main)
+        exit_with(problem(cfg, "training.fused_kernels", rule))
     if needs_coordinates and leaves_thinking_open(processor):
-        exit_with(f"model.path={cfg.model.path}: {THINKS}", is_main)
+        exit_with(f"model.path={cfg.model.path}: {THINKS}")
     try:
         return processor, TokenTable.from_tokenizer(processor.tokenizer, cfg.rm.format)
     except ValueError as error:
         if needs_coordinates:
-            exit_with(f"model.path={cfg.model.path}: {error}", is_main)
+            exit_with(f"model.path={cfg.model.path}: {error}")
         return processor, None
 
 
-def check_reference(cfg: Config, is_main: bool) -> None:
-    """Exit with status 2 unless the named start policy reads and writes the model's tokens (TGT-16)."""
+def check_reference(cfg: Config) -> None:
+    """Exit with status 2, said on each node, unless the named start policy has the model's tokens (TGT-16)."""
     path = cfg.model.reference_path
     if path is None:
         return
@@ -257,7 +257,7 @@ def check_reference(cfg: Config, is_main: bool) -> None:
         return
     what = "is no readable checkpoint" if found is None else "differs in architecture or vocabulary"
     rule = f"{what}; it must be one of the same model as model.path={cfg.model.path}"
-    exit_with(problem(cfg, "model.reference_path", rule), is_main)
+    exit_with(problem(cfg, "model.reference_path", rule))
 
 
 _START = """  start the server: make server GPUS=<ids> CONFIG={file} \
