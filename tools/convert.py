@@ -112,29 +112,11 @@ def convert_image(
         path = find_image(image, folder)
         width, height, orientation = _checked_size(image, path, options.exif)
         stored = (height, width) if orientation >= 5 else (width, height)
-        not_exhaustive, negative = (_category_ids(image, key) for key in (NOT_EXHAUSTIVE, NEGATIVE))
-        if not_exhaustive - categories.keys() and NEGATIVE not in image:
-            raise LeftOut(UNKNOWN_GAP)
-        objects, incomplete, gaps = [], set(not_exhaustive), set()
-        for item in annotations:
-            try:
-                converted, remarks = convert_object(_in_pixels(item, *stored), categories, *stored, options)
-            except LeftOut as reason:
-                category = valid_id(item.get("category_id"))
-                result.objects_left_out.append(str(reason))
-                incomplete.add(category)
-                if not str(reason).startswith(NO_GAP):
-                    gaps.add(categories.get(category))
-                continue
-            if (found := turned(converted, orientation, *stored)) in objects:
-                result.objects_left_out.append("listed twice: same label, same place")
-                continue
-            objects.append(found)
-            result.remarks.extend(remarks)
-            result.num_corners += CLIPPED in remarks and _fits_as_corners(item.get("bbox"), *stored)
+        objects, left_out = _convert_objects(annotations, categories, stored, orientation, options, result)
         if UNLISTED in result.objects_left_out and NEGATIVE not in image:
             # Its line would call the rest complete; LVIS's says what is annotated.
             raise LeftOut(INCOMPLETE if complete_for else NO_LABEL)
+        annotated = _annotated(image, objects, left_out, categories, complete_for)
         if options.max_objects is not None and len(objects) > options.max_objects:
             raise LeftOut(f"more than {options.max_objects} objects")
         if options.skip_empty and not objects:
@@ -151,19 +133,60 @@ def convert_image(
     result.row = {"id": str(image_id), "images": [shown], "width": width, "height": height, "objects": objects}
     if "messages" in image:
         result.row["messages"] = image["messages"]
-    if NEGATIVE in image:
-        absent = {categories.get(category) for category in negative}
-        known = {item["desc"] for item in objects} | absent - {None}
-        result.row["annotated"] = _without(known, {categories.get(category) for category in incomplete})
-    else:
-        known = complete_for.union(item["desc"] for item in objects)
-        gaps |= known & {categories[category] for category in not_exhaustive}  # of a category not chosen: no gap
-        if gaps:
-            result.row["annotated"] = _without(known, gaps)
+    if annotated is not None:
+        result.row["annotated"] = annotated
     return result
 
 
-def _without(names: Collection[str], left_out: Collection[str | None]) -> list[str]:
+def _convert_objects(
+    annotations: Sequence[dict[str, Any]],
+    categories: dict[Any, str],
+    stored: tuple[int, int],
+    orientation: int,
+    options: Options,
+    result: Converted,
+) -> tuple[list[dict[str, Any]], list[tuple[int | str | None, str]]]:
+    """Return an image's objects, and those left out: their category's id and the reason. `result` gets the rest."""
+    objects, left_out = list[dict[str, Any]](), list[tuple[int | str | None, str]]()
+    for item in annotations:
+        try:
+            converted, remarks = convert_object(_in_pixels(item, *stored), categories, *stored, options)
+        except LeftOut as reason:
+            left_out.append((valid_id(item.get("category_id")), str(reason)))
+            result.objects_left_out.append(str(reason))
+            continue
+        if (found := turned(converted, orientation, *stored)) in objects:
+            result.objects_left_out.append("listed twice: same label, same place")
+            continue
+        objects.append(found)
+        result.remarks.extend(remarks)
+        result.num_corners += CLIPPED in remarks and _fits_as_corners(item.get("bbox"), *stored)
+    return objects, left_out
+
+
+def _annotated(
+    image: dict[str, Any],
+    objects: Sequence[dict[str, Any]],
+    left_out: Sequence[tuple[int | str | None, str]],
+    categories: dict[Any, str],
+    complete_for: frozenset[str],
+) -> list[str] | None:
+    """Return the labels for which a line is complete (TGT-12); None: for all of its file. Raises LeftOut where the
+    image's lists of categories do not say it."""
+    not_exhaustive, known = _category_ids(image, NOT_EXHAUSTIVE), {item["desc"] for item in objects}
+    if NEGATIVE in image:
+        known |= {categories[category] for category in _category_ids(image, NEGATIVE) & categories.keys()}
+        incomplete = not_exhaustive.union(category for category, _ in left_out)
+        return _without(known, map(categories.get, incomplete))
+    if not_exhaustive - categories.keys():
+        raise LeftOut(UNKNOWN_GAP)
+    known |= complete_for
+    gaps = {categories.get(category) for category, reason in left_out if not reason.startswith(NO_GAP)}
+    gaps |= known & {categories[category] for category in not_exhaustive}  # of a category not chosen: no gap
+    return _without(known, gaps) if gaps else None
+
+
+def _without(names: Collection[str], left_out: Iterable[str | None]) -> list[str]:
     """Names that are none of `left_out`, as training compares labels: a gap in "Person" is one in "person", too."""
     gaps = {normal_label(name) for name in left_out if name is not None}
     return sorted(name for name in names if normal_label(name) not in gaps)
@@ -391,15 +414,21 @@ def convert(
                 report.note("images left out", reason, None, number)
             report.note("images left out", UNKNOWN, None, listed.num_unknown() if listed else 0)
         if not any(report.objects.values()):
-            hint = ""
-            if 0 < report.count("images left out", MISSING) == sum(count for count, _ in report.reasons.values()):
-                first = json.loads(next(coco.images())[1])
-                name = first.get("file_name") or first.get("coco_url")
-                hint = f"; {name} is not below {folder}: --images is the folder that these names are relative to"
-            elif kind == "yolo" and report.count("images left out", MISSING):
-                hint = "; label files and images have the same paths below --annotations and --images"
+            hint = _why_none_is_found(report, kind, coco, folder)
             raise ValueError(f"{annotations}: {report.why_empty(kind, coco.categories)}{hint}\n{report.text()}")
     return report
+
+
+def _why_none_is_found(report: Report, kind: str, source: CocoFile | Annotations, folder: Path) -> str:
+    """What to look at where image files are missing; else nothing."""
+    missing = report.count("images left out", MISSING)
+    if 0 < missing == sum(count for count, _ in report.reasons.values()):
+        first = json.loads(next(source.images())[1])
+        name = first.get("file_name") or first.get("coco_url")
+        return f"; {name} is not below {folder}: --images is the folder that these names are relative to"
+    if kind == "yolo" and missing:
+        return "; label files and images have the same paths below --annotations and --images"
+    return ""
 
 
 @contextmanager
