@@ -140,6 +140,7 @@ ROWS = {
         lambda: call(*[HELLO] * 8, request_config={"stop": [f"stop {i}" for i in range(100_000)]}),
         "at most 16 items",
     ),
+    "a text of quotes that does not end": (lambda: b"," * 600_000 + b'"' + b'\\"' * 50_000, "at most 524288 values"),
     "deep lists": (lambda: b'{"infer_requests": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "recursion limit"),
     "a number of a million digits": (lambda: b'{"infer_requests": ' + b"9" * 10**6 + b"}", "out of range"),
 }

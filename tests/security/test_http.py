@@ -74,15 +74,32 @@ def test_a_head_that_does_not_end_is_cut_off_SRV_10(port, start, monkeypatch):
                 time.sleep(0.1)
 
 
+ENDLESS = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
+
+
 def test_a_body_that_does_not_end_is_cut_off_SRV_10(port, monkeypatch):
     monkeypatch.setattr(front, "BODY_S", 0.5)
     with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
-        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n")
+        client.sendall(ENDLESS)
         deadline = time.monotonic() + 5
         with pytest.raises(OSError):
             while time.monotonic() < deadline:
                 client.sendall(b"x")
                 time.sleep(0.1)
+
+
+def test_a_body_that_does_not_end_behind_another_request_is_cut_off_SRV_10(monkeypatch):
+    monkeypatch.setattr(front, "BODY_S", 0.5)
+
+    async def slow(scope, receive, send):
+        await asyncio.sleep(0.3)
+        await echo(scope, receive, send)
+
+    with serving(slow) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + ENDLESS)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        while client.recv(1 << 16):  # until the end
+            pass
 
 
 def test_what_comes_behind_a_request_is_bounded_SRV_10():

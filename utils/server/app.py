@@ -42,7 +42,8 @@ MAX_ERRORS = 20  # that a 422 lists
 MAX_ECHO = 200  # characters of a request that an answer repeats at one place
 STATUS = {BadCall: 422, NotOwner: 403, Conflict: 409, Unavailable: 503, UpdateFailed: 502}
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# One that never ends counts as one, too: else it would be read to the body's end from each quote in it.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 Asgi = Callable[..., Awaitable[None]]
 RunToken = Annotated[str, Header()]  # `Run-Token`, from the answer of /init_communicator/

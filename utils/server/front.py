@@ -40,6 +40,11 @@ class BoundedHttp(H11Protocol):
             self.transport.abort()  # sends on and on behind a request that is being answered
         self._bound_wait()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # of a request that came behind the one just answered
+            self._bound_wait()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
