@@ -407,6 +407,20 @@ def test_neutral_objects_are_not_measured_against_others_TGT_12() -> None:
         np.testing.assert_allclose(own, expected)
 
 
+@pytest.mark.parametrize("reward", ["detection_mean_iou", "detection_f1_no_label"])
+def test_a_neutral_object_that_counts_by_place_has_its_baseline_TGT_12(reward) -> None:
+    """GRP-8, TGT-12: what all answers find has no advantage, and who passes over it pays; as if trees were annotated."""
+    tree = replace(A, desc="tree")
+    for texts in ([[tree, B]] * 4, [[tree, B], [tree, B], [B], [B]]):
+        mine, known = (
+            decision_advantages([group_of(*texts, truth=[A, B], names=(reward,), annotated=labels)], np.ones(1), "group")
+            for labels in (TWO, None)
+        )
+        for own, expected in zip(mine, known, strict=True):
+            np.testing.assert_allclose(own, expected)
+    assert any(own.any() for own in known)
+
+
 def test_the_std_of_the_batch_is_that_of_all_answers_GRP_8() -> None:
     """GRP-8, GRP-6: what two ranks compute apart is what one computes of all groups."""
     groups = [[answer_of(format_objects(o), [A, B]) for o in ([A, FAR], [A])], ONE_EACH[0]]

@@ -150,14 +150,15 @@ def attempts_without_repeats(completion: Completion, sample: Sample) -> tuple[np
 
 def attempts(overlaps: Overlaps, iou_threshold: float, annotated: Collection[str] | None = None) -> np.ndarray:
     """The true object that each prediction is an attempt at, or -1; int64 `[num_pred]`. First come the matches, then
-    what overlaps an object that is left by `BACKGROUND_IOU`, whatever its label, unless it is neutral."""
+    what overlaps an object that is left by `BACKGROUND_IOU`, whatever its label; neutral ones last."""
     found = np.full(len(overlaps.predicted), -1)
     for index, at in overlaps.matches(iou_threshold):
         found[index] = at
     held = np.array([is_wrong_if_unmatched(obj, annotated) for obj in overlaps.predicted], dtype=bool)
-    left, missed = np.flatnonzero((found < 0) & held), np.setdiff1d(np.arange(len(overlaps.truth)), found)
-    for row, column in match(overlaps.iou[np.ix_(left, missed)], BACKGROUND_IOU):
-        found[left[row]] = missed[column]
+    for turn in (held, ~held):
+        left, missed = np.flatnonzero((found < 0) & turn), np.setdiff1d(np.arange(len(overlaps.truth)), found)
+        for row, column in match(overlaps.iou[np.ix_(left, missed)], BACKGROUND_IOU):
+            found[left[row]] = missed[column]
     return found
 
 
