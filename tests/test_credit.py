@@ -409,13 +409,11 @@ def test_neutral_objects_are_not_measured_against_others_TGT_12() -> None:
 
 @pytest.mark.parametrize("reward", ["detection_mean_iou", "detection_f1_no_label"])
 def test_a_neutral_object_that_counts_by_place_has_its_baseline_TGT_12(reward) -> None:
-    """GRP-8, TGT-12: what all answers find has no advantage, and who passes over it pays; as if trees were annotated."""
+    """GRP-8, TGT-12: as if trees were annotated. What all find has no advantage; who passes over it pays."""
     tree = replace(A, desc="tree")
     for texts in ([[tree, B]] * 4, [[tree, B], [tree, B], [B], [B]]):
-        mine, known = (
-            decision_advantages([group_of(*texts, truth=[A, B], names=(reward,), annotated=labels)], np.ones(1), "group")
-            for labels in (TWO, None)
-        )
+        groups = [group_of(*texts, truth=[A, B], names=(reward,), annotated=labels) for labels in (TWO, None)]
+        mine, known = (decision_advantages([group], np.ones(1), "group") for group in groups)
         for own, expected in zip(mine, known, strict=True):
             np.testing.assert_allclose(own, expected)
     assert any(own.any() for own in known)

@@ -135,6 +135,36 @@ def test_a_step_whose_caller_hangs_up_ends_SRV_12(path, call):
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
+def test_a_caller_that_hangs_up_while_its_failure_is_cleaned_up_SRV_12():
+    """SRV-12: requests that the update held end all the same."""
+
+    async def run():
+        llm, engine, updates = make(seconds=60.0)
+        await updates.init(INIT)
+        answer = asyncio.create_task(engine.infer(ask("x"), RequestConfig()))
+        await asyncio.sleep(0.1)
+        await updates.start(START.model_copy(update={"pause": "keep"}))
+        llm.failing_step, release, on_all_workers = "update", asyncio.Event(), engine.on_all_workers
+
+        async def slow(step, *args):
+            if step == "abort":
+                await release.wait()
+            return await on_all_workers(step, *args)
+
+        engine.on_all_workers = slow
+        update = asyncio.create_task(updates.update(UPDATE))
+        await asyncio.sleep(0.2)
+        update.cancel()
+        await asyncio.sleep(0.1)
+        release.set()
+        await asyncio.wait({update}, timeout=5)
+        assert update.cancelled() and engine.weights.state == "dirty" and not updates.lock.locked()
+        assert llm.aborted and llm.log[-1] == "resume"
+        answer.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_a_bucket_has_a_limit_whatever_its_run_allows_SRV_12():
     """SRV-12: an update with live buckets may take as long as the run says."""
 

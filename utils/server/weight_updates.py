@@ -243,9 +243,19 @@ class WeightUpdates:
                     return await self._fail(f"the learner of run {self.owner} is gone")
 
     async def _fail(self, reason: str) -> None:
-        """Mark the weights dirty. Workers leave the communicator, which tells a learner that is still sending."""
+        """Mark the weights dirty. Workers leave the communicator, which tells a learner that is still sending. Whoever
+        asked may hang up meanwhile: nobody else would do the rest."""
         logger.error("weight update given up: %s", reason)
         self.weights.move("dirty", None, reason)
+        cleaning = asyncio.ensure_future(self._clean_up())
+        try:
+            await asyncio.shield(cleaning)
+        except asyncio.CancelledError:
+            await cleaning
+            raise
+
+    async def _clean_up(self) -> None:
+        """Have workers leave the update, and requests go on or end."""
         if self.engine.llm.errored:
             return
         try:
