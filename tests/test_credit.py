@@ -22,7 +22,7 @@ from utils.credit import (
     object_decision,
 )
 from utils.geometry import Object, iou_matrix
-from utils.grpo import Answer, choose_rows, decision_advantages, has_signal, weight_answers
+from utils.grpo import EPSILON, Answer, choose_rows, decision_advantages, has_signal, weight_answers
 from utils.policy_loss import policy_loss, policy_sums, policy_tokens, token_weights
 from utils.rewards import Completion, load_rewards, score
 from utils.scores import Overlaps
@@ -436,6 +436,17 @@ def test_the_std_of_the_batch_is_that_of_all_answers_GRP_8() -> None:
     first = weight_answers(groups[:1], np.ones(1), options, Alone(sent[0]))
     for own, expected in zip(first.advantages, whole.advantages[:2], strict=True):
         np.testing.assert_allclose(own, expected)
+
+
+def test_rewards_of_the_text_widen_the_scale_GRP_8() -> None:
+    """GRP-8, GRP-6: by their squares about the mean; here 1 and 0 for two answers."""
+    texts = format_objects([A, B]), format_objects([A, FAR])[:-1]
+    group = [answer_of(text, [A, B], ("detection_f1", "detection_parse")) for text in texts]
+    squares = []
+    for weights in (np.array([1.0, 0.0]), np.array([1.0, 1.0])):
+        plain, scaled = (decision_advantages([group], weights, kind)[0] for kind in ("none", "group"))
+        squares.append((np.abs(plain[1:]).max() / np.abs(scaled[1:]).max() - EPSILON) ** 2)
+    assert squares[1] - squares[0] == pytest.approx(0.5**2 + 0.5**2)
 
 
 def test_a_group_with_equal_answers_may_still_teach_GRP_8() -> None:

@@ -427,6 +427,7 @@ def test_overlaps_are_computed_once_for_all_rewards_and_objects_held_grp_8_grp_9
         return iou_matrix(*sides)
 
     monkeypatch.setattr("utils.scores.iou_matrix", counted)
+    monkeypatch.setattr("utils.scores.MIN_POOLED", 0)
     for annotated in [None, frozenset({"red car"})] * 10:
         objects, gt = ([random_object(rng) for _ in range(rng.randint(1, 6))] for _ in range(2))
         objects += rng.choices(objects + gt, k=3)

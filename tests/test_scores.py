@@ -55,9 +55,10 @@ def test_counts_are_summed_over_objects_not_averaged_over_images_LRN_7():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_matches_of_some_objects_are_those_of_an_answer_with_these_GRP_8(seed: int) -> None:
+def test_matches_of_some_objects_are_those_of_an_answer_with_these_GRP_8(seed: int, monkeypatch) -> None:
     """GRP-8, TGT-4: solved in parts, against all at once; crowds with ties, objects twice, true ones said exactly."""
     rng = random.Random(seed)
+    monkeypatch.setattr("utils.scores.MIN_POOLED", 0 if seed % 2 else 100)
 
     def some(number: int) -> list[Object]:
         corners = [(rng.randrange(0, 60, 4), rng.randrange(0, 40, 4)) for _ in range(number)]
@@ -122,6 +123,13 @@ def test_predictions_that_only_touch_an_object_are_gated_LOG_3():
     """LOG-3: One found, one overlapping below the threshold, one far from everything."""
     counts = count_sample(parsed(RED, box("blue", 260, 260, 360, 360), FAR), [RED, BLUE], 0.5, False)
     assert (counts["matched"], counts["gated"]) == (1, 1)
+
+
+def test_an_overlap_of_exactly_the_threshold_reaches_it_LRN_9_LOG_3():
+    """LRN-9, LOG-3: as in matching, whatever rounding does to it."""
+    third = box("red", 0, 0, 100, 60)
+    assert count_sample(parsed(third), [RED], 0.6 + 1e-12, False)["gated"] == 0
+    assert count_duplicates([RED, third], 0.6 + 1e-12) == 1
 
 
 def test_parse_health_LRN_7():

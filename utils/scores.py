@@ -14,6 +14,7 @@ from utils.token_table import touched
 
 IOUS = [round(0.5 + 0.05 * i, 2) for i in range(10)]  # COCO's thresholds
 DUPLICATE_IOU = 0.9  # from there on two predictions of a label are one and the same
+MIN_POOLED = 48  # predictions from which on parts pay; with fewer, solving anew is quicker
 GIANT_SHARE = 0.9  # of the image's area, above which a box is giant (LRN-9)
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Overlaps:
         if row_of.keys() >= set(objects):
             rows = np.array([row_of[obj] for obj in objects], dtype=np.int64)
             found.iou, found.labelled, found.mutual = pool.iou[rows], pool.labelled[rows], pool.mutual[rows][:, rows]
-            found._chosen_from = parts, rows
+            if len(self.predicted) >= MIN_POOLED:
+                found._chosen_from = parts, rows
         return found
 
 
@@ -142,7 +144,7 @@ def count_sample(
         matched_no_label=len(pairs),
         parsed=int(parsed.is_whole),
         truncated=int(truncated),
-        gated=int(((best > 0) & (best < iou_threshold)).sum()),
+        gated=int(((best > 0) & (best < iou_threshold - TOLERANCE)).sum()),
         duplicates=len(repeated(overlaps.mutual, [p for p, _ in labelled], DUPLICATE_IOU).intersection(held)),
         **{f"dropped/{reason}": number for reason, number in parsed.dropped.items()},
     )
@@ -298,7 +300,7 @@ def count_duplicates(objects: Sequence[Object], iou_threshold: float = DUPLICATE
 def repeated(mutual: np.ndarray, matched: Sequence[int], iou_threshold: float) -> set[int]:
     """Unmatched objects that overlap a matched or an earlier one by the threshold; `mutual` `[n, n]` as
     `Overlaps.mutual`."""
-    near = mutual >= iou_threshold
+    near = mutual >= iou_threshold - TOLERANCE
     found = np.flatnonzero(np.tril(near, k=-1).any(axis=1) | near[:, list(matched)].any(axis=1))
     return set(found.tolist()).difference(matched)
 

@@ -32,7 +32,7 @@ def port():
 @contextlib.contextmanager
 def serving(app):
     config = front.front_config(front.require_host(app, front.own_hosts("127.0.0.1")))
-    config.lifespan = "off"
+    config.lifespan, config.loop = "off", "asyncio"  # as the server has it
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
@@ -100,6 +100,28 @@ def test_a_body_that_does_not_end_behind_another_request_is_cut_off_SRV_10(monke
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
         while client.recv(1 << 16):  # until the end
             pass
+
+
+def test_a_body_in_the_smallest_chunks_holds_nobody_up_SRV_10(port):
+    """Other requests are answered between two reads."""
+    worst, is_over = [0.0], threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            start = time.monotonic()
+            assert b" 200 " in ask(port, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            worst[0] = max(worst[0], time.monotonic() - start)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    chunks = b"1\r\nx\r\n" * 350_000
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(head + chunks + b"0\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    is_over.set()
+    looking.join()
+    assert worst[0] < 1.0
 
 
 def test_what_comes_behind_a_request_is_bounded_SRV_10():

@@ -21,6 +21,7 @@ from utils.server.app import make_app  # noqa: E402
 from utils.server.engine import (  # noqa: E402
     BadCall,
     Conflict,
+    NotOwner,
     RolloutEngine,
     Unavailable,
     UpdateFailed,
@@ -214,6 +215,7 @@ def test_answers_are_cut_before_the_stop_token_and_fail_alone():
         assert good.rollout_infos == {"weight_version": None, "stop_token_id": 2}
         assert bad.rollout_infos["error"].endswith(": bad prompt") and "refused" not in bad.rollout_infos
         assert refused.rollout_infos["refused"] is True
+        assert not engine.ids_in_flight and sum(engine.num_running) == 0
 
     asyncio.run(run())
 
@@ -848,7 +850,7 @@ def test_a_run_whose_opening_failed_does_not_own_the_server_CON_4():
 
     async def run():
         llm, engine, updates = make()
-        await updates.init(INIT)
+        token = (await updates.init(INIT))["run_token"]
         seen, on_all = [], engine.on_all_workers
 
         async def fails(step, payload=None):
@@ -861,5 +863,7 @@ def test_a_run_whose_opening_failed_does_not_own_the_server_CON_4():
         with pytest.raises(UpdateFailed):
             await updates.init(INIT.model_copy(update={"run_id": "b"}))
         assert seen == [None] and updates.owner is None
+        with pytest.raises(NotOwner):  # nor does the token of the run before
+            updates.check_token(token)
 
     asyncio.run(run())

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from scipy.stats import sem, t, ttest_ind
 
 from studies import further
 from studies.further import PARTS
@@ -60,6 +61,20 @@ def test_the_interval_covers_seeds_and_images():
     spread, half = np.std([value for value, _ in sides]), np.mean([half for _, half in sides])
     assert held >= 0.94 * 400
     assert 1.9 * spread < half < 2.6 * spread
+
+
+def test_each_source_alone_has_the_field_s_own_interval():
+    """Seeds alone are Welch's test; the parts alone, the jackknife with one degree of freedom less than parts."""
+    right = (80.0, 82.0, 87.0), (75.0, 76.0)
+    ours, theirs = ([run(np.tile([own, 100.0, 100.0], (PARTS, 1))) for own in side] for side in right)
+    values = [further.f1(side) for side in (ours, theirs)]
+    welch = ttest_ind(*values, equal_var=False).confidence_interval(0.95)
+    assert further.difference(ours, theirs)[1:] == pytest.approx((welch.low, welch.high))
+    rng = np.random.default_rng(5)
+    one, other = (drawn(rng, f1, 1, np.zeros(PARTS)) for f1 in (0.82, 0.8))
+    gaps = np.array(further.counts_of(one) - further.counts_of(other))[0, :, 0] / 100
+    value, low, high = further.difference(one, other)
+    assert (value, high) == pytest.approx((gaps.mean(), gaps.mean() + t.ppf(0.975, PARTS - 1) * sem(gaps)))
 
 
 def test_a_single_model_adds_no_variance_of_seeds():

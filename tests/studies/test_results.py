@@ -742,6 +742,8 @@ def test_an_arm_that_took_longer_than_equal_seconds_does_not_win():
     }
     slow = {name: slowed(runs, 9.0) for name, runs in others.items()}
     assert results_report.wins([*rivals, *clock, *others[by_object]], HALF) == [by_object]
+    nearly = slowed(others[by_object], 1.1)  # 171 s: up to 5 % more are as many
+    assert results_report.wins([*rivals, *clock, *nearly], HALF) == [by_object]
     assert results_report.wins([*rivals, *clock, *slow[by_object]], HALF) == []
     assert results_report.is_lost([*rivals, *clock, *itertools.chain(*slow.values())], HALF)
     assert not results_report.is_lost([*rivals, *clock, *itertools.chain(*others.values())], HALF)
@@ -803,6 +805,8 @@ def test_the_first_lines_say_what_is_left_if_one_corrects_for_the_number_of_vers
         "**The claim is shown, but not if one corrects for the number of versions that were tried.**"
     )
     assert "With 99.77% intervals (Bonferroni, over all of them) these still show it: New class.\n" in narrow
+    versions = *all_finished(NEW_CLASS, 0.8, 0.6), *all_finished(SHIFTED, 0.8, 0.6), *all_finished(DENSE, 0.63, 0.6)
+    assert results_report.verdict(STUDIES, versions).startswith("**The claim is shown, but not if one corrects")
     assert "Bonferroni" not in results_report.verdict(STUDIES, [])
     images = with_further(all_finished(HALF, 0.8, 0.6), 0.6)  # where further images decide, too
     ours = [run for run in with_further(images, 0.63) if run["variant"] == "stage 2 + KL"]
@@ -833,6 +837,8 @@ def test_what_was_shown_once_does_not_count_if_it_is_not_shown_again():
     assert "does in 0" in refuted and "0 show it, 2 do not" in refuted and "Bonferroni" not in refuted
     assert "Shown once, but not when it was repeated, so not counted: Dense, faint crowds.\n" in refuted
     assert "Shown once" not in again
+    other = results_report.verdict(STUDIES, [*first, *runs_of(AGAIN, 0.6), *all_finished(NEW_CLASS, 0.8, 0.6)])
+    assert "these still show it: New class.\n" in other
 
 
 def with_further(runs: list[dict], f1: float) -> list[dict]:

@@ -208,6 +208,15 @@ def test_the_first_tensor_that_arrived_wrong_is_named_SYN_7(weights):
         sync_with(StandIn(weights, wrong="1.weight")).sync("run:0")
 
 
+def test_a_worker_that_reports_no_digests_is_no_proof_SYN_7(weights, monkeypatch):
+    """SYN-7."""
+    server = StandIn(weights)
+    post = server.post
+    monkeypatch.setattr(server, "post", lambda *args: post(*args) | {"digests": []})
+    with pytest.raises(RuntimeError, match="server0: 0 workers reported digests"):
+        sync_with(server).sync("run:0")
+
+
 def test_verify_first_checks_the_first_sync_only_SYN_7(weights):
     """SYN-7: `first` and `off` do not ask for digests later."""
     server = StandIn(weights)

@@ -215,8 +215,9 @@ def _looks_like_base64(source: str) -> bool:
 
 def _decode(payload: str, source: str) -> bytes:
     try:
-        return _bounded(base64.b64decode("".join(payload.split()), validate=True), source)
-    except binascii.Error as error:
+        packed = payload.encode("ascii").translate(None, b" \t\r\n\v\f")
+        return _bounded(base64.b64decode(packed, validate=True), source)
+    except (binascii.Error, UnicodeEncodeError) as error:
         raise ValueError(f"broken base64 image {shortened(source)}: {error}") from error
 
 

@@ -217,7 +217,7 @@ class WeightSync:
         chosen = {entry.name for entry in entries}
         if self._servers_are_whole and self.mode == "full":  # a slot holds one update's tensors alone, frozen ones, too
             changing = {entry.name for entry in entries if entry.can_change}
-            chosen = set().union(*(whole_groups(changing, own) for own in self._parameters)) or chosen
+            chosen = set().union(*(whole_groups(changing, own) for own in self._parameters))
         order = sorted(range(len(entries)), key=lambda index: entries[index].num_bytes > self.bucket_bytes)  # stable
         return [index for index in order if entries[index].name in chosen]
 
