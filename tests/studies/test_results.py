@@ -841,6 +841,37 @@ def test_what_was_shown_once_does_not_count_if_it_is_not_shown_again():
     assert "these still show it: New class.\n" in other
 
 
+CAST = "partial_cast", "stage 2 + KL, end unlearnt"
+LONG_CAST = "partial_cast_long", "stage 2 + KL, end unlearnt"
+THEIRS = "start model's answers + KL, end unlearnt"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (CAST, ("partial_cast", THEIRS), "+0.008 [-0.002, +0.017]"),
+        (LONG_CAST, ("partial_cast_long", THEIRS), "0.011 better [+0.003, +0.019]"),
+        (LONG_CAST, ("partial_cast_long", f"{THEIRS}, equal seconds"), "(218 steps) 0.022 [+0.011, +0.034]"),
+        (
+            LONG_CAST,
+            ("partial_cast_long, answers at the policy's price", f"{THEIRS}, equal seconds"),
+            "(0.007 [+0.0002, +0.0141])",
+        ),
+        (("faint", "GRPO by object"), ("faint", "SFT, equal seconds"), "(+0.009 at equal seconds)"),
+    ],
+)
+def test_the_figures_of_the_caveat_are_those_of_the_records(ours, theirs, words):
+    records = json.loads((ROOT / "docs" / "results.json").read_text())
+    runs = [
+        [run for run in records if (run["task"], run["variant"]) == side and run["seed"] != TUNING_SEED]
+        for side in (ours, theirs)
+    ]
+    found = further.difference(*runs)
+    told = [word.strip("+()[],") for word in words.split() if "." in word]
+    assert [f"{value:.{len(word.partition('.')[2])}f}" for value, word in zip(found, told, strict=False)] == told
+    assert words in " ".join(results_report.CAVEAT.split())
+
+
 def with_further(runs: list[dict], f1: float) -> list[dict]:
     """The same runs with scores on further images: 100 objects in each part, F1 0.01 apart between seeds."""
     found = []
