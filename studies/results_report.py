@@ -61,9 +61,9 @@ says so.
 
 Scores are means over seeds ± standard deviation. A duplicate overlaps another prediction of its label by an IoU of 0.9
 or more (the reward and `drop_duplicates` take 0.5). Intervals are of 95 % (Welch's t). They cover the seeds, not which
-images were drawn for the test. Where a study has *further images* for the test, two to eight times as many, its
-verdict goes by these: their intervals cover the draw of the images, too (jackknife over 32 parts of them). Nothing
-corrects for comparing several arms.
+images were drawn for the test. Where a study has *further images* for the test, two to eight times as many, its verdict
+goes by these: their intervals cover the draw of the images, too (jackknife over 32 parts of them). Nothing corrects for
+comparing several arms.
 """
 
 

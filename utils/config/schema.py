@@ -248,7 +248,7 @@ class Collapse(Section):
     """Bounds on the rollouts of a step; crossing one of them is a warning."""
 
     min_parse_rate: Ratio = key(0.5, "smallest fraction of responses that parse (GRPO: with reward detection_parse)")
-    max_duplicate_rate: Ratio = key(0.3, "stage 2: largest fraction of objects that repeat another (same label, IoU of 0.9)")
+    max_duplicate_rate: Ratio = key(0.3, "stage 2: largest share of objects that repeat another (same label, IoU 0.9)")
     max_truncated_rate: Ratio = key(0.5, "largest fraction of responses cut at max_new_tokens")
 
 
