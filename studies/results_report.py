@@ -32,7 +32,8 @@ own answers are 0.011 better [+0.003, +0.019], at equal seconds (218 steps) 0.02
 took a rate that was best on the tuning images by 0.003 and did worse on the others. Before, with 185 steps and a lower
 rate, it was closer (0.007 [+0.0002, +0.0141]). Learning rates there are bracketed for all arms but SFT and, at equal
 seconds, pseudo-labels, which took the lowest and stay far below; the one KL weight is the smallest that was tried. On
-faint crowds the gain is small (+0.009 at equal seconds), and comes from precision."""
+faint crowds the gain is small (at equal seconds +0.009, and +0.014 once more). It comes from precision; counts got
+worse."""
 COLOURS = ("#c0392b", "#e67e22", "#8e44ad", "#16a085", "#2962d6", "#555")
 
 ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run of an arm

@@ -857,7 +857,8 @@ THEIRS = "start model's answers + KL, end unlearnt"
             ("partial_cast_long, answers at the policy's price", f"{THEIRS}, equal seconds"),
             "(0.007 [+0.0002, +0.0141])",
         ),
-        (("faint", "GRPO by object"), ("faint", "SFT, equal seconds"), "(+0.009 at equal seconds)"),
+        (("faint", "GRPO by object"), ("faint", "SFT, equal seconds"), "(at equal seconds +0.009, and"),
+        (("faint_again", "GRPO by object"), ("faint_again", "SFT, equal seconds"), "+0.014 once more)"),
     ],
 )
 def test_the_figures_of_the_caveat_are_those_of_the_records(ours, theirs, words):
