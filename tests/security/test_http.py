@@ -32,7 +32,7 @@ def port():
 @contextlib.contextmanager
 def serving(app):
     config = front.front_config(front.require_host(app, front.own_hosts("127.0.0.1")))
-    config.lifespan, config.loop = "off", "asyncio"  # as the server has it
+    config.lifespan = "off"
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext

@@ -71,6 +71,7 @@ def front_config(app: Callable[..., Awaitable[None]]) -> uvicorn.Config:
     """Return uvicorn's settings. h11, because httptools reads heads without end."""
     return uvicorn.Config(
         app,
+        loop="asyncio",  # as `rollout_server` runs it; uvloop's transports have no `max_size`
         http=BoundedHttp,
         ws="none",  # an upgrade would leave `BoundedHttp`
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
