@@ -193,6 +193,10 @@ def test_base64_and_data_uris(root):
     for bad in ("data:image/png,xyz", "data:image/png;base64,!!!", "data:image/png;base64,aGVsbG8="):
         with pytest.raises(ValueError):
             store.open_all([bad])
+    with pytest.raises(ValueError, match="broken base64 image"):
+        store.open_all(["data:image/png;base64,\u00e9\u00e9\u00e9\u00e9"])
+    lines = "\r\n".join(text[at : at + 76] for at in range(0, len(text), 76))
+    assert store.open_all([f" {lines}\n"])[0].size == (8, 6)
 
 
 @pytest.mark.parametrize("path", ["UDUK", "P5" * 40, "UDYx" * 20, "UDUK.ppm/images/0000000000000001"])
