@@ -87,7 +87,8 @@ def open_session(
         metric: of an evaluation, that decides which step was the best.
         rewards: names of the rewards whose keys every line must have.
 
-    Raises SystemExit with status 2, and one message on rank 0, for a user's mistake.
+    Raises SystemExit with status 2, and one message on rank 0 (on each node, of what one alone may lack), for a user's
+    mistake.
     """
     ranks = check_ranks(cfg)
     processor, table = load_tokenizer(cfg, needs_coordinates)

@@ -17,7 +17,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_CONNECTIONS = 8192  # a call has two: its own, and one that looks at /health/ meanwhile
 HEAD_S = 20.0  # from a connection's start, or a head's first byte, to the end of the head
 BODY_S = 300.0  # from the end of the head to the end of the body
-READ_BYTES = 16 << 10  # at once: in the smallest of chunks they cost the loop 2 us each
+READ_BYTES = 16 << 10  # at once; others wait meanwhile, for long if they are tiny chunks
 
 
 class BoundedHttp(H11Protocol):
