@@ -290,8 +290,12 @@ class Grpo:
         objective = PolicyObjective(cfg, weighted.denominator, temperature)
         with self.session.finished_steps_saved(NotFinite):
             result = learner.step(batches, objective, step)
-        for _ in range(1, cfg.num_iterations):  # where one of these fails, part of a step has been trained
-            result = learner.step(batches, objective, step)
+        for number in range(1, cfg.num_iterations):
+            try:
+                result = learner.step(batches, objective, step)
+            except NotFinite as error:
+                done = f"Of {cfg.num_iterations} updates on these answers {number} had been made, so nothing is saved"
+                raise NotFinite(f"{error}. {done}; resume from the last checkpoint") from error
         return result
 
     # Evaluation and checkpoints

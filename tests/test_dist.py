@@ -123,6 +123,13 @@ def test_sums_over_ranks_know_keys_that_a_rank_lacks(monkeypatch):
     assert all(isinstance(value, float) for value in sums.values())
 
 
+def test_every_rank_gets_what_the_first_rank_has_that_has_any(monkeypatch):
+    ranks = Ranks()
+    for others, first in ([], None), ([None, "two", "three"], "two"):
+        monkeypatch.setattr(ranks, "gather", lambda value, others=others: [value, *others])
+        assert ranks.first(None) == first and ranks.first("own") == "own"
+
+
 def test_an_address_where_other_nodes_do_not_reach_rank_0_is_refused_LRN_11(monkeypatch):
     """LRN-11: rank 0 listens at `MASTER_ADDR` only."""
     check_master_address("127.0.0.1")

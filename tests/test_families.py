@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from functools import cache, partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tools.add_coord_tokens import add_coord_tokens
 from utils.config.load import build_config
 from utils.data.encoding import load_processor
 from utils.families import FAMILIES, Family, family_from, family_in, part_of
-from utils.learner.model import fuse_kernels, load_model
+from utils.learner.model import load_model
 from utils.run import setup
 from utils.server import launch
 from utils.sync.merged_weights import MergedWeights
@@ -173,16 +173,6 @@ def test_pixel_limits_are_refused_where_images_are_tiled_FAM_2(checkpoint):
     assert load_processor(path)
     with pytest.raises(ValueError, match="no limits in pixels; leave image_min_pixels and image_max_pixels out"):
         load_processor(path, max_pixels=64 * 64)
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if FAMILIES[family].liger is None])
-def test_fused_kernels_are_refused_where_they_are_not_proven_FAM_2(family, monkeypatch):
-    """FAM-2."""
-    monkeypatch.setitem(__import__("sys").modules, "liger_kernel.transformers", ModuleType("liger_kernel"))
-    model = nn.Linear(1, 1)
-    model.config = SimpleNamespace(model_type=family)
-    with pytest.raises(ValueError, match=f"fused_kernels: not tested with {FAMILIES[family].name}; set it to false"):
-        fuse_kernels(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

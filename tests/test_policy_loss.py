@@ -235,6 +235,8 @@ def one_token(ratio: float, advantage: float, options: Rlhf, engine: float = 0.0
         (1.5, -2.0, 3.0, True, None),  # a bad token that became likelier is always pushed down
         (0.5, -2.0, 1.6, False, "clip_low"),
         (0.5, 2.0, -1.0, True, None),
+        (1.5, 0.4, -0.52, False, "clip_high"),
+        (0.5, -0.4, 0.32, False, "clip_low"),
     ],
 )
 def test_clipping_by_hand_grp_6(ratio, advantage, loss, has_gradient, clip):

@@ -14,7 +14,7 @@ from utils.dist import MAX_MESSAGE_BYTES  # noqa: E402
 from utils.rollout.client import STOP_S  # noqa: E402
 from utils.run.policy import MAX_RECOVERIES  # noqa: E402
 from utils.run.shutdown import STOPPED_STATUS  # noqa: E402
-from utils.server import app, engine, front, images, process, weight_updates  # noqa: E402
+from utils.server import app, engine, front, images, process, protocol, weight_updates  # noqa: E402
 from utils.sync import transports, vllm_worker  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ SECURITY = [
     f"Bodies of at most {app.MAX_BODY_BYTES >> 20} MiB and {app.MAX_VALUES:,} values (413)",
     f"x `top_logprobs` of a call are at most {engine.MAX_LOGPROBS:,} (422)",
     f"one body of more than {app.LARGE_BODY_BYTES >> 20} MiB is parsed at a time",
-    f"at most {weight_updates.MAX_UPDATE_BYTES >> 50} PiB, a communicator at most {weight_updates.MAX_RANKS} ranks",
+    f"at most {weight_updates.MAX_UPDATE_BYTES >> 50} PiB, a communicator at most {protocol.MAX_RANKS} ranks",
     f"or the learner has not answered for {vllm_worker.LEARNER_TIMEOUT_S:g} s",
     f"Ranks tell each other JSON, at most {MAX_MESSAGE_BYTES >> 30} GiB each",
 ]

@@ -34,9 +34,9 @@ from tqdm import tqdm
 
 from tools.convert import check_not_inputs
 from tools.lengths import prompt_lengths
-from utils.answer_format import COORD_TOKENS
 from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import exit_with, load_config_or_exit, reason_of
+from utils.config.plan import at_least_one
 from utils.config.schema import Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, prompt_chat
 from utils.data.images import as_file
@@ -113,15 +113,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=json_file, metavar="FILE.json", help="default: DIR/evaluation/NAME_OF_DATA.json"
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N samples")
-    parser.add_argument("--batch-size", type=positive, default=16, metavar="N", help="sequences per batch (default 16)")
+    parser.add_argument("--limit", type=at_least_one, metavar="N", help="score only the first N samples")
+    parser.add_argument(
+        "--batch-size", type=at_least_one, default=16, metavar="N", help="sequences per call (default 16)"
+    )
     return parser.parse_args()
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
 
 
 def json_file(text: str) -> str:
@@ -199,9 +195,8 @@ def check_checkpoint(folder: Path, answer_format: str) -> None:
         raise ValueError(f"--checkpoint {folder}: no config.json there; {advice}")
     if found := checkpoint_problems(folder):
         raise ValueError("\n".join(f"--checkpoint {folder}: {rule}" for rule in found))
-    family = family_in(folder)
-    if answer_format not in (COORD_TOKENS.name, family.answer_format):
-        rule = f"{family.name} was not trained to write answer_format: {answer_format}"
+    if rule := family_in(folder).form_problem(answer_format):
+        rule = f"answer_format={answer_format}: {rule}"
         raise ValueError(f"--checkpoint {folder}: {rule}; pass the --config that it was trained with")
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from tools.convert import check_not_inputs
 from utils.config.load import exit_with
+from utils.config.plan import at_least_one
 from utils.data.images import open_image
 from utils.data.samples import DataError, Sample, read_samples
 from utils.run.draw import draw_objects, sheet, stack, text_panel
@@ -95,15 +96,12 @@ def main() -> None:
     add = parser.add_argument
     add("--data", required=True, metavar="FILE", help="JSONL data file")
     add("--output", required=True, metavar="DIR", help="folder for the pictures")
-    add("--num", type=int, default=16, metavar="N", help="number of samples (default 16)")
+    add("--num", type=at_least_one, default=16, metavar="N", help="number of samples (default 16)")
     add("--seed", type=int, default=0, help="seed of the random choice (default 0)")
-    add("--columns", type=int, default=4, metavar="N", help="pictures per row of the sheet (default 4)")
-    add("--side", type=int, default=384, metavar="PX", help="longer side of each image (default 384)")
+    add("--columns", type=at_least_one, default=4, metavar="N", help="pictures per row of the sheet (default 4)")
+    add("--side", type=at_least_one, default=384, metavar="PX", help="longer side of each image (default 384)")
     add("--separate", action="store_true", help="write one file per sample, named by its line")
     args = parser.parse_args()
-    for name in ("num", "columns", "side"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
     try:
         samples = pick_samples(args.data, args.num, args.seed, prompt="(none)")
         paths = show(samples, Path(args.output) / Path(args.data).stem, args.columns, args.side, args.separate)

@@ -140,7 +140,7 @@ def _json_text(text: str) -> str:
 class RefBoxFormat(AnswerFormat):
     """Labels and boxes in tags: `<ref>dog</ref><box>[[1, 2, 3, 4], [5, 6, 7, 8]]</box>` are two dogs.
 
-    Text without tags may stand before, between and behind them. `closing` is empty: an answer may end behind any
+    Text without tags may stand before, between and behind them. Nothing closes an answer: it may end behind any
     `</box>`. Objects that we write have tags of their own.
     """
 

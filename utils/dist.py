@@ -196,6 +196,10 @@ class Ranks:
         parts = self.gather(values)
         return {key: sum((part.get(key, 0.0) for part in parts), 0.0) for part in parts for key in part}
 
+    def first(self, value: Any) -> Any:
+        """The value of the first rank that has one, on every rank; None if none has (collective)."""
+        return next(filter(None, self.gather(value)), None)
+
     def fence(self) -> None:
         """Wait until every rank has arrived. (torch's own barrier of a Gloo group would allocate on the GPU.)"""
         self.gather(None)

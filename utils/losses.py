@@ -10,7 +10,6 @@ of an optimizer step (PCK-5), so the gradient does not depend on how samples are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,7 +97,7 @@ def loss_sums(
 
     total = torch.zeros(len(PARTS), device=hidden.device)
     columns = (labels.coord_pos, labels.text_pos, labels.coord_target, labels.text_label, labels.text_weight.float())
-    chunks = [_filled(*parts) for parts in zip(*(chunks_of(column, num_chunks) for column in columns), strict=True)]
+    chunks = [_filled(*parts) for parts in zip(*(column.tensor_split(num_chunks) for column in columns), strict=True)]
     positions = [position for position, *_ in chunks]
     states = torch.split(hidden[torch.cat(positions)], [len(position) for position in positions])
     for own, (_, *rest) in zip(states, chunks, strict=True):
@@ -201,12 +200,6 @@ def total_loss(sums: Mapping[str, Tensor], denominators: Mapping[str, float], we
     return loss
 
 
-def chunks_of(values: Tensor, num_chunks: int) -> list[Tensor]:
-    """`num_chunks` parts whose lengths differ by at most one."""
-    borders = [len(values) * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return [values[start:end] for start, end in pairwise(borders)]
-
-
 def _weighted_sum(
     score: Callable[..., Tensor], hidden: Tensor, positions: Tensor, columns: Sequence[Tensor], num_chunks: int
 ) -> Tensor:
@@ -215,20 +208,18 @@ def _weighted_sum(
     Args:
         columns: each [Nu, ...].
     """
-    chunks = [chunks_of(column, num_chunks) for column in (positions, *columns)]
+    chunks = [column.tensor_split(num_chunks) for column in (positions, *columns)]
     fills = [int(not len(chunk)) for chunk in chunks[0]]  # a chunk without tokens scores one with weight zero
-    filled = [[_grown(part, fill) for part, fill in zip(column, fills, strict=True)] for column in chunks]
+    filled = [
+        [pad(part, (0, 0) * (part.dim() - 1) + (0, fill)) for part, fill in zip(column, fills, strict=True)]
+        for column in chunks
+    ]
     states = torch.split(hidden[torch.cat(filled[0])], [len(chunk) for chunk in filled[0]])
     total = torch.zeros((), device=hidden.device)
     for own, fill, *rest in zip(states, fills, *filled[1:], strict=True):
         weight = own.new_full((len(own),), 1 - fill, dtype=torch.float32)
         total = total + checkpoint(score, own, *rest, weight, use_reentrant=False, preserve_rng_state=False)
     return total
-
-
-def _grown(values: Tensor, num: int) -> Tensor:
-    """The values with `num` more rows of zeros."""
-    return torch.cat([values, values.new_zeros(num, *values.shape[1:])])
 
 
 def _filled(coord: Tensor, text: Tensor, target: Tensor, label: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

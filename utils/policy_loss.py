@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
-from utils.losses import chunks_of
 from utils.packing import Batch, Movable
 
 if TYPE_CHECKING:
@@ -129,10 +128,10 @@ def token_logprobs(
         return -cross_entropy(logits, label, reduction="none"), entropy
 
     # A chunk without labels scores row 0 and drops the result, which still runs the head in forward and backward.
-    filled = [pad(part, (0, int(not len(part)))) for part in chunks_of(positions, num_chunks)]
+    filled = [pad(part, (0, int(not len(part)))) for part in positions.tensor_split(num_chunks)]
     states = torch.split(hidden[torch.cat(filled)], [len(part) for part in filled])
     scored = []
-    for own, label in zip(states, chunks_of(labels, num_chunks), strict=True):
+    for own, label in zip(states, labels.tensor_split(num_chunks), strict=True):
         logprob, entropy = checkpoint(
             score, own, pad(label, (0, len(own) - len(label))), use_reentrant=False, preserve_rng_state=False
         )

@@ -55,9 +55,8 @@ def config_of(folder: Path, model: Path, name: str, matching: dict, deepspeed: s
         "training": {
             "output_dir": str(folder / name),
             "max_steps": NUM_STEPS,
-            "per_device_train_batch_size": 3,
+            "per_device_train_batch_size": 2,
             "learning_rate": 5e-3,
-            "eval_steps": NUM_STEPS,
             "eval_at_start": True,
         },
         "deepspeed": str(folder / "zero3.json") if deepspeed == "zero3" else deepspeed,
@@ -96,8 +95,8 @@ def test_a_run_trains_and_leaves_its_records_CFG_5_ROL_4_ROL_6_ROL_7_LRN_6(run_o
 
 @pytest.mark.parametrize("name", [marked(name) for name in RUNS if name != "hf_zero2"])
 def test_all_backends_give_the_same_greedy_answers_ROL_1(run_of, name):
-    """ROL-1: five validation samples before training, and the loss of the first step on six training samples. Sometimes
-    the last bit of a float decides between two neighbouring coordinates, hence the tolerance of two bins."""
+    """ROL-1: five validation samples before training, and the loss of the first step on four samples. Sometimes the
+    last bit of a float decides between two neighbouring coordinates, hence the tolerance of two bins."""
     expected, got = run_of("hf_zero2"), run_of(name)
     for ours, theirs in zip(start_answers(got), start_answers(expected), strict=True):
         assert [o["desc"] for o in ours["pred"]] == [o["desc"] for o in theirs["pred"]]

@@ -1,5 +1,6 @@
 """The learning-rate schedule, a function of the step alone; an optimizer step of GRPO against a plain one."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -405,6 +406,19 @@ def test_by_default_the_run_stops_at_a_gradient_that_is_not_finite_LRN_2(tmp_pat
     with pytest.raises(NotFinite, match="the gradient of optimizer step 6 is not finite; samples: s0, s1, s2, s3. The"):
         learner.step(matching_rows(learner, is_bad=False), MatchingObjective(Losses()), 5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_float16_a_gradient_that_is_not_finite_is_for_the_loss_scale_LRN_2(dtype):
+    """LRN-2: DeepSpeed lowers it until they are finite; a loss that is not finite is told all the same."""
+    cfg = SimpleNamespace(model=SimpleNamespace(dtype=dtype), training=SimpleNamespace(on_nan_loss="stop"))
+    learner = SimpleNamespace(_cfg=cfg, _num_skipped=3)
+    bad, fine = (SimpleNamespace(is_finite=is_finite, sample_ids=["s0"]) for is_finite in (False, True))
+    with nullcontext() if dtype == "float16" else pytest.raises(NotFinite, match="the gradient"):
+        Learner._check_finite(learner, 0, False, [fine])
+        assert learner._num_skipped == 0
+    with pytest.raises(NotFinite, match="the loss"):
+        Learner._check_finite(learner, 0, False, [bad])
 
 
 @pytest.mark.parametrize(

@@ -178,11 +178,11 @@ def test_the_curves_of_an_evaluation_are_written_before_its_file_LOG_3_LRN_5(tmp
 def test_collapse_is_warned_about_past_each_bound_LOG_3():
     """LOG-3."""
     fine = {"parse_rate": 0.9, "duplicate_rate": 0.1, "truncated_rate": 0.1}
-    assert collapse_warnings(fine, BOUNDS) == []
+    assert collapse_warnings(fine, BOUNDS) == {}
     for name, value in (("parse_rate", 0.4), ("duplicate_rate", 0.4), ("truncated_rate", 0.6)):
-        (warning,) = collapse_warnings(fine | {name: value}, BOUNDS)
-        assert name in warning
-    (warning,) = collapse_warnings({"truncated_rate": 0.1, "signal_share": 0.0}, BOUNDS)
+        ((sign, warning),) = collapse_warnings(fine | {name: value}, BOUNDS).items()
+        assert sign == name and f"{name}={value:.3f}" in warning
+    (warning,) = collapse_warnings({"truncated_rate": 0.1, "signal_share": 0.0}, BOUNDS).values()
     assert "the rewards teach nothing" in warning and not collapse_warnings({"signal_share": 0.1}, BOUNDS)
 
 
@@ -353,6 +353,7 @@ def test_the_best_score_is_one_of_the_same_evaluation_LRN_7_LRN_5(caplog, monkey
     write_evaluation(tmp_path, 4, {"f1": 0.9, "recall": 0.9, "settings": settings_of()}, [], is_best=True)
     now = MagicMock(run_dir=tmp_path, metric="f1", eval_settings=lambda: settings_of(**changes), steps_done=4)
     now.ranks.gather, now.on_all_ranks = lambda own: [own], lambda work, where: work()
+    now.ranks.first = lambda own: own
     now.policy.log_calls.return_value = now.policy.pop_sync_metrics.return_value = {}
     now.find_validation, now.validation = partial(Session.find_validation, now), {}
     Session.resume(now, SimpleNamespace(load_state_dict=lambda state: None))

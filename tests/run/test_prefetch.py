@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,6 +122,22 @@ def test_a_window_lets_later_steps_be_prepared_while_one_trains(engine, prefetch
     assert until(lambda: len(engine.asked) == 4 + 2 + 3) and stays(lambda: len(engine.asked) == 9)
     narrow.get(1)  # two of the three that waited are taken, so two more may wait
     assert until(lambda: len(engine.asked) == 11) and stays(lambda: len(engine.asked) == 11)
+
+
+def test_what_earlier_steps_were_trained_on_is_let_go_LRN_8(engine, prefetch):
+    """LRN-8: segments hold pixels, which would fill the host's memory in a long run."""
+    made = []
+
+    def judge(answered: tuple, step: int) -> set:
+        item = set()
+        made.append(weakref.ref(item))
+        return item
+
+    engine.judge = judge
+    prefetcher = prefetch()
+    for step in range(4):
+        prefetcher.get(step)
+    assert [item() is not None for item in made] == [False] * 3 * MICRO_STEPS + [True] * MICRO_STEPS
 
 
 def test_a_queue_smaller_than_a_step_does_not_stop_it(engine, prefetch):

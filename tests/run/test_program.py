@@ -35,7 +35,7 @@ from utils.config.plan import step_remarks
 from utils.config.schema import Data
 from utils.data.encoding import encode_prompt, load_processor, num_prompt_tokens
 from utils.data.index import Checks, Index, IndexedFile, write_index
-from utils.data.samples import LineReader, load_samples
+from utils.data.samples import DataError, LineReader, load_samples
 from utils.data.stream import SampleStream
 from utils.dist import DistributedError, Ranks
 from utils.geometry import Object
@@ -242,6 +242,14 @@ def test_DAT_2_an_image_that_a_resumed_run_no_longer_finds_is_told_with_its_line
     path = write_config(folder, start_model, server, training={"output_dir": str(folder / "gone")})
     status, _, error = start(train_stage2, path, probe=gone)
     assert status == 2 and ".jsonl:1: images/2.png: no such image; put back what the run began with" in error, error
+
+    message = "train.jsonl:1: images[0]: a.png has changed since it was checked; remove data_index"
+
+    def changed(*_: Any) -> None:
+        raise DataError([message])
+
+    status, _, error = start(train_stage2, path, probe=changed)
+    assert status == 2 and error.startswith(f"{message}\nafter fixing this, start again with")
 
 
 @pytest.mark.parametrize(

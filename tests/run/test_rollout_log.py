@@ -170,7 +170,7 @@ def test_log_1_a_checkpoint_keeps_the_calls_of_the_micro_steps_that_it_keeps(tmp
     run.resumed = torch.load(tmp_path / "rank.pt", weights_only=True)
     assert run.resumed["sync"] == {"mode": "full", "fallback": "no slots"}  # SYN-10: not tried again
     run.policy.rollout_log = resumed = RolloutLog(tmp_path, Calls(), Rank())
-    run.ranks.gather = lambda own: [own]
+    run.ranks.gather, run.ranks.first = lambda own: [own], lambda own: own
     Session.resume(run, program)
     assert [resumed.write(step, "run:3")["rollout/num_calls"] for step in (4, 5)] == [2, 1]
     lines = read_rollout_log(tmp_path / "rollouts.jsonl")

@@ -75,8 +75,8 @@ def test_a_resumed_run_draws_on_from_the_random_states_of_its_checkpoint_LRN_5(t
     """LRN-5: setting up has drawn in between."""
     resumed = {"random": random_states(torch.device("cpu"))}
     expected = random.random(), np.random.random(), torch.rand(1).item()
-    run = MagicMock(resumed=resumed, run_dir=tmp_path, open_monitor=random.random)
-    run.ranks.device, run.ranks.gather = torch.device("cpu"), lambda own: [own]
+    run = MagicMock(resumed=resumed, run_dir=tmp_path, open_monitor=lambda _: random.random())
+    run.ranks.device, run.ranks.first = torch.device("cpu"), lambda own: own
     Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
     assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_lets_go_of_what_it_has_loaded_LRN_5(tmp_path):
     pixels, made = torch.zeros(3), []
     state = {"random": random_states(torch.device("cpu")), "ahead": [{"pixel_values": pixels}]}
     run = MagicMock(resumed=state, run_dir=tmp_path, owes_evaluation=False, steps_done=4, teacher=None)
-    run.ranks.device, run.ranks.gather, run.policy.client = torch.device("cpu"), lambda own: [own], None
+    run.ranks.device, run.ranks.first, run.policy.client = torch.device("cpu"), lambda own: own, None
     held = weakref.ref(pixels)
     del state, pixels
     program = SimpleNamespace(load_state_dict=lambda state: None, evaluate=made.append)
@@ -100,7 +100,7 @@ def test_a_resumed_run_lets_go_of_what_it_has_loaded_LRN_5(tmp_path):
 def test_a_checkpoint_that_another_rank_cannot_continue_from_ends_this_one_too_LRN_5(tmp_path, capsys):
     """LRN-5: it would wait for that rank in the first step."""
     run = MagicMock(resumed={"random": random_states(torch.device("cpu"))}, run_dir=tmp_path)
-    run.ranks.device, run.ranks.gather = torch.device("cpu"), lambda own: [own, "a segment is longer than a row"]
+    run.ranks.device, run.ranks.first = torch.device("cpu"), lambda own: "a segment is longer than a row"
     with pytest.raises(SystemExit) as end:
         Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
     message = "training.resume_from_checkpoint: a segment is longer than a row\n"
@@ -172,7 +172,8 @@ def test_a_signal_that_another_rank_received_stops_this_one_too_LRN_12():
     """LRN-12: between steps and around an evaluation; ranks that went on would wait for that one."""
     run = MagicMock()
     run.stop.signal_name = None
-    run.ranks.gather = lambda own: [own, own | {"signal_name": "SIGTERM"} if isinstance(own, dict) else "SIGTERM"]
+    run.ranks.gather = lambda own: [own, own | {"signal_name": "SIGTERM"}]
+    run.ranks.first = lambda own: own or "SIGTERM"
     assert Session.gather_step(run, MagicMock(), lengths=[], lags=[])["signal_name"] == "SIGTERM"
     assert Session._stop_signal(run) == "SIGTERM"
 

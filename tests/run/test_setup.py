@@ -313,16 +313,30 @@ def test_an_owed_evaluation_is_made_once_unless_evaluation_is_off_now_LRN_5_LRN_
         assert owes_an_evaluation(SimpleNamespace(training=training), 4, resumed) == expected
 
 
+def session_of(cfg, own, owes_evaluation=False) -> SimpleNamespace:
+    """What `open_records` reads of a session, without servers."""
+    engine = SimpleNamespace(mode="full", fallback=None)
+    return SimpleNamespace(
+        cfg=cfg,
+        ranks=own,
+        run_dir=Path(cfg.training.output_dir),
+        run_id="def",
+        num_steps=9,
+        policy=SimpleNamespace(engine=engine, client=None),
+        inputs={"accepted_changes": []},
+        owes_evaluation=owes_evaluation,
+    )
+
+
 @pytest.mark.parametrize("report_to", ["none", ["tensorboard"]])
 def test_trackers_learn_what_the_run_is_LOG_3_LRN_5(tmp_path, report_to):
     """LOG-3, LRN-5: those of the config, on rank 0 alone; a resumed run's from the step after its checkpoint."""
     data = config_of(tmp_path, tmp_path / "model", "http://10.0.0.3:8000", 8001, {})
     data["training"] |= {"report_to": report_to, "logging_steps": 3}
-    cfg, engine = build_config(data), SimpleNamespace(mode="full", fallback=None)
-    inputs = {"accepted_changes": []}
+    cfg = build_config(data)
     for checkpoint, purge_step in ((None, None), (Checkpoint(tmp_path / "checkpoint-3", 3, "abc", 1, {}, {}), 4)):
         for rank in (Ranks(), SimpleNamespace(is_main=False, world_size=2)):
-            monitor = open_records(cfg, rank, "def", None, checkpoint, inputs, False, 9, engine)
+            monitor = open_records(checkpoint, session_of(cfg, rank))
             monitor.close()
             assert monitor.facts.run_id == "def" and monitor.facts.run_dir == Path(cfg.training.output_dir)
             assert monitor.facts.config["training"]["report_to"] == cfg.training.report_to
@@ -338,8 +352,7 @@ def test_the_records_of_an_evaluation_that_is_owed_are_dropped_LRN_5(tmp_path, o
     log.parent.mkdir()
     log.write_text("".join(json.dumps({"step": 3, "phase": phase}) + "\n" for phase in ("train", "eval")))
     checkpoint = Checkpoint(tmp_path / "checkpoint-3", 3, "abc", 1, {}, {})
-    engine = SimpleNamespace(mode="full", fallback=None)
-    open_records(config(tmp_path), Ranks(), "def", None, checkpoint, {"accepted_changes": []}, owes, 9, engine).close()
+    open_records(checkpoint, session_of(config(tmp_path), Ranks(), owes)).close()
     assert [line["phase"] for line in read_rollout_log(log)] == ["train"] + ["eval"] * (not owes)
 
 
@@ -349,8 +362,7 @@ def test_the_records_of_a_run_that_ended_before_its_first_checkpoint_are_dropped
     log.parent.mkdir()
     log.write_text(json.dumps({"step": 1, "phase": "train"}) + "\n")
     log.with_name("run.json").write_text("{}")
-    engine = SimpleNamespace(mode="full", fallback=None)
-    monitor = open_records(config(tmp_path), Ranks(), "def", None, None, {"accepted_changes": []}, False, 9, engine)
+    monitor = open_records(None, session_of(config(tmp_path), Ranks()))
     monitor.close()
     assert read_rollout_log(log) == [] and monitor.facts.purge_step == 0
 
@@ -370,7 +382,7 @@ def test_a_model_that_one_rank_finds_wrong_ends_all_with_its_reason_FAM_3(tmp_pa
     """FAM-3: and what is no fault of the model is raised as it is."""
     monkeypatch.setattr(setup, "Learner", lambda *_: None)
     monkeypatch.setattr(setup, "check_model", lambda *_: None)
-    two = SimpleNamespace(is_main=True, gather=lambda value: [value, "packing changes the model's output"])
+    two = SimpleNamespace(is_main=True, first=lambda value: value or "packing changes the model's output")
     cfg = config(tmp_path)
     with pytest.raises(SystemExit):
         setup.open_learner(cfg, two, 1, None, None)

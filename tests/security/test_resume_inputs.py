@@ -30,7 +30,6 @@ from tests.run.test_program import (  # noqa: F401
 from utils.config.load import build_config
 from utils.dist import Ranks
 from utils.run import inputs, session
-from utils.run.inputs import digests
 from utils.run.resume import RunLock, read_manifest
 from utils.run.session import Session
 
@@ -206,22 +205,22 @@ def test_finding_7_every_tensor_of_the_base_checkpoint_counts_LRN_12(tmp_path, m
         "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
     }
     cfg = build_config(config)
-    path, old = model / "model.safetensors", digests(cfg)
+    path, old = model / "model.safetensors", inputs._describe_model(cfg)
     tensors = load_file(path)
     nonzero = [name for name, tensor in tensors.items() if tensor.any()]
     assert len(nonzero) > 20 and max(tensors[name].nbytes for name in nonzero) > 100 * 3 * 64
     for name in nonzero:
         save_file(tensors | {name: tensors[name] * 1.05}, path, {"format": "pt"})
-        new = digests(cfg)
-        assert [kind for kind in old if old[kind] != new[kind]] == ["base_model"], name
+        new = inputs._describe_model(cfg)
+        assert [file for file in old if old[file] != new[file]] == [path.name], name
     pairs = [(tensors[first], tensors[second], first, second) for first, second in itertools.combinations(nonzero, 2)]
     first, second = next(names for a, b, *names in pairs if a.shape == b.shape and not torch.equal(a, b))
     save_file(tensors | {first: tensors[second], second: tensors[first]}, path, {"format": "pt"})
-    assert digests(cfg) != old
+    assert inputs._describe_model(cfg) != old
     save_file(tensors, path, {"format": "pt"})
-    assert digests(cfg) == old
+    assert inputs._describe_model(cfg) == old
     (model / "tokenizer_config.json").write_text("{}")
-    assert digests(cfg) != old
+    assert inputs._describe_model(cfg) != old
 
 
 def test_finding_9_a_refused_second_start_writes_nothing_LRN_5(launch, tmp_path):

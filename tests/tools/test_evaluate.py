@@ -438,8 +438,8 @@ def test_a_full_disk_ends_with_2_behind_the_scores(start_model, tmp_path, asked,
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (("--limit", "0"), "argument --limit: '0' is not a number from 1 on"),
-        (("--batch-size", "many"), "argument --batch-size: 'many' is not a number from 1 on"),
+        (("--limit", "0"), "argument --limit: '0'; give a whole number of at least 1"),
+        (("--batch-size", "many"), "argument --batch-size: 'many'; give a whole number of at least 1"),
         (("--output", "x.txt"), "argument --output: 'x.txt' must end in .json; the answers go beside it, into .jsonl"),
     ],
 )
@@ -520,7 +520,7 @@ def test_a_checkpoint_that_is_not_whole_ends_with_2_before_any_answer_SRV_2(
     ("model_type", "answer_format", "message"),
     [
         ("glm4v", "coord_tokens", "a glm4v model, which is not supported; use one of"),
-        ("qwen3_vl", "internvl", "Qwen3-VL was not trained to write answer_format: internvl; pass the --config that"),
+        ("qwen3_vl", "internvl", "answer_format=internvl: Qwen3-VL was not trained to write this form; use qwen3vl"),
     ],
 )
 @pytest.mark.parametrize("backend", ["hf", "vllm"])

@@ -16,7 +16,6 @@ import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import markupsafe
 import numpy as np
@@ -24,6 +23,7 @@ import pytest
 from PIL import Image
 
 from tests.config.test_load import edited
+from tests.run.test_setup import session_of
 from tools.report import _read_lines, changed_keys, main, read_run, render, write_report
 from tools.report_answers import MAX_JPEG_BYTES, choose, judge, photo, precision_recall
 from tools.report_charts import MAX_POINTS, Line, draw, thin, ticks
@@ -381,8 +381,7 @@ def test_the_run_is_resumed_as_it_was_launched_LOG_2_LRN_5(tmp_path, monkeypatch
     monkeypatch.setenv("LEARNER_COMMAND", f"{launched} --resume runs/other/checkpoint-2")
     monkeypatch.setattr(sys, "argv", ["/here/train_stage2.py", "--local_rank=0", "--config=my a.yaml"])
     cfg = build_config(edited(training__output_dir=str(tmp_path), training__report_to="none"))
-    engine = SimpleNamespace(mode="full", fallback=None)
-    open_records(cfg, Ranks(), "a", None, None, {"accepted_changes": []}, False, 9, engine).close()
+    open_records(None, session_of(cfg, Ranks())).close()
     assert read_run(tmp_path)["resume"]["launch"] == f"{launched} --resume auto"
     record = json.loads((tmp_path / "run.json").read_text())
     del record["launch"]

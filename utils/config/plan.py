@@ -233,9 +233,9 @@ def fill_plan_arguments(parser: argparse.ArgumentParser, args: argparse.Namespac
 
 def at_least_one(text: str) -> int:
     """Type of a count for argparse, which reports what it raises."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}; give at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; give a whole number of at least 1")
+    return int(text)
 
 
 def print_dry_run(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_learners: bool = True) -> None:

@@ -162,12 +162,11 @@ class RolloutClient:
                 while idle:
                     idle.pop().close()
 
-    def wait_ready(self) -> list[int]:
+    def wait_ready(self) -> None:
         """Poll every server until it is healthy, then request its world size, once (CON-1, DIS-1); again after a loss.
 
         A server that a failed weight update left without usable weights counts as reachable, since only the next full
-        update can mend it. Returns the servers that are not the same process as before (at first: all); they have no
-        weights yet.
+        update can mend it.
 
         Raises:
             RolloutError: lists all servers if one did not respond in `timeout_s`; names one that came back different;
@@ -193,13 +192,11 @@ class RolloutClient:
             check_capacity(self.decode_batch_size, sum(world_sizes), self.world_size, self.capacity_key)
         except ValueError as error:
             raise RolloutError(str(error)) from None
-        old = self.boot_ids or [None] * len(found)
         self.boot_ids = [health["boot_id"] for health in found]
         self.world_sizes = world_sizes
         self.sizes = self.rank, self.world_size, self.decode_batch_size, world_sizes  # for `utils.capacity`
         self.gate = SlotGate(self.chunk, capacity_slots(*self.sizes))
         self._healths = found
-        return [index for index, boot_id in enumerate(self.boot_ids) if boot_id != old[index]]
 
     def check_model(self, path: str, digest: str | None) -> None:
         """Check that every server has the architecture and tokenizer of the model in `path` (CON-4).

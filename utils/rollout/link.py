@@ -28,15 +28,14 @@ class RolloutError(RuntimeError):
 
 
 class CallFailed(RolloutError):
-    """One HTTP call failed; `status` and `body` are those of a response other than 200."""
+    """One HTTP call failed; `status` is that of a response other than 200."""
 
     is_timeout = False
 
-    def __init__(self, url: str, detail: str, status: int | None = None, body: str = "") -> None:
+    def __init__(self, url: str, detail: str, status: int | None = None) -> None:
         super().__init__(f"{url}: {detail}")
         self.detail = detail
         self.status = status
-        self.body = body
 
     @property
     def is_final(self) -> bool:

@@ -10,7 +10,7 @@ from utils.rollout.link import CallFailed
 def read_text(url: str, status: int, text: str) -> str:
     """Return the text of a 200 response. Raises: CallFailed for any other."""
     if status != 200:
-        raise CallFailed(url, f"HTTP {status}: {excerpt(text)}", status, text)
+        raise CallFailed(url, f"HTTP {status}: {excerpt(text)}", status)
     return text
 
 

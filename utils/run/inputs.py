@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from utils.config.checkpoint_files import read_header
 from utils.config.load import Config, exit_with
 from utils.dist import Ranks, capture_error
+from utils.run.monitor import write_whole
 from utils.run.resume import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -24,19 +25,6 @@ _BLOCK = 64 << 10  # bytes
 _SETTLED_NS = 2 * 10**9  # a file changed twice within a clock tick shows the same times; some file systems tick in 2 s
 
 Digests = dict[str, dict[str, dict[str, Any]]]  # kind -> file -> {"bytes", "blake2b"}
-
-
-def digests(cfg: Config) -> Digests:
-    """Digests of all data files and files of rewards, by their paths, and of the files in `model.path`, by their names;
-    those of a start policy or an adapter elsewhere by their paths.
-
-    Every byte counts but in safetensors files, where the header and three blocks of 64 KiB of each tensor count (first,
-    middle, last; a tensor of up to 192 KiB as a whole).
-
-    Raises: OSError, ValueError for a file that cannot be read.
-    """
-    known = KnownDigests(cfg.training.output_dir)
-    return {"data": {path: known.describe(path) for path in data_paths(cfg)}, **_describe_others(cfg)}
 
 
 def data_paths(cfg: Config) -> list[str]:
@@ -85,9 +73,7 @@ class KnownDigests:
     def write(self, states: dict[str, str]) -> None:
         """Remember the states of files on all nodes."""
         self._path.parent.mkdir(exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(states, indent=1))
-        new.replace(self._path)
+        write_whole(self._path, json.dumps(states, indent=1))
 
 
 def _describe_model(cfg: Config) -> dict[str, dict[str, Any]]:
@@ -97,6 +83,8 @@ def _describe_model(cfg: Config) -> dict[str, dict[str, Any]]:
 
 
 def _describe_others(cfg: Config) -> Digests:
+    """The files in `model.path`, by their names; those of a start policy or an adapter elsewhere, and files of rewards,
+    by their paths."""
     files = cfg.rlhf.reward_files if cfg.is_grpo and cfg.rlhf else []
     return {"base_model": _describe_model(cfg), "rewards": {path: _describe(Path(path)) for path in files}}
 
@@ -111,6 +99,11 @@ def _state(path: str) -> str:
 
 
 def _describe(path: Path) -> dict[str, Any]:
+    """`bytes` and `blake2b` of a file.
+
+    Every byte counts but in safetensors files, where the header and three blocks of 64 KiB of each tensor count (first,
+    middle, last; a tensor of up to 192 KiB as a whole).
+    """
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             digest = blake2b()
@@ -139,8 +132,9 @@ def _sampled(file: BinaryIO) -> Iterator[bytes]:
 
 
 def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[str], ranks: Ranks) -> dict[str, Any]:
-    """Read the run's inputs on rank 0 and compare them with the checkpoint's; exit with status 2 and name every change
-    that is not accepted, data files that cannot be read, and nodes that see others than rank 0 (collective).
+    """Digest the run's inputs, data files on each node and the rest on rank 0, and compare them with the checkpoint's;
+    exit with status 2 and name every change that is not accepted, data files that cannot be read, and nodes that see
+    others than rank 0 (collective).
 
     Args:
         accepted: kinds of `KINDS` whose files may have changed.
@@ -148,7 +142,6 @@ def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[
     Returns:
         What the next manifest keeps: `digests`, and as `accepted_changes` one line for each change that this run and
         those before it have accepted.
-
     """
     data, states = _data_digests(cfg, ranks)
     others: Digests = {}

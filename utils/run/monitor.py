@@ -107,20 +107,22 @@ def _shares(seconds: Mapping[str, float]) -> list[str]:
     return [f"{name}={value / whole:.0%}" for value, name in sorted(parts, reverse=True)]
 
 
-def collapse_warnings(values: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
-    """One sentence per sign of collapse: parse rate below, duplicates or truncation above their bound, and in GRPO a
-    step whose groups have no signal."""
+def collapse_warnings(values: Mapping[str, float], bounds: Mapping[str, float]) -> dict[str, str]:
+    """A sentence for each sign of collapse, by its name: parse rate below, duplicates or truncation above their bound,
+    and in GRPO a step whose groups have no signal."""
     checks = (
         ("parse_rate", operator.lt, "min_parse_rate", "answers no longer parse"),
         ("truncated_rate", operator.gt, "max_truncated_rate", "answers run into max_new_tokens"),
         ("duplicate_rate", operator.gt, "max_duplicate_rate", "answers repeat objects"),
     )
-    signs = ["the rewards teach nothing: in every group they are equal"] if values.get("signal_share") == 0.0 else []
-    return signs + [
-        f"{text}: {name}={values[name]:.3f} against the bound {bound_name}={bounds[bound_name]}"
+    signs = {
+        name: f"{text}: {name}={values[name]:.3f} against the bound {bound_name}={bounds[bound_name]}"
         for name, is_beyond, bound_name, text in checks
-        if name in values and bound_name in bounds and is_beyond(values[name], bounds[bound_name])
-    ]
+        if name in values and is_beyond(values[name], bounds[bound_name])
+    }
+    if values.get("signal_share") == 0.0:
+        signs["signal_share"] = "the rewards teach nothing: in every group they are equal"
+    return signs
 
 
 def write_run_json(run_dir: Path, resolved_config: Mapping[str, Any], **facts: Any) -> None:

@@ -97,7 +97,7 @@ def write_checkpoint(
 
     `write` is a collective that fails on all ranks together. `save_total_limit` is the number of complete checkpoints
     to keep, beside the best by evaluations with `eval_settings`; older ones are deleted once this one is complete, and
-    so is what a killed process left of others.
+    so is what a killed process left of others. Where that fails, a warning says so.
 
     Raises:
         DistributedError: on all ranks if any rank failed (for instance on a full disk); the partial folder is removed.
@@ -130,7 +130,9 @@ def write_checkpoint(
         for other in run_dir.glob("checkpoint-*.partial"):
             shutil.rmtree(other, ignore_errors=True)
         if save_total_limit is not None:
-            delete_old(run_dir, step, save_total_limit, eval_settings)
+            error = capture_error(delete_old, run_dir, step, save_total_limit, eval_settings)
+            if error is not None:
+                logger.warning("old checkpoints could not be deleted: %s", error)
     ranks.fence()
     return final
 
@@ -247,7 +249,7 @@ def problem_of(path: Path, ranks: Ranks) -> str | None:
     problem = ranks.gather(problem_of_sizes(path) if ranks.is_main else None)[0]
     if problem is None:
         files = sorted(read_manifest(path).files.items())[ranks.rank :: ranks.world_size]
-        problem = next(filter(None, ranks.gather(_problem_of_files(path, files, read=True))), None)
+        problem = ranks.first(_problem_of_files(path, files, read=True))
     return problem
 
 

@@ -24,8 +24,9 @@ class RolloutLog:
     A line holds `step`, `phase` (`train` or `eval`), `time`, `servers`, `sync` (the current mode, and why it is not the
     configured one), `weight_version`, `decoding` and `calls`. A call holds rank, server, url, seed, first request,
     number of requests, `global_step` and `micro_step_idx`, `attempt` (above 1 for a retry; halves of a call, and what
-    is made again after a server was lost, begin anew), `splits` (failed calls that were halved since the one before),
-    `outcome` (`ok` or the error), `timed_out`, seconds, and its weight version or decoding if they are not the line's.
+    is made again after a server was lost, begin anew), `splits` (calls since the one before that were halved after a
+    failure, or of which a part went again), `outcome` (`ok` or the error), `timed_out`, seconds, and its weight version
+    or decoding if they are not the line's.
     Rank 0 writes, if servers generate.
     """
 

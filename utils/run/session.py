@@ -101,7 +101,7 @@ class Session:
     learner: Learner
     place: Callable[[Segment], Segment]
     collate: Callable[[list[Segment]], Batch]
-    open_monitor: Callable[[], Monitor]
+    open_monitor: Callable[["Session"], Monitor]
     watch: ServerWatch
     timer: Timer
     metric: str
@@ -162,9 +162,9 @@ class Session:
                 problem = str(error)
             states = self.resumed["random"]
             self.resumed = None  # it holds the prepared micro-steps, pixels included
-        if problem := next(filter(None, self.ranks.gather(problem)), None):  # of the first rank that has one
+        if problem := self.ranks.first(problem):
             exit_with(f"training.resume_from_checkpoint: {problem}", self.ranks.is_main)
-        self.monitor = self.open_monitor()
+        self.monitor = self.open_monitor(self)
         if states is not None:
             set_random_states(states, self.ranks.device)
             if self.ranks.is_main and any(self.run_dir.glob("eval/step_*.json")) and not self.find_validation():
@@ -258,10 +258,7 @@ class Session:
         self.monitor.scalars(step, metrics)
         seconds = {part: metrics[f"seconds/{part}"] for part in LOGGED_PARTS}
         self.monitor.progress(step, seconds, **shown, **self.validation, tokens_per_s=metrics["train/tokens_per_s"])
-        signs = {
-            text.partition(":")[0]: text
-            for text in collapse_warnings(quality or {}, self.cfg.training.collapse.model_dump())
-        }
+        signs = collapse_warnings(quality or {}, self.cfg.training.collapse.model_dump())
         for sign in signs.keys() - self.collapsed:
             logger.warning("step %d: %s (logged once until it is over)", step, signs[sign])
         self.collapsed = set(signs)
@@ -311,7 +308,7 @@ class Session:
 
     def _stop_signal(self) -> str | None:
         """Name a signal that any rank has received (collective)."""
-        return next(filter(None, self.ranks.gather(self.stop.signal_name)), None)
+        return self.ranks.first(self.stop.signal_name)
 
     def _stop_words(self, signal_name: str) -> str:
         saved = ", saved" if self.steps_done else ""
@@ -430,7 +427,9 @@ class Session:
         self.steps_saved = self.steps_done
 
     def finish(self, **facts: Any) -> None:
-        """Say where the time went, what was left in the buffers (LRN-1), and what to look at."""
+        """Write `finished.json`, with `verify: always` also `weights.json` (what servers hold), and say where the time
+        went, what was left in the buffers (LRN-1), and what to look at.
+        """
         if not self.ranks.is_main:
             return
         seconds = {name: round(value, 3) for name, value in self.timer.seconds.items()}

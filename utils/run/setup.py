@@ -35,7 +35,7 @@ from utils.data.encoding import (
 )
 from utils.data.images import as_sent
 from utils.data.prompts import THINKS, leaves_thinking_open
-from utils.data.samples import Sample
+from utils.data.samples import DataError, Sample
 from utils.data.stream import SampleStream
 from utils.dist import Ranks, capture_error
 from utils.families import family_in
@@ -119,7 +119,6 @@ def open_session(
 
     steps_done = checkpoint.step if checkpoint else 0
     owes_evaluation = ranks.gather(owes_an_evaluation(cfg, steps_done, resumed))[0]
-    record = (cfg, ranks, run_id, client, checkpoint, inputs, owes_evaluation, num_steps, engine)
     timer, rollout_log = Timer(), RolloutLog(Path(cfg.training.output_dir), client, ranks, engine.fallback)
     return Session(
         cfg=cfg,
@@ -131,7 +130,7 @@ def open_session(
         learner=learner,
         place=place_segment,
         collate=collate,
-        open_monitor=partial(open_records, *record),
+        open_monitor=partial(open_records, checkpoint),
         watch=ServerWatch(client, ranks.is_main),
         timer=timer,
         metric=metric,
@@ -197,34 +196,25 @@ def owes_an_evaluation(cfg: Config, step: int, resumed: dict[str, Any] | None) -
     return not is_evaluated(Path(cfg.training.output_dir), step)
 
 
-def open_records(
-    cfg: Config,
-    ranks: Ranks,
-    run_id: str,
-    client: RolloutClient | None,
-    checkpoint: Checkpoint | None,
-    inputs: dict[str, Any],
-    owes_evaluation: bool,
-    num_steps: int,
-    engine: Engine,
-) -> Monitor:
+def open_records(checkpoint: Checkpoint | None, session: Session) -> Monitor:
     """Write run.json and open the curves, without what an earlier process recorded of steps that are still to come."""
-    training, run_dir = cfg.training, Path(cfg.training.output_dir)
+    cfg, run_dir, policy = session.cfg, session.run_dir, session.policy
     resolved, purge_step = cfg.model_dump(mode="json", by_alias=True), None
-    if ranks.is_main:
+    if session.ranks.is_main:
         if checkpoint is not None or (run_dir / "run.json").exists():
             purge_step = checkpoint.step + 1 if checkpoint else 0
-            drop_records_after(run_dir, purge_step - 1, keep_evaluation=not owes_evaluation)
-        facts: dict[str, Any] = {"launch": launch_command(cfg._origin.file), "run_id": run_id}
-        facts["sync"] = {"mode": engine.mode, "fallback": engine.fallback}
-        facts |= {"world_size": ranks.world_size, "server_world_sizes": client.world_sizes if client else []}
+            drop_records_after(run_dir, purge_step - 1, keep_evaluation=not session.owes_evaluation)
+        facts: dict[str, Any] = {"launch": launch_command(cfg._origin.file), "run_id": session.run_id}
+        facts["sync"] = {"mode": policy.engine.mode, "fallback": policy.engine.fallback}
+        facts["world_size"] = session.ranks.world_size
+        facts["server_world_sizes"] = policy.client.world_sizes if policy.client else []
         facts["deepspeed_file"] = settings_on_record(cfg)["deepspeed_file"]
-        facts["accepted_changes"] = inputs["accepted_changes"]
+        facts["accepted_changes"] = session.inputs["accepted_changes"]
         if checkpoint is not None:
             facts["resumed_from"] = dict(checkpoint=checkpoint.path, step=checkpoint.step, run_id=checkpoint.run_id)
         write_run_json(run_dir, resolved, **facts)
-    run = RunFacts(run_dir, run_id, resolved, purge_step)
-    return Monitor(run, num_steps, ranks.is_main, training.report_to, training.logging_steps)
+    run = RunFacts(run_dir, session.run_id, resolved, purge_step)
+    return Monitor(run, session.num_steps, session.ranks.is_main, cfg.training.report_to, cfg.training.logging_steps)
 
 
 def load_tokenizer(cfg: Config, needs_coordinates: bool = True) -> tuple[Any, TokenTable | None]:
@@ -334,8 +324,8 @@ def open_learner(cfg: Config, ranks: Ranks, num_steps: int, checkpoint: Checkpoi
         check_model(learner, processor, cfg.training.packing)
     except ValueError as error:
         wrong = str(error)
-    if found := list(filter(None, ranks.gather(wrong))):
-        exit_with(f"model.path={cfg.model.path}: {found[0]}", ranks.is_main)
+    if wrong := ranks.first(wrong):
+        exit_with(f"model.path={cfg.model.path}: {wrong}", ranks.is_main)
     return learner
 
 
@@ -417,10 +407,12 @@ def or_exit(ranks: Ranks, source: str, work: Callable[[], Made]) -> Made:
     made, error = list[Made](), None
     try:
         made.append(work())
-    except (OSError, ValueError) as failure:
+    except DataError as failure:  # it names the line, and what to do
         error = str(failure)
-    if error := next(filter(None, ranks.gather(error)), None):
-        exit_with(f"{source}: {error}; put back what the run began with", ranks.is_main)
+    except (OSError, ValueError) as failure:
+        error = f"{source}: {failure}; put back what the run began with"
+    if error := ranks.first(error):
+        exit_with(error, ranks.is_main)
     return made[0]
 
 

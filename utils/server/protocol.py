@@ -23,6 +23,7 @@ MAX_SOURCE = 90 << 20  # characters of an image: 64 MiB as base64
 MAX_TEXT = 8 << 20  # characters of a message; what the model cannot take is refused before it is tokenized
 MAX_ERROR = 2000  # characters of what a request's failure says
 MAX_TENSORS = 1 << 17  # of an update
+MAX_RANKS = 1 << 16  # of a communicator
 Message = dict[str, Any]  # {"role": ..., "content": str with <image> markers | list of parts}
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]  # it reaches logs
 
@@ -191,8 +192,8 @@ class InitCommunicator(OwnedCall):
 
     master_address: Name
     master_port: Annotated[int, Field(ge=1, le=65535)]
-    world_size: Annotated[int, Field(ge=2, le=65536)]
-    rank_offset: Annotated[int, Field(ge=1, le=65536)] = 1
+    world_size: Annotated[int, Field(ge=2, le=MAX_RANKS)]
+    rank_offset: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     bucket_bytes: Annotated[int, Field(ge=1, le=2**50)]
     timeout_s: Annotated[float, Field(gt=0, le=86400)]
     open_timeout_s: Annotated[float, Field(gt=0, le=600)]

@@ -89,7 +89,7 @@ class WeightSync:
 
     weights: MergedWeights
     ranks: Ranks
-    client: Any  # `post`, `health`, `url`, `run_tokens` and `world_sizes` of each server; used on rank 0 only
+    client: Any  # a `utils.rollout.client.RolloutClient`, used on rank 0 only
     addresses: list[tuple[str, int]]  # host of this learner as the server reaches it, and group port, per server
     _: KW_ONLY
     run_id: str
