@@ -197,18 +197,24 @@ def write_jsonl(path: Path, rows: Sequence[dict]) -> None:
 # pseudo-labels
 
 
-def write_pseudo_labels(model: Path, data: Path, folder: Path) -> None:
-    """Write to `folder/train.jsonl` the lines of `data` with what `model` sees besides."""
+def write_pseudo_labels(
+    model: Path, data: Path, folder: Path, labels: Collection[str] = NEW_LABELS, max_new_tokens: int = 128
+) -> None:
+    """Write to `folder/train.jsonl` the lines of `data`, completed by what `model` sees besides.
+
+    Args:
+        labels: annotated in lines that name none.
+    """
     rows = [json.loads(line) for line in data.open()]
     samples = load_samples([str(data)], Data().prompt, "file")[0]
-    labelled = [
-        absolute(row, data.parent) | {"objects": merged_objects(row, sample, answer)}
-        for row, sample, answer in zip(rows, samples, answers(model, samples), strict=True)
-    ]
+    labelled = []
+    for row, sample, answer in zip(rows, samples, answers(model, samples, max_new_tokens), strict=True):
+        objects = merged_objects(row, sample, answer, row.pop("annotated", labels))
+        labelled.append(absolute(row, data.parent) | {"objects": objects})
     write_jsonl(folder / "train.jsonl", labelled)
 
 
-def answers(model: Path, samples: Sequence[Sample], max_new_tokens: int = 128) -> list[list[Object]]:
+def answers(model: Path, samples: Sequence[Sample], max_new_tokens: int) -> list[list[Object]]:
     """Return what `model` sees in each image, by greedy answers."""
     processor = load_processor(model)
     table = TokenTable.from_tokenizer(processor.tokenizer)
@@ -217,9 +223,7 @@ def answers(model: Path, samples: Sequence[Sample], max_new_tokens: int = 128) -
     return [parse_answer(result.response_token_ids, table).pred_objects for result in results]
 
 
-def merged_objects(
-    row: dict, sample: Sample, predictions: Sequence[Object], labels: Collection[str] = NEW_LABELS
-) -> list[dict]:
+def merged_objects(row: dict, sample: Sample, predictions: Sequence[Object], labels: Collection[str]) -> list[dict]:
     """Return the objects of a line and the predictions that complete it, top to bottom, left to right; in pixels."""
     objects = list(row["objects"])
     for prediction in additions(sample.objects, predictions, labels):

@@ -14,17 +14,15 @@ from studies.new_class_data import (
     Cast,
     Shift,
     absolute,
-    answers,
     draw,
-    merged_objects,
     prepare_model,
     to_line,
     write_jsonl,
+    write_pseudo_labels,
 )
 from tools.cached import cached
 from tools.make_demo import COLOURS, SHAPES, Scenes
 from utils.config.schema import Data
-from utils.data.samples import load_samples
 
 ROOT = Path("runs/study/partial")
 SEED = 105
@@ -109,7 +107,7 @@ def write_files(
         folder / "pseudo",
         made_with,
         "pseudo-labels",
-        lambda to: write_pseudo_labels(model, folder / "data", to, max_new_tokens),
+        lambda to: write_pseudo_labels(model, folder / "data/train.jsonl", to, LABELS, max_new_tokens),
     )
 
 
@@ -191,15 +189,3 @@ def one_class(row: dict) -> dict:
 def prompted(row: dict) -> dict:
     """Return a line whose prompt names the classes that it annotates."""
     return row | {"prompt": f"{Data().prompt} {', '.join(row.get('annotated', LABELS))}"}
-
-
-def write_pseudo_labels(model: Path, data: Path, folder: Path, max_new_tokens: int) -> None:
-    """Write to `folder/train.jsonl` the training lines of a share, completed by what the start model sees besides."""
-    rows = [json.loads(line) for line in (data / "train.jsonl").open()]
-    samples = load_samples([str(data / "train.jsonl")], Data().prompt, "file")[0]
-    labelled = [
-        {key: value for key, value in row.items() if key != "annotated"}
-        | {"objects": merged_objects(row, sample, answer, row.get("annotated", LABELS))}
-        for row, sample, answer in zip(rows, samples, answers(model, samples, max_new_tokens), strict=True)
-    ]
-    write_jsonl(folder / "train.jsonl", labelled)

@@ -107,19 +107,20 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
     if found := checkpoint_problems(args.model):
         raise ValueError("\n".join(f"--model {args.model}: {rule}" for rule in found))
     family = find_family(args.model)
-    if leaves_thinking_open(load_processor(str(args.model))):
+    own = load_processor(str(args.model))
+    if leaves_thinking_open(own):
         raise ValueError(f"--model {args.model}: {THINKS}")
     train, val = find_data(args.data, args.val, args.images)
-    form, reason = answer_form(args.model, family)
+    form, reason = answer_form(own.tokenizer, family)
     prompt = form.prompt
-    own_limit = load_processor(str(args.model)).image_processor.size.get("longest_edge") or 0
-    seen = load_processor(str(args.model), None, MAX_PIXELS if own_limit > MAX_PIXELS else None)  # as the config has it
+    own_limit = own.image_processor.size.get("longest_edge") or 0
+    seen = load_processor(str(args.model), None, MAX_PIXELS) if own_limit > MAX_PIXELS else own  # as the config has it
     special = special_words(seen, form)
     reader = LineReader(prompt, form=form, grid_of=grid_of(seen, form), special=special, needs_objects=True)
     samples = load_samples([train], reader=reader)[0]
     held_out = load_samples([val], reader=reader)[0] if val else []
-    max_pixels = pixel_limit(args.model, [*samples, *held_out])
-    processor = load_processor(str(args.model), None, max_pixels)
+    max_pixels = pixel_limit(own, [*samples, *held_out])
+    processor = load_processor(str(args.model), None, max_pixels) if max_pixels else own
     data = measure([*samples, *held_out], len(samples), processor, form)
     data = replace(data, positions=longest_sequence(read_config(args.model)))
     if data.positions and data.prompt_max + new_tokens(data) > data.positions:
@@ -166,9 +167,8 @@ def find_family(path: Path) -> Family:
         raise ValueError(f"--model {path}: {error}") from None
 
 
-def answer_form(model: Path, family: Family) -> tuple[AnswerFormat, str]:
+def answer_form(tokenizer: Any, family: Family) -> tuple[AnswerFormat, str]:
     """Coordinate tokens where the tokenizer has them, else the family's own form; and the reason."""
-    tokenizer = load_processor(str(model)).tokenizer
     try:
         TokenTable.from_tokenizer(tokenizer, COORD_TOKENS)
         return COORD_TOKENS, "the tokenizer has its tokens; a model that has not learnt them needs stage 1 first"
@@ -180,9 +180,9 @@ def answer_form(model: Path, family: Family) -> tuple[AnswerFormat, str]:
         return form, "the tokenizer has no coordinate tokens"
 
 
-def pixel_limit(model: Path, samples: Sequence[Sample]) -> int | None:
+def pixel_limit(processor: Any, samples: Sequence[Sample]) -> int | None:
     """The presets' limit of an image's pixels where model and data go beyond it; None: the model's own holds."""
-    own = load_processor(str(model)).image_processor.size.get("longest_edge")
+    own = processor.image_processor.size.get("longest_edge")
     if own is None:
         return None  # tiles of one size
     largest = max((height * width for sample in samples for height, width in sample.image_sizes), default=0)

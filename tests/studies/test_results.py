@@ -139,7 +139,7 @@ def test_pseudo_labels_keep_the_annotation_and_add_only_other_classes_that_stand
         Object("Yellow Ring", "bbox_2d", (700, 700, 800, 800)),  # annotation of this class is complete
         Object("red square", "bbox_2d", (700, 5, 700, 80)),  # no area
     ]
-    merged = new_class_data.merged_objects(row, sample, answers)
+    merged = new_class_data.merged_objects(row, sample, answers, new_class_data.NEW_LABELS)
     assert [(item["desc"], item["bbox_2d"]) for item in merged] == [
         ("green square", [0, 0, 50, 50]),
         ("yellow ring", [100, 500, 200, 600]),
@@ -275,10 +275,12 @@ def test_pseudo_labels_of_a_share_complete_each_image_by_what_it_does_not_annota
     seen = [Object(desc, "bbox_2d", (500, 500, 800, 800)) for desc in ("red ring", "blue square")]
     asked = []
     monkeypatch.setattr(
-        partial_data, "answers", lambda *how: asked.append((how[0], how[2])) or [seen[:1], seen[:1] + seen[1:]]
+        new_class_data, "answers", lambda *how: asked.append((how[0], how[2])) or [seen[:1], seen[:1] + seen[1:]]
     )
     (tmp_path / "pseudo").mkdir()
-    partial_data.write_pseudo_labels(Path("model"), tmp_path, tmp_path / "pseudo", max_new_tokens=192)
+    new_class_data.write_pseudo_labels(
+        Path("model"), tmp_path / "train.jsonl", tmp_path / "pseudo", partial_data.LABELS, max_new_tokens=192
+    )
     assert asked == [(Path("model"), 192)]
     whole, completed = [json.loads(row) for row in (tmp_path / "pseudo/train.jsonl").open()]
     assert whole == line
@@ -325,7 +327,7 @@ def test_faint_shapes_are_a_version_of_their_own_with_one_annotated_class_in_eac
     faint = faint_study(few, "Faint shapes", "As above.")
     monkeypatch.setattr(crowd_data, "prepare_model", lambda *_: None)
     asked = []
-    monkeypatch.setattr(partial_data, "answers", lambda *how: asked.append((how[0], how[2])) or [[]] * 6)
+    monkeypatch.setattr(new_class_data, "answers", lambda *how: asked.append((how[0], how[2])) or [[]] * 6)
     faint.prepare()
     faint.prepare()
     assert asked == [(few.root / "model", 192)], "answered once"
@@ -352,7 +354,7 @@ def test_pictures_with_a_colour_cast_are_annotated_for_one_class_shown_or_not(tm
     asked = []
     seen = [Object("red ring", "bbox_2d", (0, 0, 99, 99))]
     monkeypatch.setattr(
-        partial_data, "answers", lambda model, samples, room: asked.append((model, room)) or [seen] * len(samples)
+        new_class_data, "answers", lambda model, samples, room: asked.append((model, room)) or [seen] * len(samples)
     )
     cast = cast_study(few, "a colour cast", "")
     cast.prepare()

@@ -234,25 +234,26 @@ def test_small_data_are_repeated_and_their_steps_are_small():
 
 def test_without_coordinate_tokens_the_models_own_form_is_used(tmp_path, start_model):
     qwen3_vl, qwen2_5_vl = FAMILIES["qwen3_vl"], FAMILIES["qwen2_5_vl"]
-    assert answer_form(start_model, qwen3_vl)[0].name == "coord_tokens"
+    assert answer_form(load_processor(start_model).tokenizer, qwen3_vl)[0].name == "coord_tokens"
     shutil.copytree(start_model, tmp_path / "model")
     tokenizer = tmp_path / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|coord_5|>", "<|other_5|>"))
-    assert answer_form(tmp_path / "model", qwen3_vl)[0].name == "qwen3vl"
-    assert answer_form(tmp_path / "model", qwen2_5_vl)[0].name == "qwen2_5vl"
-    assert answer_form(tmp_path / "model", FAMILIES["internvl"])[0].name == "internvl"
+    own = load_processor(tmp_path / "model").tokenizer
+    assert answer_form(own, qwen3_vl)[0].name == "qwen3vl"
+    assert answer_form(own, qwen2_5_vl)[0].name == "qwen2_5vl"
+    assert answer_form(own, FAMILIES["internvl"])[0].name == "internvl"
     with pytest.raises(ValueError, match="lacks 1 of 1000 coordinate tokens"):
-        answer_form(tmp_path / "model", replace(FAMILIES["internvl"], answer_format=None))
+        answer_form(own, replace(FAMILIES["internvl"], answer_format=None))
 
 
 def test_the_presets_limit_of_pixels_is_set_only_where_model_and_data_pass_it(tmp_path, start_model):
     large, small = (replace(sample_of("a", ["a.png"], []), image_sizes=[(side, side)]) for side in (2000, 500))
-    assert pixel_limit(start_model, [large]) is None, "the model takes 128 x 128"
+    assert pixel_limit(load_processor(start_model), [large]) is None, "the model takes 128 x 128"
     shutil.copytree(start_model, tmp_path / "model")
     for file in (tmp_path / "model").glob("*processor*.json"):
         file.write_text(file.read_text().replace('"longest_edge": 16384', '"longest_edge": 16777216'))
-    assert pixel_limit(tmp_path / "model", [small, large]) == 1 << 20
-    assert pixel_limit(tmp_path / "model", [small]) is None
+    assert pixel_limit(load_processor(tmp_path / "model"), [small, large]) == 1 << 20
+    assert pixel_limit(load_processor(tmp_path / "model"), [small]) is None
 
 
 def test_data_are_found_in_folders_and_beside_each_other(tmp_path, capsys):
