@@ -211,7 +211,7 @@ class Ranks:
         Raises:
             DistributedError: it raised.
         """
-        done, last = [], time.monotonic()
+        made, error, last = None, None, time.monotonic()
 
         def alive() -> None:
             nonlocal last
@@ -220,13 +220,12 @@ class Ranks:
                 self.gather("at work")
 
         if self.is_main:
-            error = capture_error(lambda: done.append(work(alive)))
+            made, error = outcome_of(work, alive)
             self.gather("done")
         else:
-            error = None
             while self.gather(None)[0] == "at work":
                 pass
-        return self.gather_or_raise(done, "rank 0's work", error)[0][0]
+        return self.gather_or_raise(made, "rank 0's work", error)[0]
 
     def on_each(self, work: Callable[[], Any], where: str) -> Any:
         """This rank's `work()`, once all ranks have done theirs, however long that takes (collective).
@@ -236,16 +235,14 @@ class Ranks:
         Raises:
             DistributedError: as `raise_on_all_ranks`.
         """
-        done: list[Any] = []
-        errors: list[BaseException | None] = []
-        thread = threading.Thread(
-            target=lambda: errors.append(capture_error(lambda: done.append(work()))), name="work", daemon=True
-        )
+        outcomes: list[tuple[Any, Exception | None]] = []
+        thread = threading.Thread(target=lambda: outcomes.append(outcome_of(work)), name="work", daemon=True)
         thread.start()
         while not all(self.gather(not thread.is_alive())):
             thread.join(ALIVE_S)
-        self.raise_on_all_ranks(errors[0], where)
-        return done[0]
+        made, error = outcomes[0]
+        self.raise_on_all_ranks(error, where)
+        return made
 
     def raise_on_all_ranks(self, error: BaseException | None, where: str) -> None:
         """Wait for all ranks and raise on every rank if any arrives with an error (SYN-3).
@@ -283,13 +280,18 @@ class Ranks:
         return [value for _, value in arrived]
 
 
-def capture_error(function: Callable[..., Any], *args: Any) -> Exception | None:
-    """Run `function` and return its error instead of raising, so that collectives around it stay aligned."""
+def outcome_of(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
+    """Run `function` and return what it returns and its error, one of them None, so that collectives around it stay
+    aligned."""
     try:
-        function(*args)
+        return function(*args), None
     except Exception as error:  # noqa: BLE001  (raised again, on all ranks, at the next fence)
-        return error
-    return None
+        return None, error
+
+
+def capture_error(function: Callable[..., Any], *args: Any) -> Exception | None:
+    """The error of `outcome_of`."""
+    return outcome_of(function, *args)[1]
 
 
 def _array_to_json(value: Any) -> Any:

@@ -315,7 +315,7 @@ class LikeOther(Ranks):
         self.rank, self.is_main, self.world_size = 1, False, 2
 
     def gather(self, own):
-        return ["done", own] if own is None else [[None, [None]], own]
+        return ["done", own] if own is None else [[None, None], own]
 
 
 def test_dat_6_a_run_counts_prompts_once(folder, start_model, server, start, responses, monkeypatch):  # noqa: F811

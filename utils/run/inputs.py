@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from utils.config.checkpoint_files import read_header
 from utils.config.load import Config, exit_with
-from utils.dist import Ranks, capture_error
+from utils.dist import Ranks, outcome_of
 from utils.run.monitor import write_whole
 from utils.run.resume import Checkpoint
 
@@ -144,8 +144,7 @@ def check_inputs(cfg: Config, checkpoint: Checkpoint | None, accepted: Sequence[
         those before it have accepted.
     """
     data, states = _data_digests(cfg, ranks)
-    others: Digests = {}
-    error = capture_error(lambda: others.update(_describe_others(cfg))) if ranks.is_main else None
+    others, error = outcome_of(_describe_others, cfg) if ranks.is_main else (None, None)
     new: Digests = {"data": data, **ranks.gather_or_raise(others, "reading the base checkpoint", error)[0]}
     history = _accepted_changes(checkpoint, new, accepted, ranks) if checkpoint else []
     if ranks.is_main:

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from utils.dist import DistributedError, Ranks, capture_error
+from utils.dist import DistributedError, Ranks, capture_error, outcome_of
 from utils.run.monitor import best_steps, comparable_scores, write_whole
 from utils.run.rollout_log import rollout_lines
 
@@ -112,10 +112,8 @@ def write_checkpoint(
         found = partial.rglob("*") if ranks.is_main else []
         names = sorted(path.relative_to(partial).as_posix() for path in found if path.is_file())
         names = ranks.gather_or_raise(names, where)[0]
-        files: dict[str, dict[str, Any]] = {}
-        error = capture_error(_describe_files, partial, names[ranks.rank :: ranks.world_size], files)
-        for part in ranks.gather_or_raise(files, where, error):
-            files |= part
+        own, error = outcome_of(_describe_files, partial, names[ranks.rank :: ranks.world_size])
+        files = {name: facts for part in ranks.gather_or_raise(own, where, error) for name, facts in part.items()}
         if ranks.is_main:
             facts = {"step": step, "run_id": run_id, "world_size": ranks.world_size, "config": config, "files": files}
             facts["inputs"] = inputs
@@ -137,15 +135,15 @@ def write_checkpoint(
     return final
 
 
-def _describe_files(folder: Path, names: list[str], files: dict[str, dict[str, Any]]) -> None:
-    """Flush the named files to disk and put their sizes and digests into `files`; several files at a time."""
+def _describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Flush the named files to disk and return the size and digest of each; several files at a time."""
 
     def describe(name: str) -> dict[str, Any]:
         _fsync(folder / name)
         return {"bytes": (folder / name).stat().st_size, "blake2b": _digest_of(folder / name)}
 
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        files |= zip(names, pool.map(describe, names), strict=True)
+        return dict(zip(names, pool.map(describe, names), strict=True))
 
 
 def _digest_of(path: Path) -> str:

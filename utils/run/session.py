@@ -21,7 +21,7 @@ from utils.data.encoding import EncodedPrompt, encode_prompt
 from utils.data.images import as_file
 from utils.data.samples import Sample
 from utils.data.stream import SampleStream
-from utils.dist import DistributedError, Ranks, capture_error
+from utils.dist import DistributedError, Ranks, capture_error, outcome_of
 from utils.learner.checkpoint import save_adapter, save_merged
 from utils.learner.learner import Learner, StepResult
 from utils.packing import Batch
@@ -201,10 +201,10 @@ class Session:
         Raises:
             DistributedError: on all ranks, where it failed on any; the finished steps are saved (LRN-12).
         """
-        done: list[Result] = []
         with self.finished_steps_saved():
-            self.ranks.raise_on_all_ranks(capture_error(lambda: done.append(work())), where)
-        return done[0]
+            made, error = outcome_of(work)
+            self.ranks.raise_on_all_ranks(error, where)
+        return made
 
     @contextmanager
     def finished_steps_saved(self, kind: type[DistributedError] = DistributedError) -> Iterator[None]:
