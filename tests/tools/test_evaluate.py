@@ -438,8 +438,8 @@ def test_a_full_disk_ends_with_2_behind_the_scores(start_model, tmp_path, asked,
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (("--limit", "0"), "argument --limit: '0'; give a whole number of at least 1"),
-        (("--batch-size", "many"), "argument --batch-size: 'many'; give a whole number of at least 1"),
+        (("--limit", "0"), "argument --limit: 0; give a whole number of at least 1"),
+        (("--batch-size", "many"), "argument --batch-size: many; give a whole number of at least 1"),
         (("--output", "x.txt"), "argument --output: 'x.txt' must end in .json; the answers go beside it, into .jsonl"),
     ],
 )

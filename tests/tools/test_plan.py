@@ -168,8 +168,8 @@ def test_a_run_that_cannot_be_read_ends_with_2_and_its_reason_CFG_16(tmp_path, m
         ("--segment-tokens", "nan", "a number above 0"),
         ("--device-gib", "0", "a number above 0"),
         ("--device-gib", "inf", "a number above 0"),
-        ("--nodes", "0", "at least 1"),
-        ("--devices-per-node", "-8", "at least 1"),
+        ("--nodes", "0", "a whole number of at least 1"),
+        ("--devices-per-node", "-8", "a whole number of at least 1"),
     ],
 )
 def test_measures_that_cannot_be_name_their_rule_CFG_16(monkeypatch, capsys, option, value, least):

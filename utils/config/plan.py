@@ -234,7 +234,7 @@ def fill_plan_arguments(parser: argparse.ArgumentParser, args: argparse.Namespac
 def at_least_one(text: str) -> int:
     """Type of a count for argparse, which reports what it raises."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; give a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text}; give a whole number of at least 1")
     return int(text)
 
 
