@@ -294,7 +294,7 @@ class Grpo:
             try:
                 result = learner.step(batches, objective, step)
             except NotFinite as error:
-                done = f"Of {cfg.num_iterations} updates on these answers {number} had been made, so nothing is saved"
+                done = f"{number} of {cfg.num_iterations} updates on these answers had been made, so nothing is saved"
                 raise NotFinite(f"{error}. {done}; resume from the last checkpoint") from error
         return result
 

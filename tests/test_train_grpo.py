@@ -188,7 +188,7 @@ def test_a_loss_that_is_not_finite_costs_no_finished_step_LRN_12_LRN_5(
     with monkeypatch.context() as patch, pytest.raises(NotFinite) as raised:
         patch.setattr(Learner, "step", step)
         run(config)
-    assert ("Of 2 updates on these answers 1 had been made, so nothing is saved" in str(raised.value)) != is_saved
+    assert ("1 of 2 updates on these answers had been made, so nothing is saved" in str(raised.value)) != is_saved
     assert [path.name for path in (folder / name).glob("checkpoint-*")] == ["checkpoint-1"] * is_saved
     if num_iterations == 1:
         run(config, resume="auto")

@@ -191,7 +191,7 @@ class Learner:
         names = ", ".join(name for row in bad or rows for name in row.sample_ids) or "none, an empty row"
         message = f"the {'loss' if bad else 'gradient'} of optimizer step {step + 1} is not finite; samples: {names}"
         if self._cfg.training.on_nan_loss == "stop":
-            raise NotFinite(f"{message}. The weights are as before it; check these samples, learning rate and dtype")
+            raise NotFinite(f"{message}. This update was not made; check these samples, learning rate and dtype")
         if self._num_skipped == MAX_SKIPPED:
             what = f"{MAX_SKIPPED} steps in a row were skipped: the weights themselves are broken"
             raise DistributedError(f"{message}. {what}")

@@ -55,11 +55,11 @@ def load_model(path: str | os.PathLike, dtype: str = "bfloat16", attn_implementa
 
 
 def fuse_kernels(model: nn.Module) -> None:
-    """Replace transformers' norms and rotary embedding by liger's (CUDA only); call it before `apply_tuner`.
+    """Replace transformers' norms and rotary embedding by liger's (CUDA only); call it before `apply_tuner`. A family
+    without them has been refused by `load_tokenizer`.
 
     liger's cross-entropy is not used: it has no coordinate terms, and logits already exist at labels only (LRN-4).
     """
-    # `load_tokenizer` refuses families without.
     fuse = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family_of(model).liger}")
     kernels = {"rope": True, "rms_norm": True}  # for Qwen3-VL liger 0.8.5 takes `swiglu` and ignores it
     fuse(model=model, **kernels, cross_entropy=False, fused_linear_cross_entropy=False)

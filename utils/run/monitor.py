@@ -196,7 +196,7 @@ def _read_scores(path: Path) -> dict[str, Any] | None:
         scores = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except ValueError as error:  # also: not UTF-8
+    except (OSError, ValueError) as error:  # also: not UTF-8
         logger.warning("%s cannot be read and does not count: %s", path, error)
         return None
     return scores if isinstance(scores, dict) and "step" in scores else None  # e.g. `tools.evaluate` has replaced it

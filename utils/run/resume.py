@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from utils.dist import DistributedError, Ranks, capture_error, outcome_of
-from utils.run.monitor import best_steps, comparable_scores, write_whole
+from utils.run.monitor import best_steps, comparable_scores, evaluation_file, is_evaluated, write_whole
 from utils.run.rollout_log import rollout_lines
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def write_checkpoint(
 
     `write` is a collective that fails on all ranks together. `save_total_limit` is the number of complete checkpoints
     to keep, beside the best by evaluations with `eval_settings`; older ones are deleted once this one is complete, and
-    so is what a killed process left of others. Where that fails, a warning says so.
+    so is what a killed process left of others.
 
     Raises:
         DistributedError: on all ranks if any rank failed (for instance on a full disk); the partial folder is removed.
@@ -128,9 +128,7 @@ def write_checkpoint(
         for other in run_dir.glob("checkpoint-*.partial"):
             shutil.rmtree(other, ignore_errors=True)
         if save_total_limit is not None:
-            error = capture_error(delete_old, run_dir, step, save_total_limit, eval_settings)
-            if error is not None:
-                logger.warning("old checkpoints could not be deleted: %s", error)
+            delete_old(run_dir, step, save_total_limit, eval_settings)
     ranks.fence()
     return final
 
@@ -179,7 +177,8 @@ def delete_old(run_dir: Path, step: int, save_total_limit: int, eval_settings: M
     """Delete complete checkpoints but the newest `save_total_limit` and the best of those that were evaluated, with
     `eval_settings`.
 
-    Damaged ones are neither counted nor deleted, nor are those of steps after `step`, which was written just now.
+    Damaged ones are neither counted nor deleted, nor are those of steps after `step`, which was written just now. One
+    whose evaluation cannot be read stays, as it may be the best.
     """
     whole = [path for path in folders_up_to(run_dir, step) if problem_of_sizes(path) is None]
     scores, were_best = comparable_scores(run_dir, eval_settings) if eval_settings else {}, best_steps(run_dir)
@@ -189,8 +188,10 @@ def delete_old(run_dir: Path, step: int, save_total_limit: int, eval_settings: M
     best = max(evaluated, key=lambda path: scores[_step_of(path)], default=was_best)
     for path in run_dir.glob("checkpoint-*.deleting"):  # of a process killed halfway; in the way of a rename
         _delete(path)
+    made = set(run_dir.glob("eval/step_*.json"))
     for path in whole[save_total_limit:]:
-        if path != best:
+        at = _step_of(path)
+        if path != best and (is_evaluated(run_dir, at) or evaluation_file(run_dir, at) not in made):
             _delete(path)
 
 
