@@ -4,7 +4,7 @@
 
 The checks are those of `utils.data.samples`: training accepts a file without mistakes, and the lines reported are the
 ones that `data.on_bad_sample: skip` would leave out. Memory use does not depend on the size of the file. A large file
-is read by one process per core. Exit status: 0 no mistakes, 1 mistakes.
+is read by one process per core, 16 at most. Exit status: 0 no mistakes, 1 mistakes.
 """
 
 import argparse

@@ -84,7 +84,7 @@ class DataFile(Section):
     """One JSONL file of a mixture."""
 
     path: str = key(..., "JSONL file")
-    weight: PositiveFloat = key(1.0, "how often each of its samples is used per epoch")
+    weight: PositiveFloat = key(1.0, "training: how often each of its samples is used per epoch")
     teacher_forced_ratio: Ratio | None = key(
         None, "training, stage 2: this file's own share of RM.teacher_forced_ratio"
     )
@@ -126,7 +126,7 @@ class Targets(Section):
     unmatched: Literal["keep", "drop_duplicates", "trim", "redirect"] = key(
         "keep",
         "predictions that match nothing: stay without loss; leave if they repeat an object; are cut off at the end "
-        "(only where annotation is complete); or learn what to write in their place",
+        "(only where annotation is complete, or with `annotated`); or learn what to write in their place",
     )
     duplicate_iou: Ratio = key(0.5, "drop_duplicates: smallest IoU with an earlier object of the same label")
     place: Literal["end", "order"] = key(
@@ -329,7 +329,9 @@ class Config(Section):
     """A resolved and validated config. `cfg.rm` and `cfg.rs` are the two sections under `custom.extra`. For GRPO,
     `cfg.rm` holds the settings of `rlhf` in place of its own, so that rollout code reads one form."""
 
-    global_max_length: PositiveInt | None = key(None, "tokens in one packed row; required for stage 2 and packing")
+    global_max_length: PositiveInt | None = key(
+        None, "tokens in one packed row; required for stage 2, packing and colocated GRPO (the engine's length)"
+    )
     model: Model
     tuner: Tuner = Field(default_factory=Tuner)
     data: Data = Field(default_factory=Data)
