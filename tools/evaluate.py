@@ -37,7 +37,7 @@ from tools.lengths import prompt_lengths
 from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import exit_with, load_config_or_exit, reason_of
 from utils.config.plan import at_least_one
-from utils.config.schema import Data, Model, RolloutMatching
+from utils.config.schema import Config, Data, Model, RolloutMatching
 from utils.data.encoding import encode_prompt, grid_of, load_processor, prompt_chat
 from utils.data.images import as_file
 from utils.data.mistakes import BadLine, ProblemCounts
@@ -64,8 +64,9 @@ VLLM_BATCHES = 16  # batches per call, so that vLLM always has requests waiting
 def main() -> None:
     args = parse_args()
     output = Path(args.output or Path(args.checkpoint) / "evaluation" / f"{Path(args.data).stem}.json")
-    model, data, rm = settings(args.config, args.checkpoint)
-    annotated = annotated_labels(args.config, args.data)
+    cfg = None if args.config is None else load_config_or_exit(args.config)
+    model, data, rm = settings(cfg, args.checkpoint)
+    annotated = annotated_labels(cfg, args.data)
     skipped: list[BadLine] | None = [] if data.on_bad_sample == "skip" else None
     try:
         check_not_inputs([output, output.with_suffix(".jsonl")], {"--data": args.data, "--config": args.config})
@@ -126,24 +127,19 @@ def json_file(text: str) -> str:
     return text
 
 
-def settings(config: str | None, checkpoint: str) -> tuple[Model, Data, RolloutMatching]:
+def settings(cfg: Config | None, checkpoint: str) -> tuple[Model, Data, RolloutMatching]:
     """Return the config's sections for generating and scoring, with `checkpoint` as the model."""
-    if config is None:
+    if cfg is None:
         return Model(path=checkpoint), Data(), RolloutMatching()
-    cfg = load_config_or_exit(config)
     return cfg.model.model_copy(update={"path": checkpoint}), cfg.data, cfg.rm
 
 
-def annotated_labels(config: str | None, data: str) -> frozenset[str] | None:
+def annotated_labels(cfg: Config | None, data: str) -> frozenset[str] | None:
     """Return the `annotated` of the config's entry of the file `data`, if it has one (DAT-5, TGT-12)."""
-    if config is None:
+    if cfg is None:
         return None
-    files = load_config_or_exit(config).custom
-    named = [
-        own
-        for own in [*(files.val_jsonl or []), *files.train_jsonl]
-        if Path(own.path).resolve() == Path(data).resolve()
-    ]
+    files = [*(cfg.custom.val_jsonl or []), *cfg.custom.train_jsonl]
+    named = [own for own in files if Path(own.path).resolve() == Path(data).resolve()]
     return frozenset(map(normal_label, named[0].annotated)) if named and named[0].annotated is not None else None
 
 

@@ -21,6 +21,7 @@ from tests.config.test_checkpoint_files import NOT_WHOLE
 from tools import evaluate
 from tools.evaluate import COCO_NAMES, coco_scores
 from tools.make_demo import make_dataset
+from utils.config.load import load_config
 from utils.data.samples import Sample
 from utils.geometry import Object
 from utils.parsing import TokenTable, parse_answer
@@ -262,7 +263,7 @@ def test_answers_are_the_same_by_vllm_and_transformers_ROL_1(warm_model, tmp_pat
 def test_images_prompt_and_length_are_the_configs_CFG_17(start_model, tmp_path) -> None:
     """CFG-17: without a config the schema's defaults, `--checkpoint` as the model in both cases."""
     _, config = run_files(tmp_path, start_model)
-    model, data, rm = evaluate.settings(str(config), "here")
+    model, data, rm = evaluate.settings(load_config(config), "here")
     assert (model.path, model.dtype, model.image_max_pixels, rm.max_new_tokens) == ("here", "float32", 96 * 96, 90)
     model, data, rm = evaluate.settings(None, "here")
     assert (model.path, model.dtype, rm.max_new_tokens, rm.eval.iou_threshold) == ("here", "bfloat16", 1024, 0.5)
