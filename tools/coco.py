@@ -180,10 +180,10 @@ def valid_id(value: Any) -> int | str | None:
 
 
 def _file_of(image: str) -> str | None:
-    """The name of an image's file, as JSON: what is no text does not fit the database."""
+    """The name of an image's file, spelt in one way, as JSON: what is no text does not fit the database."""
     fields = json.loads(image)
     name = fields.get("file_name") or fields.get("coco_url")
-    return json.dumps(name) if name else None
+    return json.dumps(os.path.normpath(name) if isinstance(name, str) else name) if name else None
 
 
 def _rows(items: Iterable[dict[str, Any]], id_name: str, keys: Sequence[str]) -> Iterator[tuple[int | str | None, str]]:

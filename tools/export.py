@@ -29,8 +29,11 @@ from itertools import cycle, dropwhile
 from pathlib import Path
 from typing import Any, get_args
 
+from PIL import Image
+
 from tools.convert import check_not_inputs, relative_path
 from utils.config.load import exit_with, reason_of
+from utils.data.images import EXIF_ORIENTATION, FORMATS
 from utils.geometry import MAX_BIN, Kind, Object, bins_to_pixels, bounding_box, coco_box, iou_matrix, normal_label
 from utils.scores import label_of
 
@@ -47,12 +50,15 @@ def main() -> None:
     parser.add_argument("--to", choices=("coco", "jsonl"), default="coco", help="form to write (default: coco)")
     parser.add_argument("--min-score", type=float, default=0.0, metavar="S", help="leave out answers below (default 0)")
     parser.add_argument("--like", type=Path, metavar="FILE.json", help="COCO file to take all ids from")
+    parser.add_argument("--exif", choices=("shown",), help="boxes of --like lie on images as EXIF turns them")
     parser.add_argument("--complete", action="store_true", help="jsonl: keep the annotation, add what it lacks")
     args = parser.parse_args()
     if not 0 <= args.min_score <= 1:
         parser.error("--min-score must be from 0 to 1")
     if args.like and args.to != "coco":
         parser.error("--like is for --to coco")
+    if args.exif and not args.like:
+        parser.error("--exif is for --like")
     if args.complete and args.to != "jsonl":
         parser.error("--complete is for --to jsonl")
     written = [args.output] if args.to == "jsonl" else [args.output / name for name in COCO_FILES]
@@ -116,7 +122,7 @@ def write_coco(args: argparse.Namespace, records: Sequence[Record]) -> None:
         what = "to an image file that another answer has, too; supervision and FiftyOne want one entry per image"
         print(f"{args.answers}: {num_shared} answers are {what}")
     try:
-        ids = ids_like(args.like, records) if args.like else own_ids(records)
+        ids = ids_like(args.like, records, args.exif) if args.like else own_ids(records)
     except (OSError, ValueError) as error:
         exit_with(f"--like {args.like}: {reason_of(error)}")
     except (AttributeError, KeyError, TypeError) as error:  # of its items
@@ -199,7 +205,7 @@ def own_ids(records: Sequence[Record]) -> Ids:
     return Ids(list(range(1, len(records) + 1)), category_of, names)
 
 
-def ids_like(file: Path, records: Sequence[Record]) -> Ids:
+def ids_like(file: Path, records: Sequence[Record], exif: str | None = None) -> Ids:
     """Take the ids of a COCO file: of images by file name, of categories by name.
 
     Raises OSError, and ValueError (or what items without names or ids raise) for what is no COCO file, for a label of
@@ -219,18 +225,20 @@ def ids_like(file: Path, records: Sequence[Record]) -> Ids:
     if made_up := sorted(label for label in labels if label not in category_of):
         shown = f"{made_up[0]!r}{_and_more(sorted(set(made_up)))}"
         remarks.append(f"{len(made_up)} predicted objects left out; their labels are no category there: {shown}")
-    images = _images_like(given["images"], records)
+    images = _images_like(given["images"], records, exif)
     if num_turned := images.count(None):
-        remarks.append(f"{num_turned} answers left out: EXIF turns their images, whose size there is the stored one")
+        rule = "nothing says that boxes there are turned, too (where the size does not say the opposite: --exif shown)"
+        remarks.append(f"{num_turned} answers left out: EXIF turns their images, and {rule}")
     if num_left := len(given["images"]) - len({*images} - {None}):
         rule = "evaluate these images only (params.imgIds), or their objects count as missed"
         remarks.append(f"{num_left} of its {len(given['images'])} images have no answer; {rule}")
     return Ids(images, category_of, names, remarks)
 
 
-def _images_like(given: Sequence[dict[str, Any]], records: Sequence[Record]) -> list[Any]:
+def _images_like(given: Sequence[dict[str, Any]], records: Sequence[Record], exif: str | None) -> list[Any]:
     """Return the id of each record's image: its path ends in that image's `file_name`, without leading "..", or in the
-    last name of LVIS's `coco_url`. None for an image that EXIF turns, where the file gives the stored size."""
+    last name of LVIS's `coco_url`. None for an image that EXIF turns, unless the size in the file, or `exif`, says that
+    its boxes lie on what is shown."""
     by_name: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {}
     for image in given:
         name = image.get("file_name") or image.get("coco_url", "").rpartition("/")[2]
@@ -249,8 +257,21 @@ def _images_like(given: Sequence[dict[str, Any]], records: Sequence[Record]) -> 
         if size not in ((record["width"], record["height"]), (record["height"], record["width"]), (None, None)):
             rule = "another size there; boxes would not fit (a resized image)"
             raise ValueError(f"{path}: {record['width']} x {record['height']}, but {size[0]} x {size[1]} there: {rule}")
-    turned = [own[0].get("width") not in (record["width"], None) for record, own in zip(records, found, strict=True)]
-    return [None if is_turned else own[0]["id"] for is_turned, own in zip(turned, found, strict=True)]
+    fits = [_lies_on_shown(own[0], *parts, exif) for own, *parts in zip(found, paths, records, strict=True)]
+    return [own[0]["id"] if is_shown else None for is_shown, own in zip(fits, found, strict=True)]
+
+
+def _lies_on_shown(given: dict[str, Any], path: Path, record: Record, exif: str | None) -> bool:
+    """Whether boxes of an image's entry lie on the image as EXIF turns it, which is what the model saw."""
+    if given.get("width") not in (record["width"], None):
+        return False
+    try:
+        with Image.open(path, formats=FORMATS) as opened:
+            orientation = opened.getexif().get(EXIF_ORIENTATION, 1)
+    except OSError:  # not there any more
+        orientation = 1
+    is_told = given.get("width") is not None and record["width"] != record["height"] and orientation in range(5, 9)
+    return orientation not in range(2, 9) or is_told or exif == "shown"
 
 
 def _labels(records: Sequence[Record], side: str) -> set[str]:
@@ -324,7 +345,7 @@ def sample_line(record: Record, folder: Path) -> dict[str, Any]:
     width, height = size = record["width"], record["height"]
     objects = []
     for item in record["pred"]:
-        object_ = _object(item)
+        object_ = _object(_with_area(item))
         pixels = zip(bins_to_pixels(object_.coords, *size), cycle(size), strict=False)
         coords = [round(min(max(value, 0), limit), 2) for value, limit in pixels]
         if min(max(coords[axis::2]) - min(coords[axis::2]) for axis in (0, 1)) > 0:

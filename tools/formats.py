@@ -31,6 +31,7 @@ _REFERENCE = re.compile(
 _BOX = re.compile(r"(?:<\|box_start\|>|<box>)(.*?)(?:<\|box_end\|>|</box>)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SPELT = re.compile(r'"bbox_2d"|<\|box_start\|>|<box>')  # what each box of an answer has once
+_MARK = re.compile(r"<\|(?:box|quad)_start\|>|<(?:box|quad)>")
 _EMPTY = re.compile(r"(```(json)?)?\s*\[\s*\]\s*(```)?|\s*")
 _JSON, _OPENED = json.JSONDecoder(), re.compile(r"[\[{]")
 NO_LABELS = "no label file, so that they count as images without objects"
@@ -39,6 +40,7 @@ SYSTEM_FOLDERS = ("__MACOSX", "lost+found")
 YAML_SUFFIXES = (".yaml", ".yml")
 SEVERAL_LINES_PER_IMAGE = ("swift", "sharegpt", "rex-omni")
 NOT_ONE_IMAGE = {"file_name": "", "unusable": "its line has not exactly one image, as a path"}
+NOT_TEXT = "a turn of its conversation is not text"
 
 
 class Annotations:
@@ -126,6 +128,8 @@ def _voc(folder: Path, images: Path, unit: int) -> Iterator[Item]:
             size = {side: int(float(root.findtext(f"size/{side}") or 0)) or None for side in ("width", "height")}
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: size: {error}; correct it, or delete it to use the image's own") from None
+        if root.tag != "annotation":  # else its objects would be lost, and the line say that there are none
+            raise ValueError(f"{path}: <{root.tag}> is no annotation of Pascal VOC; correct or remove it")
         items = []
         for item in root.iter("object"):
             ends = [_number(item.findtext(f"bndbox/{end}")) for end in ("xmin", "ymin", "xmax", "ymax")]
@@ -226,9 +230,10 @@ def _yolo_object(line: str, keypoints: int) -> dict[str, Any]:
 
 
 def _yolo_settings(labels: Path, given: Path | None) -> tuple[dict[Any, str], int]:
-    """Class names, and how many numbers of a line are keypoints (`kpt_shape` of data.yaml; 0: no pose labels)."""
+    """Class names, of the nearest file, and how many numbers of a line are keypoints (`kpt_shape` of data.yaml; 0: no
+    pose labels)."""
     folders = [labels, *labels.resolve().parents[:2]]
-    near = [folder / name for name in ("classes.txt", "data.yaml") for folder in folders]
+    near = [folder / name for folder in folders for name in ("classes.txt", "data.yaml")]
     files = [*([given] if given else []), *(path for path in near if path.is_file())]
     if not files:
         raise ValueError(f"{labels}: no class names: neither classes.txt nor data.yaml is near it; pass --names FILE")
@@ -273,11 +278,10 @@ def _rex_omni(path: Path, images: Path, unit: int) -> Iterator[Item]:
         boxes = annotation.get("boxes") if isinstance(annotation, dict) else None
         if not _is_list_of_dicts(boxes):
             raise ValueError(f"{path}:{number}: no annotation.boxes of {{bbox, phrase}}; points are not supported")
-        yield (
-            str(number),
-            {"file_name": row.get("image_name")},
-            [_object(b.get("phrase"), b.get("bbox")) for b in boxes],
-        )
+        image = {"file_name": row.get("image_name")}
+        if annotation.get("points"):
+            image["unusable"] = "it has points, which are no boxes"
+        yield str(number), image, [_object(b.get("phrase"), b.get("bbox")) for b in boxes]
 
 
 def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
@@ -301,17 +305,24 @@ def _swift(path: Path, images: Path, unit: int) -> Iterator[Item]:
             raise ValueError(f"{path}:{number}: {rule}; convert its boxes to one of these")
         unit = 1 if kind == "norm1" else 0
         pairs = zip(itertools.repeat(refs[0]) if len(refs) == 1 else refs, boxes, strict=False)
-        image = {"file_name": name} | _question(_turns(row, "messages", f"{path}:{number}"), refs)
+        turns = _turns(row, "messages", f"{path}:{number}")
+        answers = [turn for turn in turns if _role(turn) == "assistant"]
+        image = {"file_name": name} | _question(turns, refs)
+        if not refs and not boxes and not (_says_nothing(answers[-1]) if answers else row.get("objects") is not None):
+            image["unusable"] = "it has no objects, and does not say that there are none"
         yield str(row.get("id", number)), image, [_object(ref, box, unit) for ref, box in pairs]
 
 
 def _question(turns: list[dict[str, Any]], refs: list[Any]) -> dict[str, Any]:
     """`messages` before the answer, each `<ref-object>` replaced by the next name; or why they are `unusable`."""
-    turns = [{"role": _role(turn), "content": _text(turn)} for turn in turns]
-    while turns and turns[-1]["role"] == "assistant":
+    turns = list(turns)
+    while turns and _role(turns[-1]) == "assistant":
         turns.pop()
     if not turns:
         return {}
+    if not all(map(_is_text, turns)):
+        return {"unusable": NOT_TEXT}
+    turns = [{"role": _role(turn), "content": _text(turn)} for turn in turns]
     if any(turn["role"] == "assistant" for turn in turns):
         return {"unusable": "several questions, and nothing says which objects answer which"}
     names = iter(map(str, refs))
@@ -341,10 +352,12 @@ def _sharegpt(path: Path, images: Path, unit: int) -> Iterator[Item]:
             messages = [{"role": _role(turn), "content": _text(turn)} for turn in (*system, *turns[begin:end])]
             if begin < end:
                 image["messages"] = messages
-            found = list(_boxes_in(answer))
-            if len(found) < len(_SPELT.findall(answer)) or answer.count("[") != answer.count("]"):
+            found, unread = list(_boxes_in(answer)), _MARK.search(_REFERENCE.sub("", answer))
+            if not all(map(_is_text, turns[begin : end + 1])):
+                image["unusable"] = NOT_TEXT
+            elif unread or len(found) < len(_SPELT.findall(answer)) or answer.count("[") != answer.count("]"):
                 image["unusable"] = "its answer spells boxes that cannot be read"
-            elif not found and not _EMPTY.fullmatch(answer):
+            elif not found and not _says_nothing(turns[end]):
                 image["unusable"] = "its answer spells no box"
             objects = [_object(label, box, unit) for label, box in found]
             yield row_id if len(ends) == 1 else f"{row_id}.{ends.index(end) + 1}", image, objects
@@ -386,6 +399,18 @@ def _text(turn: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
+def _is_text(turn: dict[str, Any]) -> bool:
+    """Whether a turn is a text or a list of parts, not the boxes themselves, for one."""
+    content = turn.get("value", turn.get("content"))
+    parts = content if isinstance(content, list) else []
+    return isinstance(content, str | list) and all(isinstance(p, dict) and p.keys() & {"type", "text"} for p in parts)
+
+
+def _says_nothing(turn: dict[str, Any]) -> bool:
+    """Whether an answer says that there are no objects: it is empty, or an empty list."""
+    return _is_text(turn) and _EMPTY.fullmatch(_text(turn)) is not None
+
+
 def _json_values_in(text: str) -> Iterator[Any]:
     """Each JSON list or object in a text, in fences or between words."""
     at = 0
@@ -397,12 +422,12 @@ def _json_values_in(text: str) -> Iterator[Any]:
             at = found.end()
 
 
-def _boxes_in(text: str) -> Iterator[tuple[str, Any]]:
-    """(label, [x1, y1, x2, y2]) of each box that an answer spells."""
+def _boxes_in(text: str) -> Iterator[tuple[Any, Any]]:
+    """(label, [x1, y1, x2, y2]) of each box that an answer spells; None for what an object of its list lacks."""
     for value in _json_values_in(text):
-        for row in value if isinstance(value, list) else [value]:
-            if isinstance(row, dict) and "bbox_2d" in row:
-                yield str(row.get("label", "")), row["bbox_2d"]
+        rows = [row for row in (value if isinstance(value, list) else [value]) if isinstance(row, dict)]
+        if any("bbox_2d" in row for row in rows):
+            yield from ((row.get("label"), row.get("bbox_2d")) for row in rows)
     for label, boxes in _REFERENCE.findall(text):
         numbers = [float(number) for box in _BOX.findall(boxes) for number in _NUMBER.findall(box)]
         for start in range(0, len(numbers), 4):

@@ -250,6 +250,9 @@ BAD_LINES = {
     "image is no image": (line(images=["d.jsonl"]), "not an image that can be read"),
     "url": (line(images=["http://x/a.png"]), "images[0]: http://x/a.png: data files name local images only"),
     "images is a string": (line(images="a.png"), "images: must be a list, not a string"),
+    "images is an empty string": (line(images=""), "images: must be a list, not a string"),
+    "images is an empty object": (line(images={}), "images: must be a list, not an object"),
+    "images is zero": (line(images=0), "images: must be a list, not a number"),
     "image is a number": (line(images=[3]), "images[0]: must be a path, not a number"),
     "no images": (
         line(images=..., image="a.png"),

@@ -519,7 +519,8 @@ def test_DAT_1_an_id_that_stands_for_several_images_or_names_is_never_guessed(tm
 def test_TGT_12_images_with_several_entries_are_left_out(tmp_path):
     """TGT-12, DAT-1: as home-made files have one per annotation. Each line would call a part of the objects all."""
     first, *others, alone = many_images(tmp_path, 4)
-    images = [first, alone, *(other | {"file_name": first["file_name"]} for other in others)]
+    spelt = [f"./{first['file_name']}", first["file_name"]]
+    images = [first, alone, *(other | {"file_name": name} for other, name in zip(others, spelt, strict=True))]
     rows, report = converted(tmp_path, [annotation(i) for i in range(4)], images)
     assert [row["id"] for row in rows] == ["3"] and report.reasons == {(IMAGES, SHARED): (3, 0)}
 

@@ -15,6 +15,7 @@ from PIL import Image
 from tests.packages import folder_with
 from tools import export
 from tools.evaluate import COCO_NAMES, coco_scores
+from utils.data.images import EXIF_ORIENTATION
 from utils.data.samples import Sample, load_samples
 from utils.geometry import Object, bins_to_pixels, bounding_box, coco_box
 from utils.scores import object_record
@@ -192,6 +193,32 @@ def test_answers_to_images_that_exif_turns_are_left_out_where_the_file_has_the_s
     assert {found["image_id"] for found in json.loads((tmp_path / "out/results.json").read_text())} <= {6, 7}
 
 
+@pytest.mark.parametrize(
+    ("orientation", "is_sized", "arguments", "is_kept"),
+    [
+        (3, True, (), False),
+        (3, False, (), False),
+        (3, True, ("--exif", "shown"), True),
+        (1, True, (), True),
+        (6, True, (), True),  # its size is that of the image as shown
+        (6, False, (), False),
+    ],
+)
+def test_an_answer_is_left_out_where_nothing_says_that_boxes_are_turned_as_exif_turns_the_image(
+    tmp_path, answers, monkeypatch, capsys, orientation, is_sized, arguments, is_kept
+):
+    """A mirrored image, or one upside down, has the same size as stored."""
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = orientation
+    Image.new("RGB", (200, 100) if orientation < 5 else (100, 200)).save(tmp_path / "images/a/a.png", exif=exif)
+    entry = {"id": 5, "file_name": "a/a.png"} | (IMAGE if is_sized else {})
+    theirs = users_file(tmp_path / "instances_val.json", answers[1], images=[entry, *REST])
+    run(monkeypatch, answers[0], "--output", tmp_path / "out", "--like", theirs, *arguments)
+    assert ("1 answers left out: EXIF turns their images" in capsys.readouterr().out) is not is_kept
+    written = json.loads((tmp_path / "out/instances.json").read_text())
+    assert [image["id"] for image in written["images"]] == [5, 6, 7][not is_kept :]
+
+
 def test_images_are_found_by_url_and_by_bare_names_too(tmp_path, answers, monkeypatch):
     """As in LVIS, and where all images lie in one folder."""
     theirs = users_file(tmp_path / "x.json", answers[1], images=[IMAGE | {"file_name": "a.png"}, *REST])
@@ -342,6 +369,16 @@ def test_answers_beyond_the_image_are_cut_off_at_its_edges_DAT_1(tmp_path, answe
     run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "pseudo.jsonl")
     [[sample]] = load_samples([str(tmp_path / "pseudo.jsonl")], "find")
     assert [obj.coords for obj in sample.objects] == [(500, 500, 999, 999), (0, 0, 999, 0, 500, 999)]
+
+
+def test_answers_that_are_thin_in_bins_stay_annotation_DAT_1(tmp_path, answers, monkeypatch):
+    """DAT-1: the line counts as complete, and would teach not to name thin objects."""
+    line = json.loads(answers[0].read_text().splitlines()[0])
+    line["pred"] = [{"desc": "pin", "bbox_2d": [10, 10, 10, 20], "score": 1.0}]
+    answers[0].write_text(json.dumps(line))
+    run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "d.jsonl")
+    (pin,) = json.loads((tmp_path / "d.jsonl").read_text())["objects"]
+    assert pin["desc"] == "pin" and 0 < pin["bbox_2d"][2] - pin["bbox_2d"][0] < 0.5
 
 
 def test_coco_files_give_thin_boxes_an_area_LRN_9(tmp_path, answers, monkeypatch):

@@ -21,6 +21,7 @@ from utils.data.images import EXIF_ORIENTATION, image_size, open_image
 from utils.data.samples import load_samples
 
 NO_LABELS_OF_IMAGES = "images", NO_LABELS
+UNREAD = "its answer spells boxes that cannot be read"
 WIDTH, HEIGHT = 100, 80
 CAT = {"desc": "cat", "bbox_2d": [10, 20, 40, 60]}
 DOG = {"desc": "dog", "bbox_2d": [0, 0, 50, 40]}
@@ -517,10 +518,18 @@ def test_DAT_1_splits_of_questions_keep_an_image_together(folder):
         ("[]", []),
         ("```json\n[]\n```", []),
         ("", []),
-        ("It is at <|box_start|>(1,2),(10,12)<|box_end|>.", "its answer spells boxes that cannot be read"),
-        ('{"found": [{"bbox_2d": [0, 0, 9, 9], "label": "cat"}]}', "its answer spells boxes that cannot be read"),
-        ('[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}, {"bbox_2d"', "its answer spells boxes that cannot be read"),
-        ('[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}, {"label": "d', "its answer spells boxes that cannot be read"),
+        ("It is at <|box_start|>(1,2),(10,12)<|box_end|>.", UNREAD),
+        ('{"found": [{"bbox_2d": [0, 0, 9, 9], "label": "cat"}]}', UNREAD),
+        ('[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}, {"bbox_2d"', UNREAD),
+        ('[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}, {"label": "d', UNREAD),
+        ("<ref>cat</ref><box>[[1,2,3,4],[5,6,7,8]]</box> and <box>[[9,9,19,19]]</box>", UNREAD),
+        (f"{ANSWERS['internvl']}<ref>owl</ref><quad>[[1, 2]]</quad>", UNREAD),
+        ('[{"bbox_2d": [0, 0, 9, 9], "label": null}]', NO_LABEL),
+        ('[{"bbox_2d": [0, 0, 9, 9], "label": ["cat", "dog"]}]', NO_LABEL),
+        ([{"bbox_2d": [0, 0, 9, 9], "label": "cat"}], "a turn of its conversation is not text"),
+        ({"bbox_2d": [0, 0, 9, 9], "label": "cat"}, "a turn of its conversation is not text"),
+        ([{"type": "text", "text": '[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}]'}], ["cat"]),
+        ([{"type": "text", "text": "[]"}], []),
         ("A cat on a mat.", "its answer spells no box"),
         (None, "no answer"),
     ],
@@ -588,6 +597,59 @@ def test_DAT_1_a_question_that_is_not_utf_8_leaves_its_line_out(folder, kind):
     reason = "its question is not UTF-8: it holds half of a surrogate pair"
     assert report.reasons == {("images left out", reason): (1, "1")}
     assert json.loads((folder / "d.jsonl").read_text())["messages"][0]["content"] == "Find \U0001f600"
+
+
+def test_TGT_12_an_object_of_an_answer_without_a_box_is_a_gap(folder):
+    """TGT-12, DAT-1: a point is none; the line is not complete for its label."""
+    answer = '[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}, {"point_2d": [5, 5], "label": "dog"}]'
+    path = write_lines(folder, {"image": "a.png", "conversations": [{"from": "gpt", "value": answer}]})
+    convert(path, folder / "images", folder / "d.jsonl", kind="sharegpt", unit=1000)
+    (row,) = map(json.loads, (folder / "d.jsonl").open())
+    assert [found["desc"] for found in row["objects"]] == row["annotated"] == ["cat"]
+
+
+@pytest.mark.parametrize(
+    ("row", "is_kept"),
+    [
+        ({"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is red."}]}, False),
+        ({"query": "Find cats.", "response": '[{"bbox_2d": [0, 0, 9, 9], "label": "cat"}]'}, False),
+        ({"query": "Find cats.", "response": "None.", "objects": {"ref": [], "bbox": []}}, False),
+        ({"messages": []}, False),
+        ({"query": [{"bbox_2d": [0, 0, 9, 9]}], "response": "[]"}, False),
+        ({"query": "Find cats.", "response": "None.", "objects": {"ref": ["cat"], "bbox": []}}, True),
+        ({"query": "Find cats.", "response": "[]"}, True),
+        ({"objects": {"ref": [], "bbox": []}}, True),
+    ],
+)
+def test_DAT_1_a_line_of_ms_swift_has_no_objects_only_if_it_says_so(folder, row, is_kept):
+    """DAT-1: mixtures hold other questions, too; training would learn that their images show nothing."""
+    good = {"images": ["b.png"], "objects": {"ref": ["cat"], "bbox": [BOX]}}
+    found = rows_of(folder, "swift", write_lines(folder, {"images": ["a.png"]} | row, good))
+    assert found == ({"a.png": []} if is_kept else {}) | {"b.png": [CAT]}
+
+
+def test_yolos_class_names_are_those_of_the_nearest_file_DAT_1(folder):
+    """DAT-1: a folder above may belong to other data."""
+    (folder / "own" / "labels").mkdir(parents=True)
+    (folder / "own" / "labels" / "a.txt").write_text("0 0.25 0.5 0.3 0.5")
+    (folder / "own" / "data.yaml").write_text("names: [cat]")
+    (folder / "classes.txt").write_text("owl")
+    assert rows_of(folder, "yolo", folder / "own" / "labels")["a.png"] == [CAT]
+
+
+def test_DAT_1_objects_of_another_form_do_not_become_an_empty_image(folder):
+    """DAT-1: XML that is no annotation, or one in a namespace, and points."""
+    (folder / "voc").mkdir()
+    for text in ("<metadata/>", VOC.replace("<annotation>", '<annotation xmlns="http://x">')):
+        (folder / "voc" / "a.xml").write_text(text)
+        with pytest.raises(ValueError, match="a.xml: <.*> is no annotation of Pascal VOC; correct or remove it"):
+            rows_of(folder, "voc", folder / "voc")
+    points, boxes = [{"point": [1, 2], "phrase": "dog"}], [{"bbox": BOX, "phrase": "cat"}]
+    rows = [
+        {"image_name": "a.png", "annotation": {"boxes": boxes, "points": points}},
+        {"image_name": "b.png", "annotation": {"boxes": boxes, "points": []}},
+    ]
+    assert rows_of(folder, "rex-omni", write_lines(folder, *rows)) == {"b.png": [CAT]}
 
 
 def test_two_boxes_of_one_reference(folder):

@@ -441,7 +441,8 @@ def _read_images(row: dict[str, Any], inside: list[Any], base: Path) -> list[str
         raise _Mistake("images", f"images: missing (the line has {_keys(row)}); [] for a text sample")
     if given and inside:
         raise _Mistake("images", "images: given both as a list and inside the messages")
-    given = given or inside
+    if given is None or given == []:
+        given = inside
     if not isinstance(given, list):
         raise _Mistake("images", f"images: must be a list, not {_json_type(given)}")
     return [_read_image(image, i, base) for i, image in enumerate(given)]
