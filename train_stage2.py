@@ -128,6 +128,7 @@ class Stage2:
     Attributes:
         waiting: state of the carry buffer after the last trained step; a resumed run packs on from there.
         is_sparse: the last step's rows were less full than `packing_min_fill_ratio`.
+        drop_reasons: counters of unreadable objects so far; in steps without such objects their curves are at 0.
     """
 
     is_sparse = False
@@ -137,6 +138,7 @@ class Stage2:
         self.session = session
         self.buffer = CarryBuffer(cfg.global_max_length, cfg.training.packing_buffer)  # finished, waiting for a row
         self.waiting = self.buffer.state_dict()
+        self.drop_reasons: set[str] = set()
         dump_options = cfg.rm.monitor_dump.model_dump()
         self.dump = SampleDump(session.run_dir, session.data.table, **dump_options, enabled=session.ranks.is_main)
         weight = cfg.rm.teacher.weight if cfg.rm.teacher else 0.0
@@ -299,7 +301,8 @@ def make_segment(
         truncated = response.finish_reason == "length"
         rollouts.counts.update(count_sample(parsed, sample.objects, threshold, truncated, sample.annotated, overlaps))
         rollouts.counts.update(appended=target.num_appended, failed=int(response.error is not None))
-        rollouts.lengths.append(len(response.response_token_ids))
+        if response.error is None:
+            rollouts.lengths.append(len(response.response_token_ids) + (response.stop_token_id is not None))
         if rm.monitor_dump.every_steps and len(rollouts.examples) < rm.monitor_dump.num_samples:
             rollouts.examples.append(Example(sample, response, parsed, pairs, target))
     return targets.make_segment(
@@ -347,6 +350,9 @@ def log_step(
     counts = Counter()
     for own in ranks["counts"]:
         counts.update(own)
+    if counts["num_images"]:
+        run.drop_reasons |= {name for name in counts if name.startswith("dropped/")}
+        counts.update(dict.fromkeys(run.drop_reasons, 0))
     quality = scores(counts)
     metrics = {
         **{f"loss/{name}": value for name, value in result.losses.items()},

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -259,6 +260,7 @@ def test_a_failed_request_becomes_an_empty_rollout_with_every_object_missed_CON_
     failed = RolloutResult([], [], "", None, None, error="unreadable image")
     segment = segment_of(run, sample, failed, rollouts)
     assert rollouts.counts["failed"] == 1 and rollouts.counts["appended"] == len(sample.objects)
+    assert rollouts.lengths == []  # no model wrote it
     assert len(segment.coord_index) == 4 * len(sample.objects)
 
 
@@ -571,6 +573,11 @@ def log_step(
     run, rollouts: train_stage2.Rollouts, num_tokens: int = 100, is_sparse: bool = False, **training
 ) -> dict | None:
     """Log a step whose rows could hold 100 tokens; returns what is said of the quality of its responses."""
+    return logged(run, rollouts, num_tokens, is_sparse, set(), **training)[1]
+
+
+def logged(run, rollouts, num_tokens: int, is_sparse: bool, drop_reasons: set[str], **training) -> tuple[dict, Any]:
+    """Log such a step; returns its curves and quality."""
     said = []
     session = SimpleNamespace(
         cfg=SimpleNamespace(training=run.cfg.training.model_copy(update=training)),
@@ -578,16 +585,16 @@ def log_step(
         timer=SimpleNamespace(pop=dict),
         prefetcher=SimpleNamespace(num_remade=0),
         stop=SimpleNamespace(signal_name=None),
-        log_step=lambda step, metrics, quality, **shown: said.append(quality),
+        log_step=lambda step, metrics, quality, **shown: said.append((metrics, quality)),
         monitor=None,
     )
     session.gather_step = partial(Session.gather_step, session)
-    stage2 = SimpleNamespace(session=session, buffer=[], is_sparse=is_sparse)
+    stage2 = SimpleNamespace(session=session, buffer=[], is_sparse=is_sparse, drop_reasons=drop_reasons)
     stage2.dump = SimpleNamespace(write=lambda *_: None)
     result = StepResult(losses={"total": 1.0}, grad_norm=1.0, learning_rates={}, num_tokens=num_tokens, room=100)
     train_stage2.log_step(stage2, 3, result, [train_stage2.MicroStep([], rollouts)], [[]])
-    (quality,) = said
-    return quality
+    (found,) = said
+    return found
 
 
 def test_a_step_is_judged_by_its_own_responses_LOG_3(run):
@@ -596,6 +603,28 @@ def test_a_step_is_judged_by_its_own_responses_LOG_3(run):
     segment_of(run, run.samples[0], answer_of(run, "the the the"), rollouts)
     assert log_step(run, rollouts)["parse_rate"] == 0.0
     assert log_step(run, train_stage2.Rollouts()) is None
+
+
+def test_a_reason_for_unreadable_objects_that_is_over_is_at_zero_LOG_3(run):
+    """LOG-3: else its curve keeps the last value; nothing is said where there were no responses."""
+    seen, curves = set(), []
+    for texts in (["the the the"], [format_objects([])], []):
+        rollouts = train_stage2.Rollouts()
+        for text in texts:
+            segment_of(run, run.samples[0], answer_of(run, text), rollouts)
+        curves.append(logged(run, rollouts, 100, False, seen)[0])
+    (reason,) = seen
+    assert reason.startswith("dropped/")
+    assert [own.get(f"rollout/{reason}") for own in curves] == [1, 0, None]
+
+
+def test_the_length_of_a_response_counts_its_end_token_LOG_3(run):
+    """LOG-3: as GRPO's does; one that was cut off has none."""
+    rollouts, answer = train_stage2.Rollouts(), answer_of(run, format_objects([]))
+    for response in (answer, replace(answer, stop_token_id=7)):
+        segment_of(run, run.samples[0], response, rollouts)
+    num = len(answer.response_token_ids)
+    assert rollouts.lengths == [num, num + 1]
 
 
 def test_rows_that_are_filled_too_little_are_a_warning_CFG_14(run, caplog):

@@ -201,7 +201,9 @@ def policy_loss(sums: PolicySums, denominator: float, options: Rlhf) -> Tensor:
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means per scored token, from `PolicySums.sums` added up over micro-steps and ranks; none without such tokens."""
+    """Means per scored token, from `PolicySums.sums` added up over micro-steps and ranks; none without such tokens.
+
+    Answers that are not computed (`grpo.choose_rows`) have none."""
     if not sums["num_tokens"]:
         return {}
     means = {name: value / sums["num_tokens"] for name, value in sums.items() if name != "num_tokens"}

@@ -18,6 +18,7 @@ import torch
 from tests.config.test_load import edited
 from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import build_config
+from utils.data.samples import DataError
 from utils.rollout.backend import RolloutSampling
 from utils.run import session
 from utils.run.resume import random_states
@@ -79,6 +80,17 @@ def test_a_resumed_run_draws_on_from_the_random_states_of_its_checkpoint_LRN_5(t
     run.ranks.device, run.ranks.first = torch.device("cpu"), lambda own: own
     Session.resume(run, SimpleNamespace(load_state_dict=lambda state: None))
     assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
+
+
+@pytest.mark.parametrize("error", [DataError(["x.jsonl:3: changed"]), OSError("x.jsonl: a disk that fails")])
+def test_samples_that_cannot_be_drawn_again_end_all_ranks_LRN_5(tmp_path, capsys, error):
+    """LRN-5: the file may change while the model loads; other ranks would wait for this one."""
+    run = MagicMock(resumed={"random": None}, run_dir=tmp_path)
+    run.ranks.first = MagicMock(side_effect=lambda own: own)
+    with pytest.raises(SystemExit) as end:
+        Session.resume(run, SimpleNamespace(load_state_dict=MagicMock(side_effect=error)))
+    assert end.value.code == 2 and "x.jsonl" in capsys.readouterr().err
+    run.ranks.first.assert_called_once()
 
 
 def test_a_resumed_run_lets_go_of_what_it_has_loaded_LRN_5(tmp_path):

@@ -19,7 +19,7 @@ from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import Config, exit_with
 from utils.data.encoding import EncodedPrompt, encode_prompt
 from utils.data.images import as_file
-from utils.data.samples import Sample
+from utils.data.samples import DataError, Sample
 from utils.data.stream import SampleStream
 from utils.dist import DistributedError, Ranks, capture_error, outcome_of
 from utils.learner.checkpoint import save_adapter, save_merged
@@ -158,7 +158,7 @@ class Session:
                 self.policy.rollout_log.restore(calls)
             try:
                 program.load_state_dict(self.resumed)
-            except ValueError as error:
+            except (ValueError, DataError, OSError) as error:  # the latter two where its samples are drawn again
                 problem = str(error)
             states = self.resumed["random"]
             self.resumed = None  # it holds the prepared micro-steps, pixels included
