@@ -3,6 +3,8 @@
 import json
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,12 @@ LANGUAGE = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"
 
 @pytest.fixture(scope="module")
 def server(folder, start_model):  # noqa: F811
+    with server_with_slots(folder, start_model) as server:
+        yield server
+
+
+@contextmanager
+def server_with_slots(folder, model, **settings):  # noqa: F811
     plain = processes.config_of
 
     def with_slots(*args):
@@ -39,7 +47,7 @@ def server(folder, start_model):  # noqa: F811
 
     processes.config_of = with_slots
     try:
-        server = Server(folder, start_model, vllm_enable_lora=True)
+        server = Server(folder, model, vllm_enable_lora=True, **settings)
     finally:
         processes.config_of = plain
     try:
@@ -54,12 +62,14 @@ def tuned(start_model, targets: str):
     return get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=targets, alpha_pattern={"o_proj": 6}))
 
 
-def open_sync(server: Server, model, run_id: str, fallback_to_full: bool, probe: Probe | None = None):
+def open_sync(
+    server: Server, model, run_id: str, fallback_to_full: bool, probe: Probe | None = None, mode: str = "adapter"
+):
     client = RolloutClient([ServerAddress(server.url, server.group_port)], rank=0, world_size=1, decode_batch_size=4)
     client.wait_ready()
     sync = make_sync(
         model,
-        "adapter",
+        mode,
         fallback_to_full,
         Ranks(),
         client,
@@ -142,6 +152,27 @@ def test_a_full_sync_into_an_engine_with_slots_empties_the_slot_SYN_10(server, s
     warnings = [record.getMessage() for record in caplog.records if "adapter sync" in record.getMessage()]
     assert len(warnings) == 1 and "no LoRA slot" in warnings[0] and "visual" in warnings[0]
     sync.close()
+
+
+@pytest.mark.slow
+def test_requests_that_are_queued_over_a_full_sync_are_answered_SYN_10(folder, start_model, asked):  # noqa: F811
+    """SYN-10, SRV-10: with room for one at a time the others name a slot that the sync takes the adapter out of. The
+    engine died of them."""
+    model = tuned(start_model, LANGUAGE)
+    with server_with_slots(folder, start_model, vllm_max_num_seqs=1) as server:
+        for run_id, mode in (("run-a", "adapter"), ("run-b", "full")):
+            train_a_little(model)
+            sync = open_sync(server, model, run_id, False, mode=mode)
+            with ThreadPoolExecutor(3) as pool:
+                calls = [
+                    pool.submit(server.infer, asked[:1], max_tokens=200, temperature=1.0, seed=i) for i in (1, 2, 3)
+                ]
+                time.sleep(1.0)
+                sync.sync(f"{run_id}:0")
+                answers = [call.result()[0] for call in calls]
+            sync.close()
+            assert not any("error" in answer["rollout_infos"] for answer in answers), answers
+            assert server.get("/health/").status_code == 200
 
 
 def test_without_fallback_the_run_stops_with_the_reason_SYN_10(server, start_model):

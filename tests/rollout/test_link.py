@@ -22,11 +22,22 @@ REFUSED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 3\r\n\r\nwho"
 MOVED = b"HTTP/1.1 307 Moved\r\nLocation: /elsewhere/\r\nContent-Length: 0\r\n\r\n"
 
 
+def take_slowly(connection, stop):
+    """Takes 10 MB a second, and answers after 16 MB, which no buffer holds."""
+    taken = 0
+    while taken < 16_000_000 and (data := connection.recv(1 << 17)):
+        taken += len(data)
+        stop.wait(len(data) / 1e7)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+
 @contextmanager
-def listening(serve, context=None):
+def listening(serve, context=None, buffer_bytes=None):
     """Yields the address of a socket whose connections go to `serve(connection, stop)`, each in its own thread."""
     stop = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
+    if buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
     def handle(connection):
         try:
@@ -119,6 +130,19 @@ def test_con_5_a_call_through_a_proxy_is_cancelled(monkeypatch):
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         assert_cancel_ends_the_call(Link("http://rollout.example.org", None))
+
+
+def test_a_proxy_that_fails_is_named_with_the_way_past_it_CON_2(monkeypatch):
+    """CON-2: its refusal looked like the server's. Loopback never goes through one."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
+    hint = r"ConnectionRefusedError: .* \(through the proxy 127.0.0.1:9 of the environment; set no_proxy=10.0.0.2 "
+    with pytest.raises(CallFailed, match=hint):
+        Link("http://10.0.0.2:8000", None).request("GET", "/health/", 5.0)
+    with pytest.raises(CallFailed) as failed:
+        Link("http://127.0.0.1:9", None).request("GET", "/health/", 5.0)
+    assert "proxy" not in str(failed.value)
 
 
 def test_a_link_cancelled_before_or_between_calls_sends_nothing():
@@ -253,3 +277,26 @@ def test_a_connection_that_does_not_come_up_is_told_with_its_own_limit(monkeypat
         monkeypatch.setattr(link._session, "request", refuse)
         with pytest.raises(CallTimeout, match="no connection within 10 s"):
             link.request("GET", "/health/", 300.0)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_large_body_may_take_longer_to_send_than_connecting_may_CON_5(monkeypatch, is_open):
+    """CON-5: images that travel as bytes, over a slow network. The call's own limit holds."""
+    monkeypatch.setattr("utils.rollout.link.CONNECT_TIMEOUT_S", 0.3)
+
+    def serve(connection, stop):
+        if is_open:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        take_slowly(connection, stop)
+
+    with listening(serve, buffer_bytes=1 << 16) as address:
+        link, body = Link(f"http://{address}", None), {"x": "a" * 16_000_000}
+        if is_open:
+            link.request("GET", "/health/", 5.0)
+        assert link.request("POST", "/infer/", None, json=body)[1:] == (200, "{}")
+        link = Link(f"http://{address}", None)
+        if is_open:
+            link.request("GET", "/health/", 5.0)
+        with pytest.raises(CallTimeout, match="no answer within 0.5 s"):
+            link.request("POST", "/infer/", 0.5, json=body)

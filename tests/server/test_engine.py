@@ -733,6 +733,50 @@ def test_requests_use_the_lora_slot_until_a_full_update_has_the_adapter_merged_i
     asyncio.run(run())
 
 
+class Queueing(FakeLLM):
+    """Admits requests only after the next update: as vLLM's "wait", which leaves in the queue what does not run."""
+
+    def __init__(self):
+        super().__init__()
+        self.admits = asyncio.Event()
+
+    async def generate(self, *args, **kwargs):
+        await self.admits.wait()
+        async for output in super().generate(*args, **kwargs):
+            yield output
+
+    async def resume_generation(self):
+        self.admits.set()
+
+
+@pytest.mark.parametrize("then", ["adapter", "full"])
+def test_a_request_queued_over_a_change_of_the_lora_slot_is_made_again_SYN_8_SYN_10(then):
+    """SYN-8, SYN-10: it would be answered without the adapter, or name a slot that is empty, under the new version."""
+
+    async def run():
+        llm = Queueing()
+        engine = RolloutEngine(llm, FakeTokenizer(), ImageStore([]), "model", 2, STUCK_S)
+        updates = WeightUpdates(engine, "gloo")
+        adapter = UPDATE.model_copy(update={"names": ["base_model.model.x.lora_A.weight"]})
+        await updates.init(INIT)
+
+        async def update(call):
+            await updates.start(START)
+            await updates.update(call)
+            await updates.finish(FINISH)
+
+        if then == "full":
+            await update(adapter)
+            llm.admits.clear()
+        waiting = asyncio.ensure_future(engine.infer(ask("a"), RequestConfig()))
+        await asyncio.sleep(0.1)
+        await update(adapter if then == "adapter" else UPDATE)
+        await waiting
+        assert llm.slots == ([None, 1] if then == "adapter" else [1, None])
+
+    asyncio.run(run())
+
+
 def test_an_adapter_goes_on_after_a_failed_update_that_touched_no_weights_CON_4_SYN_10():
     """CON-4, SYN-10: a server that froze in it is used again; what the engine holds besides is as loaded."""
 

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
+from requests.utils import get_environ_proxies, select_proxy
 from urllib3.exceptions import HTTPError
 
 from utils.config.rollout import is_loopback
@@ -61,6 +62,7 @@ class Link(HTTPAdapter):
         self.base_url = base_url
         self.error: BaseException | None = None  # given to `cancel`
         self._connection: Any = None
+        self._send_s: float | None = None  # the limit of the call in flight
         self._last_use = time.monotonic()
         self._session = requests.Session()
         self._session.trust_env = not is_loopback_url(base_url)  # CON-2
@@ -90,7 +92,7 @@ class Link(HTTPAdapter):
             self.close()  # the connection; the next call opens another
         url, parts = self.base_url + path, []
         limit_s = float("inf") if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
+        deadline, self._send_s = time.monotonic() + limit_s, timeout_s
         options |= {"timeout": (min(CONNECT_TIMEOUT_S, limit_s), timeout_s), "stream": True, "allow_redirects": False}
         try:
             with self._session.request(method, url, **options) as response:
@@ -104,11 +106,18 @@ class Link(HTTPAdapter):
                 raise CallTimeout(url, f"no connection within {options['timeout'][0]:g} s") from error
             if isinstance(error, requests.Timeout) or time.monotonic() >= deadline:
                 raise CallTimeout(url, f"no answer within {timeout_s or CONNECT_TIMEOUT_S:g} s") from error
-            raise CallFailed(url, _root_cause(error)) from error
+            raise CallFailed(url, _root_cause(error) + self._proxy_hint()) from error
         finally:
             self._last_use = time.monotonic()
             if self.error is not None:
                 raise self.error
+
+    def _proxy_hint(self) -> str:
+        """What to know where the environment sends calls elsewhere."""
+        proxies = get_environ_proxies(self.base_url) if self._session.trust_env else {}
+        proxy, host = select_proxy(self.base_url, proxies), urlsplit(self.base_url).hostname
+        own = proxy and urlsplit(proxy).netloc.rpartition("@")[2]  # without its password
+        return f" (through the proxy {own} of the environment; set no_proxy={host} to go directly)" if proxy else ""
 
     def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
         """Return urllib3's pool for the server, or for a proxy to it; `HTTPAdapter.send` calls this."""
@@ -122,6 +131,12 @@ class Link(HTTPAdapter):
                 link._connection = self
                 if link.error is not None:
                     link.cancel(link.error)
+
+            def request(self, *args: Any, **kwargs: Any) -> None:
+                if self.sock is None:
+                    self.connect()
+                self.timeout = link._send_s  # urllib3 leaves the limit of connecting in force for a body of any size
+                super().request(*args, **kwargs)
 
         pool.ConnectionCls = Connection
         return pool

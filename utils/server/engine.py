@@ -305,13 +305,14 @@ class RolloutEngine:
         num_errors, weights = 0, self.weights
         for _ in range(100):
             await weights.wait_whole()
-            num_updates, num_failed = weights.num_updates, weights.num_failed
+            num_updates, num_failed, adapter = weights.num_updates, weights.num_failed, self.adapter
             least_loaded = self.num_running.index(min(self.num_running))
             output = await self._run_on(least_loaded if replica is None else replica, prompt, params)
             reason, spans = output.outputs[0].finish_reason, output.outputs[0].weight_versions or []
             if reason in ("stop", "length"):
                 is_whole = len({span.version for span in spans}) <= 1 or weights.keeps_running
-                if is_whole and weights.num_failed == num_failed:
+                # One that was queued over an update names the slot, or none, as it was before.
+                if is_whole and weights.num_failed == num_failed and self.adapter is adapter:
                     return output
             elif reason == "error" and num_errors < NUM_RETRIES:  # vLLM: may pass, e.g. where its caches disagreed
                 num_errors += 1

@@ -293,6 +293,8 @@ class WorkerExtension:
         self.finish_weight_update()  # empties the slots
         if adapter:
             _fill_slot(slots, adapter)
+        elif slots is not None:
+            _fill_slot_with_nothing(slots)
         return self.weight_transfer_engine.missing
 
     def _weight_abort(self) -> None:
@@ -354,6 +356,14 @@ def _fill_slot(lora_manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor]
     if without_slot := sorted(set(lora.loras) - with_slot):  # vLLM itself would ignore them
         raise ValueError(f"no LoRA slot in the engine for {', '.join(without_slot[:5])}")
     slots.add_adapter(lora)
+    slots.activate_adapter(ADAPTER_ID)
+
+
+def _fill_slot_with_nothing(lora_manager: WorkerLoRAManager) -> None:
+    """Have the slot change nothing. A request that was queued over a full update may still name it; were it empty, vLLM
+    would look for a file, and its engine would die of that."""
+    slots = lora_manager._adapter_manager
+    slots._registered_adapters[ADAPTER_ID] = LoRAModel(ADAPTER_ID, 1, {})  # `add_adapter` takes none without tensors
     slots.activate_adapter(ADAPTER_ID)
 
 
