@@ -2,13 +2,14 @@
 PYTHON ?= python3.11
 MACHINE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
 DEVICE ?= $(MACHINE)
+$(if $(filter-out cpu gpu,$(DEVICE)),$(error DEVICE=$(DEVICE): it is cpu or gpu))
 CONFIG ?= configs/stage2/qwen3vl_8b_3v1.yaml
 GPUS   ?=
 PORT   ?= 29500
 ARGS   ?=
 # Where learners run: the nodes of a hostfile (docs/scaling.md), these GPUs of this machine, or so many processes.
 HOSTFILE =
-LEARNERS = $(if $(HOSTFILE),$(if $(GPUS),$(error HOSTFILE says which GPUS of each node: give one of the two))--hostfile $(HOSTFILE),$(if $(GPUS),--include localhost:$(GPUS),--num_gpus $(or $(RANKS),$(if $(filter gpu,$(DEVICE)),$(error say which GPUS learn, as in GPUS=3: GPU 0 may be a server's)),1)))
+LEARNERS = $(if $(HOSTFILE),$(if $(GPUS),$(error HOSTFILE says which GPUS of each node: give one of the two))--hostfile "$(HOSTFILE)",$(if $(GPUS),--include "localhost:$(GPUS)",--num_gpus $(or $(RANKS),$(if $(filter gpu,$(DEVICE)),$(error say which GPUS learn, as in GPUS=3: GPU 0 may be a server's)),1)))
 # vLLM for CPU and for GPUs do not fit into one environment: a machine with GPUs has a second one for what runs on CPU.
 VENV    = $(if $(filter gpu-cpu,$(MACHINE)-$(DEVICE)),.venv-cpu,.venv)
 BIN     = $(VENV)/bin
@@ -113,8 +114,13 @@ installed:
 	@test -z "$$(find $(PINS) -newer $(READY))" || { \
 	  echo "the pinned requirements have changed; stop what runs from $(VENV), then: make setup"; exit 1; }
 
+# GPUS= counts all GPUs of the machine. Those that the shell does not see are somebody else's.
+COMMA := ,
+UNSEEN = $(if $(CUDA_VISIBLE_DEVICES),$(filter-out $(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES)),$(subst $(COMMA), ,$(GPUS))))
+OWN_GPUS = $(if $(UNSEEN),$(error GPUS=$(GPUS), but CUDA_VISIBLE_DEVICES=$(CUDA_VISIBLE_DEVICES): GPUS= counts all GPUs of the machine, and some of these are not for this shell; choose among them, or unset the variable))
+
 server: installed ## rollout server: make server GPUS=0,1,2 CONFIG=configs/...
-	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(GPUS)) exec $(BIN)/python rollout_server.py --config "$(CONFIG)" $(ARGS)
+	$(OWN_GPUS)$(if $(GPUS),CUDA_VISIBLE_DEVICES="$(GPUS)") exec $(BIN)/python rollout_server.py --config "$(CONFIG)" $(ARGS)
 
 train: installed ## stage-2 learner: make train GPUS=3 CONFIG=configs/... (on CPU: RANKS=2; several nodes: HOSTFILE=FILE)
 	exec $(BIN)/python -m tools.launch $(LEARNERS) --master_port $(PORT) \

@@ -236,3 +236,21 @@ def test_help_lists_every_target_in_a_group():
     listed = [line.split()[0] for lines in groups for line in lines[1:]]
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
     assert sorted(listed) == sorted(phony)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "visible", "told"),
+    [
+        (["setup", "DEVICE=cuda"], "", "DEVICE=cuda: it is cpu or gpu"),
+        (["server", "DEVICE=cpu", "GPUS=0,4"], "4,5", "GPUS=0,4, but CUDA_VISIBLE_DEVICES=4,5: "),
+        (["server", "DEVICE=cpu", "GPUS=5,4"], "4,5", None),
+        (["server", "DEVICE=cpu", "GPUS=0"], "", None),
+    ],
+)
+def test_what_make_cannot_do_is_told(arguments, visible, told):
+    """A scheduler gives a shell some GPUs; others belong to somebody else."""
+    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": visible}
+    run = subprocess.run(
+        ["make", "-n", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode != 0) == (told is not None) and (told or "") in run.stderr

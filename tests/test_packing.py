@@ -170,6 +170,15 @@ def test_overfull_buffer_stops_pck_3():
         buffer.pop_row()
 
 
+def test_a_smaller_buffer_is_refused_when_a_run_resumes_pck_3_LRN_5():
+    """PCK-3, LRN-5: not after the answers of a whole step, at each start anew."""
+    buffer = CarryBuffer(cap=10, max_segments=3)
+    buffer.extend([plain_segment(name, 6) for name in "abc"])
+    CarryBuffer(cap=10, max_segments=3).load_state_dict(buffer.state_dict())
+    with pytest.raises(ValueError, match="training.packing_buffer=2: 3 sequences of the checkpoint wait for a row"):
+        CarryBuffer(cap=10, max_segments=2).load_state_dict(buffer.state_dict())
+
+
 def test_growth_is_warned_of_long_before_overflow_pck_7(caplog):
     """PCK-7: 4 x 300 tokens arrive and 3 x 300 leave per micro-step: the buffer grows by one each time; a batch of 3
     fits."""

@@ -189,9 +189,13 @@ def _check_hostfile(path: Path) -> None:
     lines = [(number, line) for number, line in lines if line]
     if not lines:
         raise ValueError(f"--hostfile {path}: names no host; write one a line, as `node-a slots=4`")
+    seen = set[str]()
     for number, line in lines:
         if not re.fullmatch(r"\S+\s+slots=\d+", line):
             raise ValueError(f"--hostfile {path}:{number}: {line!r} must look like `node-a slots=4`")
+        if (host := line.split()[0]) in seen:
+            raise ValueError(f"--hostfile {path}:{number}: {host} is listed before; give it one line")
+        seen.add(host)
 
 
 def check_places_of(arguments: list[str]) -> None:
@@ -205,19 +209,26 @@ def check_places_of(arguments: list[str]) -> None:
         raise ValueError(f"--hostfile {options.hostfile}: no such file; correct HOSTFILE=")
     if options.hostfile is not None:
         _check_hostfile(Path(options.hostfile))
-    wanted = re.fullmatch(r"localhost:(\d+(?:,\d+)*)", options.include)
-    if options.has_hosts or not wanted:
+    here, _, given = options.include.partition(":")
+    if options.has_hosts or here != "localhost" or not given:
         return
+    if not re.fullmatch(r"\d+(,\d+)*", given):
+        raise ValueError(f"GPUS={given}: give numbers with commas and no spaces, as in GPUS=0,1")
     # In a process of its own: this one stays small, and opens no GPU.
     done = subprocess.run([sys.executable, "-c", COUNT_SLOTS], capture_output=True, text=True)
     if done.returncode:
         return  # DeepSpeed says why
     kind, slots = done.stdout.splitlines()[-1].split()
-    if max(map(int, wanted[1].split(","))) >= int(slots):
+    if max(map(int, given.split(","))) >= int(slots):
         few = ["no GPU that DeepSpeed finds; to train on CPU give RANKS=2 instead", "1 GPU (0)"]
         number = 0 if kind == "cpu" else int(slots)
         has = few[number] if number < 2 else f"{number} GPUs (0 to {number - 1})"
-        raise ValueError(f"GPUS={wanted[1]}: this machine has {has}")
+        raise ValueError(f"GPUS={given}: this machine has {has}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if kind == "cuda" else ""
+    if visible and not set(given.split(",")) <= {number.strip() for number in visible.split(",")}:
+        # DeepSpeed goes by the machine's numbers, and would take what a scheduler gave to somebody else.
+        rule = "GPUS= counts all GPUs of the machine, and some of these are not for this shell; choose among them"
+        raise ValueError(f"GPUS={given}, but CUDA_VISIBLE_DEVICES={visible}: {rule}, or unset the variable")
 
 
 def check_port_of(arguments: list[str]) -> None:

@@ -172,10 +172,13 @@ class CarryBuffer:
         """Replace the content with that of a `state_dict()`.
 
         Raises:
-            ValueError: a segment is longer than a row (PCK-3).
+            ValueError: a segment is longer than a row (PCK-3), or more wait than may.
         """
         self._segments = segments_from_state(state["segments"])
         check_fits(self._segments, self.cap)
+        if (num := len(self._segments)) > self.max_segments:
+            rule = f"{num} sequences of the checkpoint wait for a row; resume with at least as many"
+            raise ValueError(f"training.packing_buffer={self.max_segments}: {rule}")
         for name in ("lengths", "arrivals", "rows"):
             setattr(self, f"_{name}", deque(state[name], maxlen=MEAN_WINDOW))
         self._warned = state["warned"]

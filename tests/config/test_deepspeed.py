@@ -118,6 +118,11 @@ def test_CFG_17_deepspeed_json_that_disagrees_names_both(tmp_path: Path, content
         ),
         (
             "bfloat16",
+            {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+            "zero_optimization.cpu_offload is an old name, which plan and resume do not know; write offload_optimizer",
+        ),
+        (
+            "bfloat16",
             {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
             "compute_grad_norm=false: without it no step is skipped whose gradient is not finite",
         ),

@@ -147,7 +147,8 @@ def test_CFG_16_steps_are_open_without_data_and_given_with_max_steps() -> None:
             ],
         ),
         ({"warmup_steps": 30, "save_steps": 5, "eval_steps": 31}, []),
-        ({}, []),  # saved at the end and never evaluated, as asked for
+        ({"eval_at_start": True}, []),
+        ({}, ["training.eval_steps=0: custom.val_jsonl is never evaluated; set it, or drop custom.val_jsonl"]),
     ],
 )
 def test_CFG_16_the_plan_remarks_on_steps_that_a_short_run_never_comes_to(
@@ -447,7 +448,7 @@ def test_CFG_16_a_layers_activations_are_those_that_its_backward_keeps(
         )
     out.sum().backward()
     counted = sum(storage.nbytes() for storage in saved.values()) / num_tokens / 2
-    cfg = config(tuner=tuner | {"dropout": dropout})
+    cfg = config(tuner={"type": "full"} | tuner | {"dropout": dropout})
     with unittest.mock.patch("utils.config.memory._text_config", return_value=text):
         estimated = _activations(cfg, num_checkpointed=0)
     print(f"{family} {tuner}: {counted:.0f} values per token, estimated {estimated}")
@@ -655,7 +656,12 @@ def test_CFG_16_tensor_parallel_engines_share_weights_and_cache() -> None:
 
 @pytest.mark.parametrize(
     ("deepspeed", "num_learners", "way_out"),
-    [("zero2", 8, "use zero3"), ("zero3", 1, "use zero3_offload or more learners"), ("zero3", 8, None)],
+    [
+        ("zero2", 8, "use zero3"),
+        ("zero2", 1, "use zero3_offload or more learners"),
+        ("zero3", 1, "use zero3_offload or more learners"),
+        ("zero3", 8, None),
+    ],
 )
 def test_CFG_16_the_plan_refuses_a_model_that_no_gpu_holds(
     deepspeed: str, num_learners: int, way_out: str | None

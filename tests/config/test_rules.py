@@ -391,6 +391,8 @@ def test_DAT_3_data_files_in_all_three_forms() -> None:
     [
         ({"tuner": {"use_dora": True}}, "tuner.use_dora=true: needs tuner.type: lora"),
         ({"tuner": {"adapter_path": "x"}}, "tuner.adapter_path="),
+        ({"tuner": {"rank": 64}}, "tuner.rank=64: needs tuner.type: lora, and without it all weights train"),
+        ({"tuner": {"target_modules": ["q_proj"]}}, "needs tuner.type: lora, and without it all weights train"),
         ({"tuner": {"freeze_llm": True}}, "leaves nothing to train"),
         ({"RM__async": {"version_window": 1}}, "needs custom.extra.rollout_matching.async.enabled: true"),
         ({"RM__async": {"enabled": True}, "RM__rollout_backend": "hf"}, "prefetch needs rollout servers"),
@@ -404,6 +406,11 @@ def test_DAT_3_data_files_in_all_three_forms() -> None:
 def test_CFG_17_contradictions_between_keys(changes: dict[str, Any], message: str) -> None:
     """CFG-17."""
     assert message in only_problem(edited(**changes))
+
+
+def test_CFG_17_settings_of_adapters_wait_beside_full_fine_tuning() -> None:
+    """CFG-17: a preset for it extends one with adapters, and says so."""
+    build_config(edited(tuner={"type": "full", "rank": 64, "dropout": 0.1}))
 
 
 def test_CFG_17_modules_to_save_stand_beside_adapters() -> None:

@@ -450,7 +450,7 @@ def test_CFG_16_a_start_remarks_on_steps_that_it_never_comes_to(
     status, _, error = start(train_stage2, config, sync=responses.sync)
     assert status == 0, error
     warned = [own.getMessage() for own in caplog.records if own.name == "utils.run.setup"]
-    assert warned == step_remarks(load_config(config).training, NUM_STEPS) and len(warned) == 2
+    assert warned == step_remarks(load_config(config), NUM_STEPS) and len(warned) == 3
 
 
 def test_CFG_3_a_tuner_that_does_not_fit_the_model_is_told_in_one_message(

@@ -130,7 +130,8 @@ def test_a_hostfile_that_is_not_there_is_refused(tmp_path):
 
 
 def test_gpus_that_this_machine_lacks_are_refused(monkeypatch):
-    """As DeepSpeed counts slots: on CPU by the variable LOCAL_SIZE, and whatever CUDA_VISIBLE_DEVICES says."""
+    """As DeepSpeed counts slots: on CPU by the variable LOCAL_SIZE, whatever CUDA_VISIBLE_DEVICES says; GPUs are those
+    of the machine, of which the variable may leave the shell a few."""
     monkeypatch.setenv("LOCAL_SIZE", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     check_places_of(["--include", "localhost:1,0", "train_stage2.py"])
@@ -139,11 +140,22 @@ def test_gpus_that_this_machine_lacks_are_refused(monkeypatch):
     words = "GPUS=1,6: this machine has no GPU that DeepSpeed finds; to train on CPU give RANKS=2 instead\n"
     assert (done.returncode, done.stderr) == (2, words)
     monkeypatch.setattr("tools.launch.COUNT_SLOTS", "print('a line of a library', 'cuda 4', sep=chr(10))")
-    check_places_of(["--include=localhost:0,3", "train_stage2.py"])
     with pytest.raises(ValueError, match=r"^GPUS=3,4: this machine has 4 GPUs \(0 to 3\)$"):
         check_places_of(["-i", "localhost:3,4", "train_stage2.py"])
+    with pytest.raises(ValueError, match=r"^GPUS=0,3, but CUDA_VISIBLE_DEVICES=7: .* choose among them, or unset"):
+        check_places_of(["--include=localhost:0,3", "train_stage2.py"])
+    for visible in ("0, 2,3", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        check_places_of(["--include=localhost:0,3", "train_stage2.py"])
     monkeypatch.setattr("tools.launch.COUNT_SLOTS", "raise SystemExit(1)")
     check_places_of(["--include", "localhost:9", "train_stage2.py"])  # unknown: DeepSpeed decides
+
+
+@pytest.mark.parametrize("given", ["all", "0-3", "0,", "0;1"])
+def test_gpus_that_are_no_numbers_are_refused(given):
+    """DeepSpeed would end in a traceback."""
+    with pytest.raises(ValueError, match=f"^GPUS={given}: give numbers with commas and no spaces, as in GPUS=0,1$"):
+        check_places_of(["--include", f"localhost:{given}", "train_stage2.py"])
 
 
 def test_rank_0_refuses_a_rendezvous_port_that_is_taken(monkeypatch):
@@ -315,6 +327,7 @@ def test_with_a_hostfile_the_port_is_rank_0s_business(tmp_path, monkeypatch):
     [
         ("# none\n", "hosts: names no host; write one a line"),
         ("a slots=2\nb 4\n", "hosts:2: 'b 4' must"),
+        ("a slots=2\na slots=2\n", "hosts:2: a is listed before"),
     ],
 )
 def test_a_hostfile_that_deepspeed_would_not_read_is_refused(tmp_path, text, told):

@@ -183,6 +183,9 @@ def _not_supported(raw: dict[str, Any], cfg: Config) -> Found:
         if value_at(zero, (knob, "device"), "none") != "none" and zero.get("stage", 0) < lowest:
             rule = f"has no effect at stage {zero.get('stage', 0)}; set stage: {lowest} or higher, or delete it"
             yield "deepspeed", f"{path}: zero_optimization.{knob} {rule}"
+    for key in sorted(key for key in zero if key.startswith("cpu_offload")):  # which DeepSpeed still takes
+        rule = "is an old name, which plan and resume do not know; write offload_optimizer: {device: cpu}"
+        yield "deepspeed", f"{path}: zero_optimization.{key} {rule}"
     if zero.get("compute_grad_norm") is False:
         rule = "without it no step is skipped whose gradient is not finite; delete it"
         yield "deepspeed", f"{path}: zero_optimization.compute_grad_norm=false: {rule}"

@@ -33,7 +33,7 @@ from utils.config.memory import (
     sync_bytes,
 )
 from utils.config.rollout import ServerAddress, ServerSettings, is_loopback
-from utils.config.schema import RM, RS, SCRIPTS, Config, Training
+from utils.config.schema import RM, RS, SCRIPTS, Config
 
 # Of a learner's memory, what it has when the engine beside it starts, and never gives back.
 KEPT = ("weights", "start policy", "gradients", "optimizer", "reduce buckets")
@@ -127,7 +127,7 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
         num_checkpointed=num_checkpointed,
         outside_memory=_outside(cfg, servers, size or ModelSize(0, 0), device_gib),
         start_policy=(cfg.model.reference_path or "the adapters disabled") if cfg.has_reference else None,
-        remarks=() if num_steps is None else tuple(step_remarks(training, num_steps)),
+        remarks=() if num_steps is None else tuple(step_remarks(cfg, num_steps)),
     )
     found = _impossible(cfg, plan)
     if device_bytes and plan.learner_memory and has_learners:
@@ -151,7 +151,7 @@ def _learner_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
     """What a learner needs beyond its GPU, or beyond what a colocated engine leaves of it, with the ways out."""
     memory, found = plan.learner_memory or {}, []
     way_out = "use zero3_offload or more learners" if "optimizer" in memory else "use more learners"
-    way_out = "use zero3" if plan.zero_stage < 3 else way_out
+    way_out = "use zero3" if plan.zero_stage < 3 and plan.world_size > 1 else way_out  # alone, it shares nothing
     if sum(memory.values()) > device_gib * GIB:
         needs = f"a learner needs {_format_memory(memory)}, and a GPU has {device_gib:g} GiB"
         found.append(problem(cfg, "deepspeed", f"{needs}; {way_out}, shorter rows, or train fewer weights (tuner)"))
@@ -192,9 +192,9 @@ def _engine_key(cfg: Config, name: str, index: int = 0) -> str:
     return f"{RS}.servers[{index}].vllm_{name}" if is_own else f"{RS}.vllm_{name}"
 
 
-def step_remarks(training: Training, num_steps: int) -> list[str]:
-    """Settings that are made for a longer run than one of `num_steps`, and what they lead to."""
-    found, run = [], f"the run has {num_steps} step{'s' * (num_steps > 1)}"
+def step_remarks(cfg: Config, num_steps: int) -> list[str]:
+    """Settings that are made for a longer run than one of `num_steps`, or have no effect, and what they lead to."""
+    training, found, run = cfg.training, list[str](), f"the run has {num_steps} step{'s' * (num_steps > 1)}"
     if training.warmup_steps >= num_steps:
         found.append(f"training.warmup_steps={training.warmup_steps}: {run}, all of them warm-up; lower it")
     if training.save_steps > num_steps:
@@ -203,6 +203,8 @@ def step_remarks(training: Training, num_steps: int) -> list[str]:
     if training.eval_steps > num_steps:
         when = "start and end" if training.eval_at_start else "end"
         found.append(f"training.eval_steps={training.eval_steps}: {run}; it is evaluated only at its {when}; lower it")
+    if cfg.custom.val_jsonl and not training.eval_steps and not training.eval_at_start:
+        found.append("training.eval_steps=0: custom.val_jsonl is never evaluated; set it, or drop custom.val_jsonl")
     return found
 
 

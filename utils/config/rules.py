@@ -80,8 +80,9 @@ def _lengths_fit(cfg: Config) -> Found:
     new_tokens, row, key = cfg.rm.max_new_tokens, cfg.global_max_length, cfg.rollout_path("max_new_tokens")
     if row is None and not cfg.is_grpo:
         yield "global_max_length", "is required for stage 2; set it to the number of tokens one row may hold"
-    elif row is None and (cfg.training.packing or cfg.is_colocate):
-        why = "training.packing" if cfg.training.packing else "rlhf.vllm_mode: colocate"
+    elif row is None and (cfg.training.packing or cfg.is_colocate or not cfg.uses_vllm):
+        own = "rlhf.vllm_mode: colocate" if cfg.is_colocate else "rlhf.use_vllm: false"
+        why = "training.packing" if cfg.training.packing else own
         yield "global_max_length", f"is required with {why}; set it to the number of tokens one row may hold"
     elif row is not None and new_tokens >= row and cfg.generates:
         yield key, f"prompt and response must fit in global_max_length={row}; lower it or raise global_max_length"
@@ -280,6 +281,9 @@ def _tuner_is_consistent(cfg: Config) -> Found:
     saved = tuner.modules_to_save if tuner.type == "lora" else []
     if tuner.modules_to_save and tuner.type != "lora":
         yield "tuner.modules_to_save", "needs tuner.type: lora; set it, or modules_to_save: []"
+    if "type" not in tuner.model_fields_set:  # a preset's, kept beside `type: full`, wait for the other type
+        for key in sorted(tuner.model_fields_set & {"rank", "alpha", "dropout", "target_modules"}):
+            yield f"tuner.{key}", "needs tuner.type: lora, and without it all weights train; set it, or type: full"
     try:
         re.compile(tuner.target_modules if isinstance(tuner.target_modules, str) else "")
     except (re.error, OverflowError, RecursionError) as error:
@@ -328,7 +332,8 @@ def _numbers_have_no_coordinate_loss(cfg: Config) -> Found:
 def _evaluation_has_data(cfg: Config) -> Found:
     for key in ("eval_steps", "eval_at_start"):
         if getattr(cfg.training, key) and cfg.custom.val_jsonl is None:
-            yield f"training.{key}", "evaluation needs custom.val_jsonl; name a file, or delete this"
+            off = {"eval_steps": "0", "eval_at_start": "false"}[key]
+            yield f"training.{key}", f"evaluation needs custom.val_jsonl; name a file, or set {key}: {off}"
 
 
 @reads("custom.trainer_variant", "rlhf")

@@ -103,7 +103,7 @@ def open_session(
     weights = [spec.weight for spec in cfg.custom.train_jsonl]
     stream = SampleStream(datasets, weights, cfg.training.seed, ranks.rank, ranks.world_size)
     num_steps = cfg.training.num_steps(stream.epoch_size, ranks.world_size)
-    for remark in step_remarks(cfg.training, num_steps):
+    for remark in step_remarks(cfg, num_steps):
         logger.warning("%s", remark)
     resumed = checkpoint and torch.load(rank_file(checkpoint.path, ranks.rank), map_location="cpu", weights_only=True)
     client = reach_servers(cfg, ranks) if cfg.servers() else None
