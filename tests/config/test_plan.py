@@ -593,9 +593,12 @@ def test_CFG_17_checkpointing_is_auto_yes_no_or_a_number(value: Any, message: st
 
 def test_CFG_16_the_plan_refuses_a_tuner_that_trains_nothing(tmp_path: Path) -> None:
     """CFG-16, CFG-3: but not where the names are those of an adapter's own file."""
-    tuner = {"type": "lora", "target_modules": ["q_prj"]}
+    tuner: dict[str, Any] = {"type": "lora", "target_modules": ["q_proj", "v_porj"], "modules_to_save": ["embed"]}
+    with pytest.raises(ConfigError, match="tuner.target_modules=.*'v_porj'; correct it.*\n.*modules_to_save=.*'embed'"):
+        make_plan(config(model={"path": str(checkpoint(tmp_path))}, tuner=tuner), 1)
+    tuner = {"type": "lora", "target_modules": ["norm"]}
     with pytest.raises(
-        ConfigError, match=r'tuner.target_modules=\["q_prj"\]: .*nothing would be trained; correct the module names'
+        ConfigError, match=r'tuner.target_modules=\["norm"\]: .*nothing would be trained; correct the module names'
     ):
         make_plan(config(model={"path": str(checkpoint(tmp_path))}, tuner=tuner), 1)
     assert make_plan(config(model={"path": str(tmp_path)}, tuner=tuner | {"adapter_path": "a"}), 1)
@@ -697,6 +700,13 @@ def test_CFG_16_a_plan_is_for_gpus_of_the_size_it_is_told(capsys: pytest.Capture
     base["model"]["path"] = "Qwen/Qwen3-VL-2B-Instruct"
     with pytest.raises(ConfigError, match="leaves 3.60 of 24 GiB, .* lower it to 0.8"):
         make_plan(build_config(base), 1, 24)
+    base["model"]["path"] = "Qwen/Qwen3-VL-8B-Instruct"  # in the share that a sync leaves its weights do not fit
+    server = base["custom"]["extra"]["rollout_server"]
+    way_out = "raise custom.extra.rollout_server.vllm_tensor_parallel_size, or take GPUs with more memory"
+    for num_devices, gib in ((1, 22), (2, 4)):
+        server["vllm_tensor_parallel_size"] = num_devices
+        with pytest.raises(ConfigError, match=way_out):
+            make_plan(build_config(base), 1, gib)
 
 
 def test_CFG_16_programs_take_the_size_of_a_gpu(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

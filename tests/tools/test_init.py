@@ -211,6 +211,14 @@ def test_gpus_of_other_sizes_get_a_plan_that_fits_them_CFG_16(tmp_path, gib, sha
     assert f"4 GPUs of {gib} GB" in (tmp_path / "a.yaml").read_text()
 
 
+def test_gpus_too_small_for_a_rollout_server_are_told_CFG_16(tmp_path):
+    """CFG-16: with a share below zero, a key of a file that was removed again was blamed."""
+    with pytest.raises(
+        ValueError, match="^--device-gib 6: a rollout GPU keeps 7 GiB free .*; take GPUs with more memory"
+    ):
+        fit(tmp_path / "a.yaml", 4, DATA, SETTINGS, 6)
+
+
 def test_a_model_too_large_for_zero2_is_sharded_or_offloaded_CFG_16(tmp_path):
     """CFG-16: 33 billion parameters in bfloat16 leave too little of 80 GiB beside them; two learners share them, of
     four GPUs, too. With two GPUs in all, the optimizer goes to the CPU."""

@@ -43,6 +43,7 @@ class ModelSize:
     largest: int = 0  # numbers in the largest tensor
     flops: tuple[int, int, int] = (1, 2, 1)  # `layer_flops`
     active: tuple[int, int] = (1, 1)  # of total and of trainable, those that a token uses
+    words: frozenset[str] = frozenset()  # parts of the tensors' names
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
         largest=max(numbers.values()),
         flops=layer_flops(shapes, trainable, tuner, share),
         active=(total - idle, learn - idle_learn),
+        words=frozenset(word for name in shapes for word in name.split(".")),
     )
 
 
@@ -344,10 +346,10 @@ def heads_problem(cfg: Config, devices: int) -> str | None:
     return split_problem(_text_config(cfg), devices)
 
 
-def rollout_memory(cfg: Config, size: ModelSize) -> dict[str, int] | None:
-    """Bytes per rollout device (of the first server, or a learner's own): weights, and the cache of `decode_batch_size`
+def rollout_memory(cfg: Config, size: ModelSize, index: int = 0) -> dict[str, int] | None:
+    """Bytes per rollout device (of server `index`, or a learner's own): weights, and the cache of `decode_batch_size`
     responses. With hf the weights are the learner's."""
-    if (engine := rollout_engine(cfg)) is None:
+    if (engine := rollout_engine(cfg, index)) is None:
         return None
     max_model_len, num_devices, _ = engine
     weights = size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices if num_devices else 0

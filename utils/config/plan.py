@@ -138,8 +138,16 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
 
 
 def _impossible(cfg: Config, plan: Plan) -> list[str]:
-    """A tuner that trains nothing."""
-    found, size = [], plan.model_size
+    """A tuner that trains nothing, or names modules that the model does not have."""
+    found, size, tuner = list[str](), plan.model_size, cfg.tuner
+    for key in ("target_modules", "modules_to_save"):
+        given = getattr(tuner, key)
+        for name in given if size and size.words and isinstance(given, list) else []:
+            if name.rpartition(".")[2] not in size.words | {"lm_head"}:  # which may be tied to the embeddings
+                rule = f"no module of the model has the name {name!r}; correct it, or delete it"
+                found.append(problem(cfg, f"tuner.{key}", rule))
+    if found:
+        return found
     # A regular expression goes by the model's own names, from which those in files may differ.
     if size and not size.trainable and cfg.tuner.adapter_path is None and isinstance(cfg.tuner.target_modules, list):
         rule = "selects no weight in the unfrozen parts, so nothing would be trained; correct the module names"
@@ -299,7 +307,10 @@ def _outside(cfg: Config, servers: list[ServerPlan], size: ModelSize, device_gib
         needed, left = sum(parts.values()) / GIB, device_gib * (1 - settings.vllm_gpu_memory_utilization)
         if left < needed:
             rule = f"leaves {left:.2f} of {device_gib:g} GiB, but outside vLLM's share lie {_format_memory(parts)}"
-            way_out = f"lower it to {int(100 - 100 * needed / device_gib) / 100:g}"
+            lowered = int(100 - 100 * needed / device_gib) / 100
+            weights = (rollout_memory(cfg, size, index) or {}).get("weights", 0)
+            larger = f"raise {_engine_key(cfg, 'tensor_parallel_size', index)}, or take GPUs with more memory"
+            way_out = f"lower it to {lowered:g}" if lowered * device_gib * GIB > weights else larger
             found.append(problem(cfg, _engine_key(cfg, "gpu_memory_utilization", index), f"{rule}; {way_out}"))
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
