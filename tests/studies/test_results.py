@@ -809,7 +809,7 @@ def test_the_first_lines_say_what_is_left_if_one_corrects_for_the_number_of_vers
     assert "With 99.77% intervals (Bonferroni, over all of them) these still show it: New class.\n" in narrow
     versions = *all_finished(NEW_CLASS, 0.8, 0.6), *all_finished(SHIFTED, 0.8, 0.6), *all_finished(DENSE, 0.63, 0.6)
     assert results_report.verdict(STUDIES, versions).startswith("**The claim is shown, but not if one corrects")
-    assert "Bonferroni" not in results_report.verdict(STUDIES, [])
+    assert "(Bonferroni" not in results_report.verdict(STUDIES, [])
     images = with_further(all_finished(HALF, 0.8, 0.6), 0.6)  # where further images decide, too
     ours = [run for run in with_further(images, 0.63) if run["variant"] == "stage 2 + KL"]
     rivals = [run for run in images if run["variant"] in HALF.rivals]
@@ -836,7 +836,7 @@ def test_what_was_shown_once_does_not_count_if_it_is_not_shown_again():
     again = results_report.verdict(STUDIES, [*first, *runs_of(AGAIN, 0.8)])
     assert f"does in 1 ({place}; Dense, faint crowds once more: GRPO by object)" in again and "2 show it" in again
     refuted = results_report.verdict(STUDIES, [*first, *runs_of(AGAIN, 0.6)])
-    assert "does in 0" in refuted and "0 show it, 2 do not" in refuted and "Bonferroni" not in refuted
+    assert "does in 0" in refuted and "0 show it, 2 do not" in refuted and "(Bonferroni" not in refuted
     assert "Shown once, but not when it was repeated, so not counted: Dense, faint crowds.\n" in refuted
     assert "Shown once" not in again
     other = results_report.verdict(STUDIES, [*first, *runs_of(AGAIN, 0.6), *all_finished(NEW_CLASS, 0.8, 0.6)])
@@ -859,8 +859,8 @@ THEIRS = "start model's answers + KL, end unlearnt"
             ("partial_cast_long, answers at the policy's price", f"{THEIRS}, equal seconds"),
             "(0.007 [+0.0002, +0.0141])",
         ),
-        (("faint", "GRPO by object"), ("faint", "SFT, equal seconds"), "(at equal seconds +0.009, and"),
-        (("faint_again", "GRPO by object"), ("faint_again", "SFT, equal seconds"), "+0.014 once more)"),
+        (("faint", "GRPO by object"), ("faint", "SFT, equal seconds"), "on faint crowds +0.009 at equal seconds, and"),
+        (("faint_again", "GRPO by object"), ("faint_again", "SFT, equal seconds"), "+0.014 once more, where"),
     ],
 )
 def test_the_figures_of_the_caveat_are_those_of_the_records(ours, theirs, words):
