@@ -208,7 +208,13 @@ def _best(evaluations: Sequence[Evaluation], config: Mapping[str, Any]) -> dict[
     """The best evaluation by the metric that the run chose."""
     best = [(step, scores) for step, scores in evaluations if scores.get("is_best")][-1:]
     metric = "reward" if _is_grpo(config) else config["training"]["metric_for_best_model"]
+    metric = _setting(evaluations, "metric", metric)
     return {"step": best[0][0], "metric": metric, "value": best[0][1][metric]} if best else None
+
+
+def _setting(evaluations: Sequence[Evaluation], name: str, default: Any) -> Any:
+    """What the shown evaluations were made with: the config of a resumed run may say something else by now."""
+    return evaluations[-1][1].get("settings", {}).get(name, default) if evaluations else default
 
 
 def _is_grpo(config: Mapping[str, Any]) -> bool:
@@ -338,6 +344,7 @@ def answers(
     """The gallery and the precision-recall curve, from the answers of the first and the last evaluation."""
     shown = {"gallery": [], "errors": {}, "num_answers": 0, "precision_recall": None}
     threshold = config["custom"]["extra"]["rollout_matching"]["eval"]["iou_threshold"]
+    threshold = _setting(evaluations, "iou_threshold", threshold)
     paths = {step: run_dir / f"eval/step_{step:06d}.jsonl" for step, _ in evaluations}
     files = _first_of_objects(paths.items()) | _first_of_objects(reversed(paths.items()))
     steps = list(files)

@@ -138,6 +138,24 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # what it says
 
 
+def test_scores_are_named_and_drawn_by_the_settings_that_they_were_made_with_LRN_7(run_dir, tmp_path):
+    """LRN-7: a resumed run may have others by now, with no evaluation of its own yet."""
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    for path in (run / "eval").glob("*.json"):
+        settings = {"metric": "f1", "iou_threshold": 0.5}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": settings}))
+    before = read_run(run)
+    record = json.loads((run / "run.json").read_text())
+    record["config"]["training"]["metric_for_best_model"] = "recall"
+    record["config"]["custom"]["extra"]["rollout_matching"]["eval"]["iou_threshold"] = 0.75
+    (run / "run.json").write_text(json.dumps(record))
+    after = read_run(run)
+    assert before["best"]["metric"] == "f1"
+    assert [after[part] for part in ("best", "errors", "precision_recall")] == [
+        before[part] for part in ("best", "errors", "precision_recall")
+    ]
+
+
 def test_every_kind_of_error_by_hand_LRN_9():
     """LRN-9, TGT-12."""
     a, b, c = box("red", 0, 0, 100, 100), box("red", 200, 200, 300, 300), box("blue", 400, 400, 500, 500)
