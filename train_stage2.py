@@ -240,7 +240,8 @@ class Stage2:
             counts.update(own)
         summed = self.session.ranks.sum(counts)
         result, predictions = evaluation_scores(summed, settings.new_labels), [prediction for _, prediction in scored]
-        self.session.log_evaluation(step, result, predictions, {"labels": label_counts(summed)})
+        more = {"labels": label_counts(summed), "new_labels": settings.new_labels}
+        self.session.log_evaluation(step, result, predictions, more)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's data position, carry buffer and prepared micro-steps (LRN-5)."""

@@ -542,7 +542,7 @@ def test_supervised_training_opens_no_engine_and_prepares_rows_in_a_thread_LRN_1
     for own, in_a_thread in ((cfg, True), (evaluated, False)):
         session = SimpleNamespace(cfg=own, policy=SimpleNamespace(client=None), num_steps=1)
         Session.prefetch(session, None)
-        assert session.prefetcher._background == in_a_thread
+        assert session.prefetcher.works_ahead == in_a_thread
 
 
 def test_a_segment_longer_than_the_limit_is_refused_without_packing_too_PCK_3(run):
@@ -732,3 +732,4 @@ def test_evaluation_scores_new_labels_apart_LRN_9(folder, start_model):
         response = answer_of(run, format_objects(run.samples[0].objects))
         found.append(evaluate(run, sample, response))
     assert "f1_new" not in found[0] and (found[1]["f1_new"], found[1]["f1_old"]) == (0.0, 1.0)
+    assert [own["new_labels"] for own in found] == [[], ["grey cat"]]

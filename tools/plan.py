@@ -15,8 +15,9 @@ finished run (`--run`). No device is used.
 
 FLOPs per token: 2 per parameter forward, 2 for the gradient of activations, 2 per trained parameter, and 2 more for the
 layers that checkpointing recomputes. Of experts only those count that a token goes to. The model ignores attention over
-the length, the vision tower's own tokens, prefill and the cost of more devices (all-reduce, tensor parallelism): a
-guide to splits, not a promise.
+the length, the vision tower's own tokens, prefill and the cost of more devices (all-reduce, tensor parallelism), and
+what some settings add or save: teacher-forced samples, which need no answer, the forward pass of `reference_kl` and
+`beta`, and GRPO's further updates on the same answers (`num_iterations`). A guide to splits, not a promise.
 """
 
 import argparse
@@ -119,7 +120,7 @@ def memory_line(path: Path) -> str:
     text = f"{sum(plan.learner_memory.values()) / GIB:.1f} GiB per learner"
     if cfg.generates:
         share = cfg.server_settings().vllm_gpu_memory_utilization * DEVICE_GIB
-        needed = sum(plan.rollout_memory.values()) / GIB
+        needed = sum(plan.engines[0].memory.values()) / GIB
         text += f"; {needed:.1f} GiB per rollout device, of the {share:.0f} GiB that vLLM takes"
     return f"# Memory:   {text} (estimates of --dry-run)"
 
@@ -327,6 +328,8 @@ def splits(cfg: Config, constants: Constants, num_devices: int, args: argparse.N
         raise ValueError("nothing generates in this run, so every device is a learner")
     if cfg.is_colocate or cfg.rm.rollout_backend == "hf":
         raise ValueError("the learners' own devices generate in this run, so every device is a learner")
+    if cfg.is_grpo and args.nodes > 1:
+        raise ValueError("GRPO has its one server on the learners' own machine (GRP-2); plan for --nodes 1")
     tensor_parallel_size = cfg.server_settings().vllm_tensor_parallel_size if cfg.rs is not None else 1
     size = model_size(Path(cfg.model.path), cfg.tuner)
     if size is None:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 NUM_IMAGES, SIDE = 24, 320  # images in the gallery, pixels of the longer side
 MAX_CLASSES = 200  # rows of the table of classes
-DOCTYPE = b"<!doctype html>"
+MARK = b'<meta name="generator" content="tools.report">'  # in the template
 # Scores of an evaluation: title, and whether more is better.
 SCORES = {
     "reward": ("reward", True),
@@ -109,9 +109,9 @@ def main() -> None:
 def write_report(run_dir: Path, output: Path | None = None, num_images: int = NUM_IMAGES) -> Path:
     """Write the report and return its path. Raises ValueError where there is no run, or no writing."""
     output = output or run_dir / "report.html"
-    if output.is_file() and output.read_bytes()[: len(DOCTYPE)].lower() != DOCTYPE:
+    if output.is_file() and output != run_dir / "report.html" and (held := output.read_bytes()) and MARK not in held:
         raise ValueError(
-            f"{output}: exists, and is no page; it would be overwritten: name another --output, or delete it"
+            f"{output}: exists, and is no report; it would be overwritten: name another --output, or delete it"
         )
     page = render(read_run(run_dir, num_images))
     try:
@@ -195,9 +195,10 @@ def score_rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     if not evaluations:
         return []
     first, last = evaluations[0][1], evaluations[-1][1]
+    same_labels = first.get("new_labels") == last.get("new_labels")  # f1_old and f1_new are of the same classes
     rows = []
     for key, (title, more_is_better) in SCORES.items():
-        if key in first and key in last:
+        if key in first and key in last and (same_labels or key not in ("f1_old", "f1_new")):
             change = last[key] - first[key]
             is_better = None if abs(change) < 5e-4 else (change > 0) == more_is_better
             rows.append({"title": title, "first": first[key], "last": last[key], "is_better": is_better})
@@ -265,11 +266,13 @@ def class_rows(evaluations: Sequence[Evaluation], notes: dict[str, str]) -> list
 def _coco(run_dir: Path, notes: dict[str, str]) -> list[dict[str, Any]]:
     """Results of `tools.evaluate` on this run's checkpoints."""
     found = []
-    for path in sorted(run_dir.glob("checkpoint-*/merged/evaluation/*.json")):
+    paths = list(run_dir.glob("checkpoint-*/merged/evaluation/*.json"))
+    for path in sorted(paths, key=lambda own: (len(own.parents[2].name), own)):  # checkpoint-200 before -1000
         result = _read_json(path) or {}
         values = result.get("coco") or result.get("coco_constant") or {}
         checkpoint, is_ranked = path.parents[2].name, "coco" in result
-        found.append({"checkpoint": checkpoint, "data": path.stem, "is_ranked": is_ranked, "values": values})
+        data = path.stem + (f", first {limit} samples" if (limit := result.get("limit")) else "")
+        found.append({"checkpoint": checkpoint, "data": data, "is_ranked": is_ranked, "values": values})
     if not found:
         notes["coco"] = "No checkpoint was scored by tools.evaluate, which gives COCO's average precision."
     return found

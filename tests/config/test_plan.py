@@ -45,7 +45,7 @@ from utils.config.memory import (
 from utils.config.plan import format_plan, make_plan, plan_layout, print_dry_run
 from utils.config.released import MODELS, known_model
 from utils.config.rollout import ServerSettings
-from utils.config.schema import Config, Tuner
+from utils.config.schema import RS, Config, Tuner
 from utils.learner.attention import register
 from utils.learner.model import apply_tuner, base_model, enable_gradient_checkpointing
 
@@ -285,8 +285,38 @@ def test_CFG_16_memory_from_a_readable_checkpoint(tmp_path: Path) -> None:
     folder = str(checkpoint(tmp_path))
     plan = make_plan(config(model={"path": folder}, RS=settings(), RM__decode_batch_size=3), world_size=1)
     assert plan.learner_memory["activations"] == 4096 * 2 * (4 + 8 * 4 + 6 * 4 + 5 * 2)
-    assert plan.rollout_memory == {"weights": 90 * 2, "keys and values": 16 * 2048 * 3}
+    assert plan.engines[0].memory == {"weights": 90 * 2, "keys and values": 16 * 2048 * 3}
     assert "parameters:" in format_plan(plan) and "GiB" in format_plan(plan)
+
+
+def test_CFG_16_servers_that_differ_have_lines_of_their_own(tmp_path: Path) -> None:
+    """CFG-16: one device against two, which hold half of the weights each; and two servers that are alike."""
+    model, addresses = {"path": str(checkpoint(tmp_path))}, [f"http://10.0.0.{i}:8000" for i in (1, 2)]
+    connection = {"servers": [{"base_url": url, "group_port": 51216 + i} for i, url in enumerate(addresses)]}
+    for sizes, shown in (([1, 2], ["server 0", "server 1"]), ([2, 2], ["rollout"])):
+        own = settings(servers=[{"vllm_tensor_parallel_size": size} for size in sizes], device="cuda")
+        plan = make_plan(config(model=model, RS=own, RM__vllm__server=connection), world_size=1)
+        text = format_plan(plan)
+        assert [plan.engines[i].memory["weights"] for i in (0, 1)] == [180 // size for size in sizes]
+        assert re.findall(r"^# (.+) memory per device: ", text, re.MULTILINE) == ["learner", *shown]
+        assert re.findall(r"^# (.+) cache per device: ", text, re.MULTILINE) == shown
+
+
+def test_CFG_16_what_is_not_known_yet_is_named(tmp_path: Path) -> None:
+    """CFG-16: without `rollout_server` nobody knows what the servers' devices hold."""
+    for model, missing in ((tmp_path / "gone", "model.path"), (checkpoint(tmp_path), RS)):
+        text = format_plan(make_plan(config(model={"path": str(model)}), world_size=1))
+        assert re.search(rf"^# rollout memory per device: +not known yet \({re.escape(missing)}\)$", text, re.MULTILINE)
+
+
+def test_CFG_16_answers_of_generate_that_may_not_fit_are_remarked_on(tmp_path: Path) -> None:
+    """CFG-16: an answer of 4096 tokens has 576 MiB of keys and values: 150 need 84.38 GiB, and 100 have room."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-VL-8B"]))
+    changes = {"model": {"path": str(tmp_path)}, "tuner": {"type": "lora"}, "RM__rollout_backend": "hf"}
+    fits, remarked = (make_plan(config(**changes, RM__decode_batch_size=batch), 1).remarks for batch in (100, 150))
+    start = "custom.extra.rollout_matching.decode_batch_size=150: answers up to global_max_length need 84.38 GiB for "
+    assert not fits and len(remarked) == 1 and remarked[0].startswith(start)
+    assert re.search(r"a learner keeps \d\d\.\d\d of 80; lower one of both$", remarked[0])
 
 
 def test_CFG_16_padded_rows_without_a_length_are_as_long_as_the_engine_lets_them_be() -> None:
@@ -382,9 +412,9 @@ def test_CFG_16_memory_of_8b_with_dora_by_hand() -> None:
             "sync buckets (rank 0)": 2 * 2 * 151936 * hidden,  # the head is larger than a bucket
         }
         # keys and values: 36 layers x 8 heads x 128 x 2 bytes, twice; 0.85 of 80 GiB, weights aside
-        assert plan.rollout_memory["keys and values"] == 2 * 36 * 8 * 128 * 2 * 8192 * 16
-        assert plan.cache.num_bytes == int(0.85 * 80 * 2**30) - 2 * 8_767_123_696
-        assert plan.cache.num_tokens == plan.cache.num_bytes // (2 * 36 * 8 * 128 * 2)
+        assert plan.engines[0].memory["keys and values"] == 2 * 36 * 8 * 128 * 2 * 8192 * 16
+        assert plan.engines[0].cache.num_bytes == int(0.85 * 80 * 2**30) - 2 * 8_767_123_696
+        assert plan.engines[0].cache.num_tokens == plan.engines[0].cache.num_bytes // (2 * 36 * 8 * 128 * 2)
 
 
 # ---- gradient checkpointing ------------------------------------------------------------------------------------------
@@ -461,7 +491,7 @@ def test_CFG_16_a_recurrent_layer_has_a_state_and_no_cache(tmp_path: Path) -> No
     and four inputs of a convolution 8192 wide, in float32, for each of 3 responses."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3.5-35B-A3B"]))
     cfg = config(model={"path": str(tmp_path)}, RS=settings(), RM__decode_batch_size=3)
-    cache = make_plan(cfg, world_size=1).rollout_memory["keys and values"]
+    cache = make_plan(cfg, world_size=1).engines[0].memory["keys and values"]
     assert cache == 3 * (2 * 10 * 2 * 256 * 2 * 2048 + 4 * 30 * (32 * 128 * 128 + 4 * 8192))
 
 
@@ -648,8 +678,11 @@ def test_CFG_16_tensor_parallel_engines_share_weights_and_cache() -> None:
     base["custom"]["extra"]["rollout_server"] |= {"vllm_tensor_parallel_size": 2, "vllm_data_parallel_size": 2}
     plan = make_plan(build_config(base), 1)
     left = int(0.85 * 80 * 2**30) - 8_767_123_696
-    assert (plan.cache.num_bytes, plan.cache.num_tokens) == (left, 2 * left // (2 * 36 * 8 * 128 * 2))
-    assert plan.rollout_memory["weights"] == 8_767_123_696
+    assert (plan.engines[0].cache.num_bytes, plan.engines[0].cache.num_tokens) == (
+        left,
+        2 * left // (2 * 36 * 8 * 128 * 2),
+    )
+    assert plan.engines[0].memory["weights"] == 8_767_123_696
     text = format_plan(plan)
     assert "TP 2 x DP 2 = 4 device(s)" in text and "replica 1, tensor-parallel rank 0" in text
     base["custom"]["extra"]["rollout_server"]["vllm_gpu_memory_utilization"] = 0.1

@@ -109,7 +109,7 @@ def test_the_plan_fits_its_hardware_CFG_16_DIS_2(name):
     assert plan.samples_per_step % world_size == 0
     if name in WITH_SERVER:
         share = cfg.server_settings().vllm_gpu_memory_utilization * DEVICE_GIB * GIB
-        assert sum(plan.rollout_memory.values()) < share and plan.rounds == 1 and plan.sync_mode == "full"
+        assert sum(plan.engines[0].memory.values()) < share and plan.rounds == 1 and plan.sync_mode == "full"
     else:
         assert (plan.servers, plan.chunk, plan.sync_mode) == ([], 0, "none")
 

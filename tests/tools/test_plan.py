@@ -210,6 +210,13 @@ def test_supervised_training_has_nothing_to_split_LRN_10():
         splits(cfg, CONSTANTS, 8, Namespace(new_tokens=None, segment_tokens=None, device_gib=80.0))
 
 
+def test_grpo_has_its_server_beside_the_learners_GRP_2():
+    """GRP-2: what more machines would do there, no config can say."""
+    cfg = load_config("configs/grpo/summary_1024.yaml")
+    with pytest.raises(ValueError, match="the learners' own machine .*; plan for --nodes 1"):
+        splits(cfg, CONSTANTS, 16, Namespace(nodes=2, device_gib=80, new_tokens=None, segment_tokens=None))
+
+
 def test_engines_need_room_and_devices_of_their_own_CFG_16():
     """CFG-16: a 32B does not fit the share of one device, and with colocated engines there is nothing to split."""
     data = load_config("configs/stage2/qwen3vl_8b_3v1.yaml").model_dump()

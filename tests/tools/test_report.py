@@ -24,7 +24,7 @@ from PIL import Image
 
 from tests.config.test_load import edited
 from tests.run.test_setup import session_of
-from tools.report import _read_lines, changed_keys, main, read_run, render, write_report
+from tools.report import _read_lines, changed_keys, main, read_run, render, score_rows, write_report
 from tools.report_answers import MAX_JPEG_BYTES, choose, judge, photo, precision_recall
 from tools.report_charts import MAX_POINTS, Line, draw, thin, ticks
 from utils.config.load import build_config, load_config
@@ -301,6 +301,27 @@ def test_evaluations_of_other_settings_are_not_compared_LRN_7(tmp_path):
     assert ends == [1, 3] and note.startswith("2 of 4 evaluations are left out: they had other settings than the last")
     assert shown(few, few) == shown({}, {}) == ([0, 1], "")
     assert shown({}, {}, all_)[0] == [2, 2]
+
+
+def test_scores_of_checkpoints_come_in_order_and_say_how_much_was_scored_LRN_9(tmp_path):
+    """LRN-9: `tools.evaluate --limit`."""
+    write_run_json(tmp_path, load_config("configs/demo/stage2.yaml").model_dump(mode="json", by_alias=True))
+    for step, limit in ((1000, None), (200, 20)):
+        path = tmp_path / f"checkpoint-{step}" / "merged" / "evaluation" / "val.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"coco": {"AP": 0.5}, "limit": limit}))
+    found = [(own["checkpoint"], own["data"]) for own in read_run(tmp_path)["coco"]]
+    assert found == [("checkpoint-200", "val, first 20 samples"), ("checkpoint-1000", "val")]
+
+
+@pytest.mark.parametrize("named", [["grey cat"], ["grey cat", "dog"], None])
+def test_scores_of_other_new_classes_are_not_compared_LRN_9(named):
+    """LRN-9: `eval.new_labels` changed between the two evaluations. Earlier versions did not write it."""
+    scores = {"f1": 0.5, "f1_new": 0.1, "f1_old": 0.9}
+    first = scores | ({"new_labels": named} if named else {})
+    rows = score_rows([(0, first), (4, scores | {"new_labels": ["grey cat"]})])
+    apart = ["F1, old classes", "F1, new classes"] if named == ["grey cat"] else []
+    assert [row["title"] for row in rows] == ["F1", *apart]
 
 
 def test_the_gallery_takes_the_worst_of_each_kind():
@@ -591,14 +612,17 @@ def test_the_page_in_a_browser(run_dir, width, dark):
         browser.close()
 
 
-def test_nothing_but_a_page_is_overwritten(run_dir, tmp_path):
-    precious = tmp_path / "precious.jsonl"
+def test_nothing_but_a_report_is_overwritten(run_dir, tmp_path):
+    """Another page is none. An empty file is what a full disk left."""
+    precious, other = tmp_path / "precious.jsonl", tmp_path / "index.html"
     precious.write_text("{}\n")
-    for path in (precious, run_dir / "run.json"):
+    other.write_text("<!doctype html><title>mine</title>")
+    for path in (precious, other, run_dir / "run.json"):
         before = path.read_bytes()
-        with pytest.raises(ValueError, match="exists, and is no page; it would be overwritten"):
+        with pytest.raises(ValueError, match="exists, and is no report; it would be overwritten"):
             write_report(run_dir, path)
         assert path.read_bytes() == before
+    (tmp_path / "page.html").touch()
     page = write_report(run_dir, tmp_path / "page.html").read_text()
     assert write_report(run_dir, tmp_path / "page.html").read_text() == page
 

@@ -7,7 +7,7 @@ import argparse
 import os
 import shlex
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -69,6 +69,15 @@ class ServerPlan:
 
 
 @dataclass(frozen=True)
+class EnginePlan:
+    """Memory of a server's engines, or of the learners' own: what answers need of each device, in bytes, and what there
+    is for them. None where it is not known."""
+
+    memory: dict[str, int] | None
+    cache: CacheSize | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Derived facts of a run; None where a fact depends on something not known yet. Memory in bytes per device."""
 
@@ -85,9 +94,8 @@ class Plan:
     max_tokens_per_step: int
     model_size: ModelSize | None
     learner_memory: dict[str, int] | None
-    rollout_memory: dict[str, int] | None
+    engines: list[EnginePlan]  # of each server; without servers, the learners' own
     layout: Layout | None = None
-    cache: CacheSize | None = None
     num_checkpointed: int | None = None  # language-model layers; None: all
     outside_memory: dict[str, int] | None = None  # of the servers' GPUs, beside vLLM's share
     start_policy: str | None = None  # what the loss compares the policy with
@@ -121,9 +129,11 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
         max_tokens_per_step=max_tokens_per_step(cfg, world_size),
         model_size=size,
         learner_memory=size and learner_memory(cfg, engine, size, world_size, num_checkpointed),
-        rollout_memory=size and rollout_memory(cfg, size),
+        engines=[
+            EnginePlan(size and rollout_memory(cfg, size, index), size and cache_size(cfg, size, device_gib, index))
+            for index in range(max(1, len(servers)))
+        ],
         layout=plan_layout(cfg, world_size, cfg._origin.file),
-        cache=size and cache_size(cfg, size, device_gib),
         num_checkpointed=num_checkpointed,
         outside_memory=_outside(cfg, servers, size or ModelSize(0, 0), device_gib),
         start_policy=(cfg.model.reference_path or "the adapters disabled") if cfg.has_reference else None,
@@ -134,7 +144,7 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
         found += _learner_too_large(cfg, plan, device_gib)
     if found := found + _engines_too_large(cfg, plan, device_gib):
         raise ConfigError(found)
-    return plan
+    return replace(plan, remarks=(*plan.remarks, *_memory_remarks(cfg, plan, device_gib)))
 
 
 def _impossible(cfg: Config, plan: Plan) -> list[str]:
@@ -176,8 +186,7 @@ def _learner_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
 def _engines_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
     """Engines whose share of their GPUs cannot hold the weights or a single answer, or cannot split the model."""
     found = []
-    for index in range(max(1, len(plan.servers))):
-        cache = plan.model_size and cache_size(cfg, plan.model_size, device_gib, index)
+    for index, cache in enumerate(engine.cache for engine in plan.engines):
         key, share = (_engine_key(cfg, name, index) for name in ("tensor_parallel_size", "gpu_memory_utilization"))
         _, devices, _ = rollout_engine(cfg, index) or (0, None, 0.0)
         if devices and (rule := heads_problem(cfg, devices)):
@@ -189,6 +198,18 @@ def _engines_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
             rule = f"leaves room for {cache.num_tokens:,} tokens of keys and values, and an answer may need "
             found.append(problem(cfg, share, f"{rule}{cache.max_model_len:,} with its prompt; raise it, or {key}"))
     return list(dict.fromkeys(found))
+
+
+def _memory_remarks(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
+    """Answers of transformers' generate that may not fit beside what a learner keeps. No error, as few come to the
+    length that is counted."""
+    keys = (plan.engines[0].memory or {}).get("keys and values", 0)
+    kept = sum((plan.learner_memory or {}).get(name, 0) for name in KEPT) + RUNTIME_GIB * GIB
+    if cfg.rm.rollout_backend != "hf" or not cfg.generates or kept + keys <= device_gib * GIB:
+        return []
+    needs = f"answers up to global_max_length need {keys / GIB:.2f} GiB for keys and values"
+    rule = f"{needs}, and a learner keeps {kept / GIB:.2f} of {device_gib:g}; lower one of both"
+    return [f"{cfg.rollout_path('decode_batch_size')}={cfg.rm.decode_batch_size}: {rule}"]
 
 
 def _engine_key(cfg: Config, name: str, index: int = 0) -> str:
@@ -356,10 +377,15 @@ def format_plan(plan: Plan) -> str:
         layers = plan.model_size.num_layers
         num = layers if plan.num_checkpointed is None else min(plan.num_checkpointed, layers)
         lines.append(("checkpointed layers", f"{num} of {layers}; {_utilisation(plan)}"))
-    for name, parts in (("learner memory", plan.learner_memory), ("rollout memory", plan.rollout_memory)):
-        lines.append((f"{name} per device", _known(parts and _format_memory(parts), " (model.path)")))
-    if plan.cache:
-        lines.append(("rollout cache per device", str(plan.cache)))
+    learner = plan.learner_memory and _format_memory(plan.learner_memory)
+    lines.append(("learner memory per device", _known(learner, " (model.path)")))
+    are_alike = all(engine == plan.engines[0] for engine in plan.engines)
+    for index, engine in enumerate(plan.engines[:1] if are_alike else plan.engines):
+        whose = "rollout" if are_alike else f"server {index}"
+        missing = f" ({RS})" if plan.model_size else " (model.path)"
+        lines.append((f"{whose} memory per device", _known(engine.memory and _format_memory(engine.memory), missing)))
+        if engine.cache:
+            lines.append((f"{whose} cache per device", str(engine.cache)))
     if plan.outside_memory:
         lines.append(("outside vLLM's share", _format_memory(plan.outside_memory)))
     return "\n".join(["# plan", *(f"# {name + ':':<34}{text}" for name, text in lines)]) + "\n"
