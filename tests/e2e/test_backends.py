@@ -23,7 +23,7 @@ RUNS = {
     "colocate_tp1": ("zero2", COLOCATE | {"vllm": {"tensor_parallel_size": 1, "sync": {"bucket_mib": 1}}}),
     "colocate_tp2": ("zero3", COLOCATE | {"vllm": {"tensor_parallel_size": 2, "sync": {"verify": "always"}}}),
 }
-SLOW = {"hf_zero0", "colocate_tp1"}  # what the others show, once more
+SLOW = {"hf_zero0", "hf_zero2", "colocate_tp1"}  # what the others show, once more
 
 
 def marked(name: str) -> Any:
@@ -93,11 +93,11 @@ def test_a_run_trains_and_leaves_its_records_CFG_5_ROL_4_ROL_6_ROL_7_LRN_6(run_o
     assert (merged / "config.json").exists() and load_processor(merged).image_processor.size["longest_edge"] == 1 << 16
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in RUNS if name != "hf_zero2"])
+@pytest.mark.parametrize("name", [marked(name) for name in RUNS if name != "hf_zero3"])
 def test_all_backends_give_the_same_greedy_answers_ROL_1(run_of, name):
     """ROL-1: five validation samples before training, and the loss of the first step on four samples. Sometimes the
     last bit of a float decides between two neighbouring coordinates, hence the tolerance of two bins."""
-    expected, got = run_of("hf_zero2"), run_of(name)
+    expected, got = run_of("hf_zero3"), run_of(name)
     for ours, theirs in zip(start_answers(got), start_answers(expected), strict=True):
         assert [o["desc"] for o in ours["pred"]] == [o["desc"] for o in theirs["pred"]]
         for one, other in zip(ours["pred"], theirs["pred"], strict=True):
@@ -111,7 +111,7 @@ def test_the_divergence_from_the_start_begins_at_zero_TGT_16_LOG_3(run_of):
     curves = EventAccumulator(str(run_of("hf_zero3"))).Reload()
     first, *later = [event.value for event in curves.Scalars("loss/reference_kl")]
     assert first == pytest.approx(0, abs=1e-6) and len(later) == NUM_STEPS - 1 and min(later) > 1e-6
-    assert "loss/reference_kl" not in EventAccumulator(str(run_of("hf_zero2"))).Reload().Tags()["scalars"]
+    assert "loss/reference_kl" not in EventAccumulator(str(run_of("colocate_tp2"))).Reload().Tags()["scalars"]
 
 
 def start_answers(folder: Path) -> list[dict]:
