@@ -361,7 +361,8 @@ class Grpo:
             check_fits([answer.segment for answer in answers], cfg.global_max_length)
         self.session.data.stream.load_state_dict(state["stream"])
         self.data_position = state["stream"]
-        self._redraw.extend(micro_step.num_drawn for micro_step in prepared)
+        if self.session.prefetcher.works_ahead:
+            self._redraw.extend(micro_step.num_drawn for micro_step in prepared)
         self.session.prefetcher.restore(self.session.steps_done, prepared)
 
 

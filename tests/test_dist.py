@@ -152,7 +152,10 @@ def test_a_message_that_is_too_large_is_refused_by_rank_before_it_is_read_LRN_11
     monkeypatch.setattr("utils.dist.dist.all_gather", all_gather)
     with pytest.raises(DistributedError, match=f"rank 1 of this run announces .* 0 to {1 << 30} bytes"):
         ranks.gather("x")
-    assert len(gathered) == 1
+    monkeypatch.setattr("utils.dist.MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(DistributedError, match="this rank has a message of 2,0.. bytes, of at most 1,000 for"):
+        ranks.gather("x" * 2000)
+    assert len(gathered) == 2
 
 
 def test_an_interface_of_your_own_overrides_loopback_LRN_11(tmp_path):

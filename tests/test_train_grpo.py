@@ -685,7 +685,7 @@ def test_what_a_checkpoint_holds_ahead_must_fit_the_settings_of_now_LRN_5_PCK_3(
         rlhf = SimpleNamespace(advantage=advantage)
         cfg = SimpleNamespace(training=SimpleNamespace(packing=True), global_max_length=cap, rlhf=rlhf)
         stream = SampleStream([list(range(9))], seed=3)
-        prefetcher = SimpleNamespace(prepared_from=lambda step: (ahead, 1), restore=lambda step, kept: None)
+        prefetcher = SimpleNamespace(prepared_from=lambda step: (ahead, 1), restore=lambda *_: None, works_ahead=True)
         session = SimpleNamespace(cfg=cfg, data=SimpleNamespace(stream=stream), prefetcher=prefetcher, steps_done=1)
         run = grpo_of(session, dict.fromkeys(rewards))
         run.data_position = stream.state_dict()

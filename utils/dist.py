@@ -169,6 +169,9 @@ class Ranks:
         """`message` of every rank, unchecked."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(message)]), group=self._control)
+        if len(message) > MAX_MESSAGE_BYTES:
+            rule = f"a message of {len(message):,} bytes, of at most {MAX_MESSAGE_BYTES:,}"
+            raise DistributedError(f"this rank has {rule} for the others; name images by path, or make them smaller")
         wrong = [rank for rank, size in enumerate(sizes) if not 0 <= size <= MAX_MESSAGE_BYTES]
         self._refuse(wrong, f"announces a message that is not of 0 to {MAX_MESSAGE_BYTES} bytes")
         parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in range(self.world_size)]

@@ -243,6 +243,15 @@ def test_what_is_prepared_goes_on_in_another_process_with_the_same_samples(engin
     assert engine.asked[5:] == [(2, 1), (3, 0), (3, 1)]
 
 
+def test_what_was_prepared_is_made_anew_where_all_ranks_generate_together_LRN_5(engine, prefetch):
+    """LRN-5: ranks that kept different numbers of items would wait for each other."""
+    resumed = prefetch(window=0, background=False)
+    resumed.restore(1, [([0], 0, 1)])
+    assert engine.num_drawn == 0
+    resumed.get(1)
+    assert engine.asked == [(1, 0), (1, 1)]
+
+
 def test_a_process_ends_soon_after_its_prefetcher_LRN_8():
     """LRN-8, LRN-12: of a slow reward's micro-steps only the one that is being judged is waited for."""
     program = """

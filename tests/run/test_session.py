@@ -219,15 +219,19 @@ def test_steps_without_rollouts_sync_once_to_show_that_it_works_LRN_10(ratios, s
     assert done == synced
 
 
-@pytest.mark.parametrize(("uses_vllm", "at_once", "num_calls"), [(True, 512, 1), (False, 512, 1), (True, 2, 2)])
-def test_ranks_share_the_validation_samples_LRN_7_TGT_14(monkeypatch, uses_vllm, at_once, num_calls):
+@pytest.mark.parametrize(
+    ("uses_vllm", "size", "at_once", "num_calls"),
+    [(True, 1, 512, 1), (False, 1, 512, 1), (True, 1, 2, 2), (True, 3, 16, 2)],
+)
+def test_ranks_share_the_validation_samples_LRN_7_TGT_14(monkeypatch, uses_vllm, size, at_once, num_calls):
     """LRN-7, TGT-14: each sample once, greedily; with log-probabilities where the engine can report them. Each rank
-    makes as many calls as the others, an empty one at the end if it must: some engines answer all ranks together."""
+    makes as many calls as the others, an empty one at the end if it must: some engines answer all ranks together. Ranks
+    that share an engine send each other their samples, fewer at once."""
     monkeypatch.setattr(session, "EVAL_SAMPLES", at_once)
     scored, asked = [], []
     for rank in range(3):
         run = MagicMock(timed=lambda part: nullcontext(), finished_steps_saved=nullcontext)
-        run.cfg.rm.max_new_tokens, run.cfg.uses_vllm = 9, uses_vllm
+        run.cfg.rm.max_new_tokens, run.cfg.uses_vllm, run.cfg.rm.vllm.tensor_parallel_size = 9, uses_vllm, size
         run.ranks = SimpleNamespace(rank=rank, world_size=3)
         run.data = SimpleNamespace(val_samples=list("abcdefg"), encode=lambda samples: [own.upper() for own in samples])
 

@@ -3,6 +3,7 @@ reach what uses them."""
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from utils.run.monitor import write_evaluation
 from utils.run.resume import Checkpoint
 from utils.run.rollout_log import read_rollout_log
 from utils.run.setup import (
+    begin_logging,
     check_ranks,
     claim_run_dir,
     load_tokenizer,
@@ -394,3 +396,21 @@ def test_a_model_that_one_rank_finds_wrong_ends_all_with_its_reason_FAM_3(tmp_pa
     monkeypatch.setattr(setup, "check_model", broken)
     with pytest.raises(RuntimeError, match="CUDA error"):
         setup.open_learner(cfg, two, 1, None, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_tells_its_failed_requests_CON_3(monkeypatch, capsys, rank):
+    """CON-3: with its number; of all else the others tell errors only."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    names = ("utils.rollout.round", "utils.rollout.teacher", "utils.rollout.client")
+    levels = {name: logging.getLogger(name).level for name in names}
+    try:
+        begin_logging(SimpleNamespace(rank=rank, is_main=rank == 0))
+        for name in names:
+            logging.getLogger(name).warning("no image")
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    told = [f"{name}: no image" for name in names]
+    assert capsys.readouterr().err.splitlines() == ([f"rank 1: {line}" for line in told[:2]] if rank else told)

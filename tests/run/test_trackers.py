@@ -240,6 +240,57 @@ def test_a_tracker_that_breaks_or_hangs_costs_a_warning_LOG_3(tmp_path, monkeypa
     assert ("it took longer than" if hangs else "OSError: no route to host") in warnings[0]
 
 
+ENDING = """
+import atexit, sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from utils.run import program, trackers
+from utils.run.monitor import Monitor
+from utils.run.trackers import RunFacts
+
+class Stuck:
+    def __init__(self, facts):
+        atexit.register(lambda: time.sleep(300))  # as W&B waits for its service
+
+    def close(self):
+        threading.Event().wait()
+
+trackers.TRACKERS["wandb"], trackers.CLOSE_LIMIT_S = Stuck, 1.0
+monitor = Monitor(RunFacts(Path(sys.argv[2])), num_steps=9, enabled=True, report_to=["wandb"])
+session = SimpleNamespace(monitor=monitor, close=monitor.close)
+program.model_problems = program.data_problems = lambda cfg: []
+sys.argv = ["train_stage2.py", "--config", sys.argv[1]]
+train = lambda run: print("trained")
+program.run_program("train_stage2.py", "rollout_matching_sft", "", lambda *_: SimpleNamespace(session=session), train)
+"""
+
+
+def test_a_tracker_that_hangs_does_not_hold_the_process_at_its_end_LOG_3(tmp_path):
+    """LOG-3: what the program has said is out, and its status is its own."""
+    command = [sys.executable, "-c", ENDING, "configs/demo/stage2.yaml", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert ended.returncode == 0 and "trained" in ended.stdout, ended.stderr
+    assert "wandb is dropped, the run continues" in ended.stderr
+
+
+def test_what_a_tracker_keeps_of_steps_that_are_trained_again_is_said_LOG_3(tmp_path, monkeypatch, caplog):
+    """LOG-3: after a roll-back its curves are not those of the run."""
+
+    class Kept(trackers.Service):
+        package = "kept"
+        begin = lambda self, known_as: "one"  # noqa: E731
+        send_scalars = close = lambda *_: None
+
+    for purge_step, first, last in ((None, 1, 10), (11, 11, 12), (6, 6, 12)):
+        caplog.clear()
+        tracker = Kept(RunFacts(tmp_path, purge_step=purge_step))
+        for step in range(first, last + 1):
+            tracker.scalars(step, {"loss/total": 1.0})
+        told = [record.getMessage() for record in caplog.records]
+        again = "kept keeps its records of steps 6 to 12; what is trained again is not shown there"
+        assert told == ([again] if purge_step == 6 else [])
+
+
 def test_a_tracker_that_falls_behind_is_dropped_not_waited_for_LOG_3(tmp_path, monkeypatch, caplog):
     """LOG-3: pictures must not pile up in memory."""
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda facts: Broken("scalars", hangs=True))

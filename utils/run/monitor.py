@@ -99,6 +99,11 @@ class Monitor:
         for tracker in self._trackers:
             tracker.close()
 
+    @property
+    def gave_up_a_tracker(self) -> bool:
+        """Whether a tracker was dropped, so that its library may wait for ever when Python ends."""
+        return any(tracker.was_given_up for tracker in self._trackers)
+
 
 def _shares(seconds: Mapping[str, float]) -> list[str]:
     """The parts that take 5 % of a step or more, the longest first: `rollout=61%`."""

@@ -80,7 +80,7 @@ class Prefetcher(Generic[Item]):
         self._num_steps = num_steps
         self._window = window
         self._queue_limit = queue_limit
-        self._background = background
+        self.works_ahead = background
         self._num_threads = num_threads
         self._draws_more = draws_more
         self.num_remade = 0
@@ -131,8 +131,11 @@ class Prefetcher(Generic[Item]):
         return [item.result() for item in finished], len(drawn)
 
     def restore(self, step: int, items: Sequence[Item]) -> None:
-        """Continue before `step` with the items of `prepared_from`; `draw` draws their samples again."""
+        """Continue before `step` with the items of `prepared_from`; `draw` draws their samples again. A collective
+        `generate` makes them anew: ranks may hold different numbers of them, and would wait for each other."""
         self._current_step = step
+        if not self.works_ahead:
+            return
         for item in items:
             key = self._first_missing()
             self._samples[key] = self._stages.draw()
@@ -183,7 +186,7 @@ class Prefetcher(Generic[Item]):
                 if len(self._running) == self._num_threads:
                     break  # drawn and encoded until a thread is free
                 self._running.add(key)
-                if self._background:
+                if self.works_ahead:
                     threading.Thread(target=self._prepare, args=(key,), name=f"prefetch-{key}", daemon=True).start()
                 else:
                     self._prepare(key)
@@ -193,7 +196,7 @@ class Prefetcher(Generic[Item]):
     def _may_prepare(self, key: Key) -> bool:
         if key[0] <= self._current_step:
             return True
-        if not self._background or (self._draws_more and self._running) or key[0] == self._num_steps:
+        if not self.works_ahead or (self._draws_more and self._running) or key[0] == self._num_steps:
             return False
         num_ahead = sum(other[0] > self._current_step for other in {*self._items, *self._running})
         return key[0] <= self._current_step + self._window and num_ahead < self._queue_limit
@@ -218,7 +221,7 @@ class Prefetcher(Generic[Item]):
             self._running.remove(key)
             if item is not None:
                 self._items[key] = item
-            if self._background:
+            if self.works_ahead:
                 self._issue()
             self._changed.notify_all()
 

@@ -1,6 +1,7 @@
 """Start and end of both training programs: the command line, the exit status and the closing report."""
 
 import argparse
+import logging
 import os
 import shlex
 import sys
@@ -71,7 +72,17 @@ def run_program(
                 print(f"and at its end: {type(error).__name__}: {error}", file=sys.stderr)
             else:
                 status = end(error)
+    if run is not None and run.session.monitor.gave_up_a_tracker:
+        leave_at_once(status)
     sys.exit(status)
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """Exit without what libraries have registered for the end: W&B waits there for its service without a limit."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def again_command(args: argparse.Namespace) -> str:

@@ -325,8 +325,11 @@ class Session:
                 greedy = RolloutSampling(max_new_tokens=new_tokens, logprobs=reports_logprobs)
                 own = range(self.ranks.rank, len(self.data.val_samples), self.ranks.world_size)
                 largest_share, scored = -(-len(self.data.val_samples) // self.ranks.world_size), []
-                for start in range(0, largest_share, EVAL_SAMPLES):  # as many calls on each rank
-                    samples = [self.data.val_samples[i] for i in own[start : start + EVAL_SAMPLES]]
+                # An engine over several ranks has them exchange their samples, each with its images.
+                vllm = self.cfg.rm.vllm
+                piece = EVAL_SAMPLES // (8 if self.cfg.is_colocate and vllm.tensor_parallel_size > 1 else 1)
+                for start in range(0, largest_share, piece):  # as many calls on each rank
+                    samples = [self.data.val_samples[i] for i in own[start : start + piece]]
                     prompts = self.data.encode(samples)
                     results = self.policy.generate(samples, prompts, greedy, step, EVAL_MICRO_STEP)
                     scored += [score(sample, result) for sample, result in zip(samples, results, strict=True)]

@@ -154,8 +154,17 @@ def check_ranks(cfg: Config) -> Ranks:
         ranks.check_interface()
     except (ConfigError, OSError) as error:  # on several nodes each of them speaks
         exit_with(error if isinstance(error, ConfigError) else str(error))
-    logging.basicConfig(level=logging.INFO if ranks.is_main else logging.ERROR, format="%(name)s: %(message)s")
+    begin_logging(ranks)
     return ranks
+
+
+def begin_logging(ranks: Ranks) -> None:
+    """Have rank 0 tell everything, and the others their errors and the requests that failed (CON-3)."""
+    own = "" if ranks.is_main else f"rank {ranks.rank}: "
+    level = logging.INFO if ranks.is_main else logging.ERROR
+    logging.basicConfig(level=level, format=f"{own}%(name)s: %(message)s")
+    for name in ("utils.rollout.round", "utils.rollout.teacher"):
+        logging.getLogger(name).setLevel(min(level, logging.WARNING))
 
 
 def claim_run_dir(cfg: Config, resume: str | None, ranks: Ranks) -> tuple[RunLock | None, Checkpoint | None]:

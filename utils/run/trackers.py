@@ -112,6 +112,9 @@ class Service:
         self._state: dict[str, Any] = json.loads(self._path.read_text()) if resumed else {"id": None, "steps": {}}
         self._state["id"] = self.begin(self._state["id"])
         self._save()
+        if resumed and (last := max(self._state["steps"].values(), default=0)) >= facts.purge_step:
+            kept = f"keeps its records of steps {facts.purge_step} to {last}"
+            logger.warning("%s %s; what is trained again is not shown there", self.package, kept)
 
     def begin(self, known_as: str | None) -> str:
         """Begin a run, or go on with the one `known_as`; return its id."""
@@ -283,6 +286,10 @@ class Background:
         self._ended = threading.Event()
         self._warning = threading.Lock()  # taken by the one warning
         threading.Thread(target=self._run, args=(make,), name=f"tracker-{name}", daemon=True).start()
+
+    @property
+    def was_given_up(self) -> bool:
+        return self._warning.locked()
 
     def submit(self, job: Callable[[Tracker], None]) -> None:
         """Have the thread do `job(tracker)`, in order."""
