@@ -23,10 +23,12 @@ from utils.answer_format import INTERNVL, QWEN3VL
 from utils.credit import close_decision, go_on_decision, object_decision, token_decisions
 from utils.data.encoding import special_words
 from utils.data.samples import DataError, LineReader, load_samples
+from utils.detection_rewards import detection_parse
 from utils.drafts import Arrangement
 from utils.geometry import Object
 from utils.parsing import ParsedAnswer, parse_answer
 from utils.rewards import Completion
+from utils.scores import count_sample
 from utils.targets import TargetOptions, build_target, check_segment, ground_truth_target, make_segment
 from utils.token_table import TokenTable
 
@@ -94,6 +96,17 @@ def test_answers_as_released_models_write_them_are_read_FAM_4(kind, text):
             assert ends[token] > start and (token == 0 or ends[token - 1] <= start)
     spans = [pred.byte_span for pred in parsed.objects]
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_an_answer_that_came_to_its_limit_is_not_whole_GRP_9_LRN_7():
+    """GRP-9, LRN-7: between two objects, and without any, tags look whole wherever they end."""
+    table, nothing = table_of(), SimpleNamespace(objects=[], annotated=None)
+    for text in ("a street and a street and", INTERNVL.write_object(CAR)):
+        ids = table.encode(text)
+        assert count_sample(parse_answer(ids, table), [], 0.5, truncated=False)["parsed"] == 1
+        assert count_sample(parse_answer(ids, table), [], 0.5, truncated=True)["parsed"] == 0
+        for limit, reward in ((len(ids), 0), (len(ids) + 1, 1), (None, 1)):
+            assert detection_parse(Completion(text, ids, table, 0.5, limit), nothing) == reward
 
 
 def test_the_tags_end_no_answer_but_other_special_tokens_do_FAM_4():

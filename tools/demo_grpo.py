@@ -66,7 +66,7 @@ def make(root: Path) -> None:
     """Make `data`, `start` and `model` below `root`, each only if its sources or settings have changed."""
     warmup = load_warmup_config(WARMUP_CONFIG)
     parts = (inspect.getmodule(make_dataset), make_data, summary_of, supervised_summary)
-    sources = [inspect.getsource(part) for part in parts]
+    sources = [*map(inspect.getsource, parts), NUM_TRAIN, NUM_VAL, NUM_WARMUP, DOMAIN]
     cached(root / "data", sources, "synthetic scenes with summaries", make_data)
     cached(root / "start", sources, "an untrained Qwen3-VL", build_start_model)
 

@@ -93,7 +93,8 @@ def main() -> None:
     stream = generate(model, processor, samples, sampling, args.batch_size)
     responses = list(tqdm(stream, total=len(samples), unit="image", disable=None))
     result, predictions = score(samples, responses, table, rm.eval.iou_threshold, rm.eval.new_labels)
-    about = {"checkpoint": args.checkpoint, "data": args.data, "limit": args.limit, "config": args.config}
+    data_file = str(Path(args.data).resolve())  # as `check_output` compares it, from whatever folder
+    about = {"checkpoint": args.checkpoint, "data": data_file, "limit": args.limit, "config": args.config}
     about["backend"] = backend
     show(result, f"{args.checkpoint} on {len(samples)} images ({backend}, {model.dtype}, greedy)")
     about |= {"dtype": model.dtype, "iou_threshold": rm.eval.iou_threshold}

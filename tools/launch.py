@@ -33,6 +33,7 @@ import psutil
 from utils.dist import COMMAND_NAME, SECRET_NAME, check_master_port
 
 MASTER_PORT, HOSTFILE = 29500, "/job/hostfile"  # DeepSpeed's defaults
+SSH_FAILED = 255  # ssh's own status, which pdsh passes on
 # Beginnings of names. DeepSpeed adds PYTHON*, and NCCL* where it runs on GPUs (launcher/runner.py, EXPORT_ENVS).
 FORWARDED = (
     *("ROLLOUT_SERVER_TOKEN", SECRET_NAME, COMMAND_NAME),
@@ -64,7 +65,10 @@ def main() -> None:
         sys.exit(2)
     with environment_for(arguments) as environment:
         status = run([*deepspeed_command(), *arguments], environment)
-    if 256 - status in set(signal.Signals):  # a signal ended one of the ranks
+    if status == SSH_FAILED and options_of(arguments).has_hosts:
+        told = "a node could not be reached, or the connection to it broke: see the lines of ssh above"
+        print(told, file=sys.stderr, flush=True)
+    elif 256 - status in set(signal.Signals):  # a signal ended one of the ranks
         print("\n".join(killed_rank_message(256 - status, arguments)), file=sys.stderr, flush=True)
     sys.exit(status if status >= 0 else 128 - status)
 

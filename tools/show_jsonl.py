@@ -14,14 +14,15 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
-from tools.convert import check_not_inputs
 from utils.config.load import exit_with
 from utils.config.plan import at_least_one
 from utils.data.images import open_image
 from utils.data.samples import DataError, Sample, read_samples
 from utils.run.draw import draw_objects, sheet, stack, text_panel
+
+MARK = ("Software", "tools.show_jsonl")  # a text in each picture
 
 
 def pick_samples(path: str | Path, num: int, seed: int, prompt: str | None = None) -> list[Sample]:
@@ -73,7 +74,7 @@ def show(
 ) -> list[Path]:
     """Write the pictures and return their paths. `target`: the sheet's path without its extension.
 
-    Raises: ValueError where a picture would replace an image of the data.
+    Raises: ValueError where a picture would replace a file that is none of ours.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     pictures = [picture(sample, side) for sample in samples]
@@ -83,12 +84,25 @@ def show(
     else:
         numbers = [sample.source.rpartition(":")[2] for sample in samples]
         named = {f"{target.name}_{number}.png": image for number, image in zip(numbers, pictures, strict=True)}
-    images = [path for sample in samples for path in sample.images if not path.startswith("data:")]
-    for path in images:
-        check_not_inputs([target.with_name(name) for name in named], {"the image": path})
-    for name, image in named.items():
-        image.save(target.with_name(name))
-    return [target.with_name(name) for name in named]
+    written = {target.with_name(name): image for name, image in named.items()}
+    for path in written:
+        if path.exists() and not is_own(path):  # an image of the data, for one
+            rule = "exists, and would be overwritten; name another --output, or delete it"
+            raise ValueError(f"{path}: {rule}")
+    mark = PngImagePlugin.PngInfo()
+    mark.add_text(*MARK)
+    for path, image in written.items():
+        image.save(path, pnginfo=mark)
+    return list(written)
+
+
+def is_own(path: Path) -> bool:
+    """Whether this program has written the picture."""
+    try:
+        with Image.open(path) as image:
+            return image.info.get(MARK[0]) == MARK[1]
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return False
 
 
 def main() -> None:

@@ -82,9 +82,21 @@ def load_warmup_config(path: str | os.PathLike) -> WarmupConfig:
     except ValidationError as error:
         problems = [origin.problem(tuple(e["loc"]), e["msg"]) for e in error.errors(include_url=False)]
         raise ConfigError(problems) from None
+    found = []
     if cfg.losses.reference_kl:
         rule = "the warm-up learns every token of an answer, so nothing is left to compare; delete it"
-        raise ConfigError([origin.problem(("losses", "reference_kl"), rule)])
+        found.append(origin.problem(("losses", "reference_kl"), rule))
+    for i, file in enumerate(cfg.train_jsonl):
+        for key in sorted(file.model_fields_set - {"path", "weight"}):
+            rule = "has no effect here: every sample trains on its ground truth; delete it"
+            found.append(origin.problem(("train_jsonl", i, key), rule))
+    if not FORMATS[cfg.answer_format].has_coord_tokens:
+        for key in ("w1", "gate", "sigma"):
+            if getattr(cfg.losses, key) not in (0, default := getattr(Losses(), key)):
+                rule = f"applies to coordinate tokens, and answer_format: {cfg.answer_format} has none"
+                found.append(origin.problem(("losses", key), f"{rule}; delete it, or set the default {default:g}"))
+    if found:
+        raise ConfigError(found)
     cfg._origin = Origin(str(path), {}, files)  # without the file's values, as programs put others in their place
     return cfg
 

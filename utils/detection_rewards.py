@@ -24,10 +24,11 @@ LENGTH_MARGIN = 0.2  # share of `max_new_tokens` over which the reward of the le
 
 
 def detection_parse(completion: Completion, sample: Sample) -> float:
-    """The answer is closed and nothing in it was malformed, as in `parse_rate`, and nothing follows it: no special
-    token at which the engine does not stop. The format reward of DeepSeek-R1 (arXiv:2501.12948) and of VLM-R1
-    (arXiv:2504.07615)."""
-    return float(completion.counts(sample)["parsed"] and completion.ends_as_parsed)
+    """The answer is closed before it comes to `max_new_tokens` and nothing in it was malformed, as in `parse_rate`, and
+    nothing follows it: no special token at which the engine does not stop. The format reward of DeepSeek-R1
+    (arXiv:2501.12948) and of VLM-R1 (arXiv:2504.07615)."""
+    was_cut = completion.max_new_tokens is not None and len(completion.token_ids) >= completion.max_new_tokens
+    return float(completion.counts(sample)["parsed"] and completion.ends_as_parsed and not was_cut)
 
 
 def detection_f1(completion: Completion, sample: Sample) -> float:

@@ -142,7 +142,7 @@ def count_sample(
         num_gt=len(gt_objects),
         matched=len(labelled),
         matched_no_label=len(pairs),
-        parsed=int(parsed.is_whole),
+        parsed=int(parsed.is_whole and not truncated),  # between two objects, tags look whole wherever they end
         truncated=int(truncated),
         gated=int(((best > 0) & (best < iou_threshold - TOLERANCE)).sum()),
         duplicates=len(repeated(overlaps.mutual, [p for p, _ in labelled], DUPLICATE_IOU).intersection(held)),

@@ -45,6 +45,15 @@ def test_the_summary_has_start_model_and_both_arms(tmp_path, monkeypatch, capsys
     assert "red ring" in (tmp_path / "after" / "report.html").read_text()
 
 
+def test_the_grpo_demos_data_are_made_anew_for_other_numbers(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(demo_grpo, "cached", lambda folder, settings, *_: made.append(settings))
+    for num_train in (10, 20):
+        monkeypatch.setattr(demo_grpo, "NUM_TRAIN", num_train)
+        demo_grpo.make(tmp_path)
+    assert all(before != after for before, after in zip(made[:3], made[3:], strict=True))
+
+
 def test_both_arms_differ_in_their_targets_only():
     """Otherwise the table compares something else."""
     sft, stage2 = (load_config(config).model_dump() for config in demo.CONFIGS.values())

@@ -329,6 +329,21 @@ def test_limit_takes_the_first_samples(start_model, tmp_path, asked) -> None:
     assert (found["num_images"], found["limit"]) == (2, 2)
 
 
+def test_data_files_are_told_apart_wherever_they_are_scored_from(start_model, tmp_path, asked, capsys, monkeypatch):
+    """The same relative path names another file in another folder."""
+    data, config = run_files(tmp_path, start_model)
+    shutil.copytree(data.parent, tmp_path / "other" / data.parent.name)
+    output = tmp_path / "out.json"
+    where = ["--checkpoint", start_model, "--config", config, "--output", output, "--backend", "hf", "--data"]
+    monkeypatch.chdir(data.parent.parent)
+    call(*where, data.relative_to(Path.cwd()))()
+    monkeypatch.chdir(tmp_path / "other")
+    call(*where, data)()
+    with pytest.raises(SystemExit, match="2"):
+        call(*where, f"{data.parent.name}/{data.name}")()
+    assert f"holds the scores of {data}, all samples; delete it" in capsys.readouterr().err
+
+
 def test_scores_of_other_data_or_another_limit_are_not_overwritten(start_model, tmp_path, asked, capsys) -> None:
     """Files in different folders often share a name. The same ones, however spelt, may be scored again."""
     data, config = run_files(tmp_path, start_model)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.run.test_resume import ranks, save  # noqa: F401
-from tools.launch import check_places_of, check_port_of, deepspeed_command, environment_for, killed_rank_message
+from tools.launch import check_places_of, check_port_of, deepspeed_command, environment_for, killed_rank_message, main
 from utils.dist import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +63,21 @@ def test_the_launcher_reports_the_run_of_a_killed_rank_LRN_5(tmp_path, ranks):  
         f"  newest complete checkpoint: {run / 'checkpoint-4'}",
         f"  resume from it with: {command}",
     ]
+
+
+def test_a_node_that_ssh_does_not_reach_is_no_killed_rank_SRV_3(tmp_path, monkeypatch, capsys):
+    """SRV-3: 255 is ssh's own status; without a hostfile it is what is left of SIGHUP."""
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    monkeypatch.setattr("tools.launch.run", lambda command, environment: 255)
+    monkeypatch.setattr("tools.launch.check_places_of", lambda arguments: None)
+    monkeypatch.setattr("tools.launch.check_port_of", lambda arguments: None)
+    for given, words in ((["--hostfile", str(tmp_path / "hosts")], "could not be reached"), ([], "SIGHUP")):
+        arguments = [*given, "train_stage2.py", "--config", str(write_config(tmp_path))]
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr().err
+        assert ended.value.code == 255 and words in told and ("SIGHUP" in told) == (words == "SIGHUP")
 
 
 def test_a_killed_rank_is_reported_even_if_the_config_is_gone_LRN_5(tmp_path):

@@ -250,6 +250,20 @@ def test_TGT_16_the_warmup_has_no_start_policy(tmp_path):
         warmup_sft.load_warmup_config(path)
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("train_jsonl: [{path: t.jsonl, annotated: [cat]}]", "annotated.*has no effect here: every sample trains"),
+        ("train_jsonl: t.jsonl\nanswer_format: qwen3vl\nlosses: {gate: 2.0}", "losses.gate=2.0: .*qwen3vl has none"),
+    ],
+)
+def test_the_warmup_refuses_what_has_no_effect_in_it(tmp_path, lines, message):
+    path = tmp_path / "w.yaml"
+    path.write_text(f"model: m\noutput_dir: o\nsteps: 1\n{lines}\n")
+    with pytest.raises(ConfigError, match=message):
+        warmup_sft.load_warmup_config(path)
+
+
 def test_the_warmup_asks_as_the_answer_format_does_DAT_1(start_model, dataset):
     """DAT-1: unless the config has a prompt."""
     values = {"model": str(start_model), "train_jsonl": str(dataset / "train.jsonl"), "answer_format": "qwen3vl"}

@@ -77,11 +77,17 @@ def test_the_program(data_file, tmp_path, monkeypatch, capsys):
 
 
 def test_an_image_of_the_data_is_not_overwritten(tmp_path, monkeypatch, capsys):
-    png(tmp_path / "d_1.png")
-    data, before = write(tmp_path, line(images=["d_1.png"])), (tmp_path / "d_1.png").read_bytes()
-    arguments = ["show_jsonl", "--data", str(data), "--output", str(tmp_path), "--separate"]
-    monkeypatch.setattr(sys, "argv", arguments)
+    """Nor one of a line that is not drawn; a second call replaces its own pictures."""
+    for name in ("d_1.png", "d_2.png"):
+        png(tmp_path / name)
+    data, before = write(tmp_path, *(line(images=[f"d_{i}.png"]) for i in (2, 1))), (tmp_path / "d_1.png").read_bytes()
+    arguments = ["show_jsonl", "--data", str(data), "--separate", "--num", "1", "--output"]
+    monkeypatch.setattr(sys, "argv", [*arguments, str(tmp_path)])
     with pytest.raises(SystemExit) as caught:
         main()
-    assert caught.value.code == 2 and "d_1.png would overwrite the image" in capsys.readouterr().err
-    assert (tmp_path / "d_1.png").read_bytes() == before
+    assert caught.value.code == 2 and "exists, and would be overwritten" in capsys.readouterr().err
+    assert (tmp_path / "d_1.png").read_bytes() == (tmp_path / "d_2.png").read_bytes() == before
+    monkeypatch.setattr(sys, "argv", [*arguments, str(tmp_path / "sheets")])
+    main()
+    main()
+    assert len(list((tmp_path / "sheets").iterdir())) == 1
