@@ -28,7 +28,7 @@ from utils.config.plan import print_dry_run
 from utils.config.schema import Model, ServerAddress, ServerSettings
 from utils.families import split_problem
 from utils.server.launch import Launch, describe, engine_args, is_loopback, model_problems, problems_of, resolve
-from utils.server.process import ON_CPU, PARENT_PID, answer_loading, listen, set_environment
+from utils.server.process import answer_loading, listen, set_environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -338,23 +338,6 @@ def test_flashinfers_sampler_is_off_unless_the_user_wants_it_SRV_2(monkeypatch):
         monkeypatch.setattr(os, "environ", environment)
         set_environment("cuda", cpu_kv_cache_gib=1, world_size=1)
         assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == kept
-
-
-def test_processes_of_vllm_sleep_while_they_wait_on_cpu():
-    """One that spins for vLLM's own second takes a core from its worker and from the learner; asleep it may miss the
-    notification of a message."""
-    program = """
-import os, rollout_server
-rollout_server.begin_as_child()
-from vllm.distributed.device_communicators import shm_broadcast
-print(shm_broadcast.SpinCondition.__init__.__defaults__[-1], shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS)
-reader = shm_broadcast.MessageQueue.ReadTimeoutWithWarnings(timeout=None, should_warn=True)
-print(reader.timeout_ms())
-"""
-    environment = {**os.environ, ON_CPU: "1", PARENT_PID: str(os.getpid())}
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    spins_s, looks_again_ms, waits_ms = run.stdout.split()[-3:]
-    assert float(spins_s) <= 0.01 and int(looks_again_ms) == int(waits_ms) <= 20, run.stderr
 
 
 def test_the_engine_starts_with_the_defaults_of_vllms_own_api_server(model_dir, monkeypatch):

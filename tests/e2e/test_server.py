@@ -658,6 +658,12 @@ def test_a_busy_port_is_an_error_that_names_its_holder(server, folder):
     assert "Traceback" not in text
 
 
+def test_an_engine_of_one_device_computes_in_its_own_process_SRV_8(server):
+    """SRV-8: on CPU vLLM would give it a worker process; both spin while they wait, and imports take twice as long."""
+    names = [" ".join(child.cmdline()) for child in alive(server.children)]
+    assert sum("EngineCore" in name for name in names) == 2 and not any("Worker" in name for name in names), names
+
+
 def test_tensor_parallel_behind_a_prefix_and_a_token(folder, start_model, other_model, asked):
     """SRV-1, SRV-3, SRV-7: TP 2 receives weights; no answer without the token; SIGKILL of the front ends everything."""
     server = Server(folder, start_model, prefix="/rollout", token="s3cret", vllm_tensor_parallel_size=2)

@@ -204,4 +204,6 @@ def engine_args(launch: Launch) -> Any:
     else:
         kwargs["enforce_eager"] = True
         kwargs["enable_chunked_prefill"] = False  # vLLM 0.32 on CPU dies at a chunk of a prompt with a seed of its own
+        if settings.vllm_tensor_parallel_size == 1:  # see set_environment
+            kwargs["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**kwargs | settings.vllm_engine_kwargs)

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_S = 8.0  # until processes that have not ended are killed; generous for a loaded machine (SRV-7)
 PARENT_PID = "ROLLOUT_SERVER_PARENT_PID"  # environment variable: the process that spawns children
-ON_CPU = "ROLLOUT_SERVER_ON_CPU"  # environment variable: set where the engines compute on the CPU
 
 
 # What could end a line, steer a terminal or turn the direction of writing.
@@ -54,9 +53,7 @@ def escape_logs() -> None:
 def begin_as_child() -> None:
     """Set up a process that vLLM spawns (engine, worker, coordinator); it imports the main file first.
 
-    The kernel kills it when its parent ends, however that happens (SRV-7). On CPU it sleeps until a message comes:
-    vLLM 0.32 spins for a second first, so an engine spins while its worker works and takes a core from others. A
-    process that sleeps can miss the notification of a message, which it would find only after 5 s.
+    The kernel kills it when its parent ends, however that happens (SRV-7).
     """
     escape_logs()
     if sys.platform == "linux":
@@ -64,11 +61,6 @@ def begin_as_child() -> None:
         if os.getppid() != int(os.environ.get(PARENT_PID, os.getppid())):  # it ended before the line above
             os._exit(1)
     os.environ[PARENT_PID] = str(os.getpid())  # for this process's own children
-    if os.environ.get(ON_CPU):
-        from vllm.distributed.device_communicators import shm_broadcast
-
-        shm_broadcast.SpinCondition.__init__.__defaults__ = (0.001,)  # busy_loop_s
-        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 5
 
 
 def set_environment(device: str, cpu_kv_cache_gib: int, world_size: int) -> None:
@@ -83,7 +75,9 @@ def set_environment(device: str, cpu_kv_cache_gib: int, world_size: int) -> None
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
     os.environ.pop("ROLLOUT_SERVER_TOKEN", None)  # the engines' processes need none
     if device == "cpu":
-        os.environ[ON_CPU] = "1"
+        # An engine of one device computes in its own process (`engine_args`). vLLM would give it a worker process here,
+        # and both would spin for a second behind each message, which takes a core from whoever works.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # One kernel, some 100 KB, per layer shape and number of tokens: the default of 1024 grows for hours.
