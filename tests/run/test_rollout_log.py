@@ -106,7 +106,7 @@ def test_log_1_an_evaluation_in_parts_has_no_retries_but_the_real_ones(tmp_path,
         server.on_infer = lambda body: answers.pop() if answers else server.answer(body)
         log = RolloutLog(tmp_path, client, Rank())
         run = MagicMock(timed=lambda part: nullcontext(), finished_steps_saved=nullcontext)
-        run.cfg.rm.max_new_tokens, run.cfg.uses_vllm = 9, True
+        run.cfg.rm.max_new_tokens, run.cfg.uses_vllm, run.cfg.is_colocate = 9, True, False
         run.ranks, run.data.val_samples = SimpleNamespace(rank=0, world_size=1), range(12)
         run.policy.generate = lambda samples, prompts, *place: roll_out(client, len(samples), place[2], place[1])
         run.policy.with_current_weights = lambda step, work, where: work()
