@@ -266,7 +266,7 @@ def class_rows(evaluations: Sequence[Evaluation], notes: dict[str, str]) -> list
 def _coco(run_dir: Path, notes: dict[str, str]) -> list[dict[str, Any]]:
     """Results of `tools.evaluate` on this run's checkpoints."""
     found = []
-    paths = list(run_dir.glob("checkpoint-*/merged/evaluation/*.json"))
+    paths = run_dir.glob("checkpoint-*/merged/evaluation/*.json")
     for path in sorted(paths, key=lambda own: (len(own.parents[2].name), own)):  # checkpoint-200 before -1000
         result = _read_json(path) or {}
         values = result.get("coco") or result.get("coco_constant") or {}

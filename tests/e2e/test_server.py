@@ -363,7 +363,7 @@ def test_engines_leave_the_cores_alone_while_their_workers_work(server, other_mo
 
     learner = Late(server, "run-late")
     assert learner.update(load_file(other_model / "model.safetensors"), "run-late:1").status_code == 200
-    assert learner.share < 0.4  # 0.08 measured
+    assert learner.share < 0.4  # one that spins takes 1.0
 
 
 def test_frozen_tensors_need_not_be_sent_again(server, other_model, start_model, asked, tmp_path):
