@@ -153,6 +153,19 @@ def test_tgt_1_qwen3vl_what_is_written_is_read(kind: str, objects: list[Object],
     check_alignment(parsed, kind)
 
 
+@pytest.mark.parametrize("form", [COORD_TOKENS, QWEN3VL])
+@pytest.mark.parametrize(
+    "label", ["a\n\u0301b", "a\t\u0323\u0301", "\x1f\u0307", "a\\\u0301", "\\n\u0301", '"\u0301', "e\u0301"]
+)
+def test_an_accent_behind_an_escape_survives_a_tokenizer_that_composes(form, label) -> None:
+    """TGT-6: NFC would make one letter of it and the last of the escape, which then is none."""
+    text = unicodedata.normalize("NFC", form.write([Object(label, "bbox_2d", (1, 2, 3, 4))]))
+    text = re.sub(r"<\|coord_(\d+)\|>", r"\1", text)
+    found = json.loads(text)
+    [obj] = found["objects"] if form is COORD_TOKENS else found
+    assert unicodedata.normalize("NFC", obj[form.desc_key]) == unicodedata.normalize("NFC", label)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=100, deadline=None)
 @given(objects=st.lists(wild_objects, min_size=1, max_size=3), data=st.data())

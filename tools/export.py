@@ -34,6 +34,7 @@ from PIL import Image
 from tools.convert import check_not_inputs, relative_path
 from utils.config.load import exit_with, reason_of
 from utils.data.images import EXIF_ORIENTATION, FORMATS
+from utils.data.samples import SPECIAL_TOKEN
 from utils.geometry import MAX_BIN, Kind, Object, bins_to_pixels, bounding_box, coco_box, iou_matrix, normal_label
 from utils.scores import label_of
 
@@ -99,8 +100,12 @@ def write_jsonl(args: argparse.Namespace, records: Sequence[Record]) -> None:
             exit_with(f"{args.answers}: {what}; see parse_rate and truncated_rate of the evaluation")
         whole = [record | {"pred": completed(record)} for record in whole]
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(sample_line(record, args.output.parent)) + "\n" for record in whole]
-    args.output.write_text("".join(lines))
+    lines = [sample_line(record, args.output.parent) for record in whole]
+    num_lost = sum(len(record["pred"]) - len(line["objects"]) for record, line in zip(whole, lines, strict=True))
+    if num_lost:
+        rule = "beyond the image, within a pixel of its corner, or labels that spell a special token"
+        print(f"{args.answers}: {num_lost} objects that training would not take are left out ({rule})")
+    args.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"{len(lines)} images: {args.output}")
 
 
@@ -340,7 +345,9 @@ def _shape(item: dict[str, Any], record: Record) -> dict[str, Any]:
 def sample_line(record: Record, folder: Path) -> dict[str, Any]:
     """Return the line (DAT-1) whose annotation are the answers; paths of images relative to `folder`.
 
-    Answers in pixels may lie beyond the image, where no annotation may: they are cut off at its edges.
+    Answers in pixels may lie beyond the image, where no annotation may: they are cut off at its edges. Left out is what
+    training refuses: nothing inside the image, a label that spells a special token, and a box within a pixel of the
+    corner (models answer [0, 0, 0, 0]), whose numbers look like fractions of the sides.
     """
     width, height = size = record["width"], record["height"]
     objects = []
@@ -348,7 +355,8 @@ def sample_line(record: Record, folder: Path) -> dict[str, Any]:
         object_ = _object(_with_area(item))
         pixels = zip(bins_to_pixels(object_.coords, *size), cycle(size), strict=False)
         coords = [round(min(max(value, 0), limit), 2) for value, limit in pixels]
-        if min(max(coords[axis::2]) - min(coords[axis::2]) for axis in (0, 1)) > 0:
+        has_area = min(max(coords[axis::2]) - min(coords[axis::2]) for axis in (0, 1)) > 0
+        if has_area and max(coords) > 1 and not SPECIAL_TOKEN.search(object_.desc):
             objects.append({"desc": object_.desc, object_.kind: coords})
     images = [image if image.startswith("data:") else relative_path(image, folder) for image in record["images"]]
     return {"id": record["id"], "images": images, "width": width, "height": height, "objects": objects}

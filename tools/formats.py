@@ -322,6 +322,8 @@ def _question(turns: list[dict[str, Any]], refs: list[Any]) -> dict[str, Any]:
         return {}
     if not all(map(_is_text, turns)):
         return {"unusable": NOT_TEXT}
+    if rule := _unknown_role(turns):
+        return {"unusable": rule}
     turns = [{"role": _role(turn), "content": _text(turn)} for turn in turns]
     if any(turn["role"] == "assistant" for turn in turns):
         return {"unusable": "several questions, and nothing says which objects answer which"}
@@ -355,6 +357,8 @@ def _sharegpt(path: Path, images: Path, unit: int) -> Iterator[Item]:
             found, unread = list(_boxes_in(answer)), _MARK.search(_REFERENCE.sub("", answer))
             if not all(map(_is_text, turns[begin : end + 1])):
                 image["unusable"] = NOT_TEXT
+            elif rule := _unknown_role(turns[begin:end]):
+                image["unusable"] = rule
             elif unread or len(found) < len(_SPELT.findall(answer)) or answer.count("[") != answer.count("]"):
                 image["unusable"] = "its answer spells boxes that cannot be read"
             elif not found and not _says_nothing(turns[end]):
@@ -387,8 +391,15 @@ def _is_list_of_dicts(value: Any) -> bool:
 
 
 def _role(turn: dict[str, Any]) -> str:
-    speaker = turn.get("from", turn.get("role"))
+    speaker = str(turn.get("from", turn.get("role")))
     return {"human": "user", "gpt": "assistant"}.get(speaker, speaker)
+
+
+def _unknown_role(turns: Sequence[dict[str, Any]]) -> str | None:
+    """Why a question cannot be asked: somebody speaks in it who has no role in training."""
+    known = ("system", "user", "assistant", "tool")
+    other = next((role for role in map(_role, turns) if role not in known), None)
+    return None if other is None else f"a turn is said by {other:.40}, which is no role in training"
 
 
 def _text(turn: dict[str, Any]) -> str:

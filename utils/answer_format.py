@@ -27,6 +27,8 @@ _STRING = rb'"((?:[^"\\\x00-\x1f\xff]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+)"'
 _WRITTEN_STRING = rb'"(?P<text>(?:[^"\\]++|\\.)*+)"'
 QUOTED = rb'"(?:[^"\\]++|\\.)*+"'
 _FENCE = "```"
+# Tokenizers that compose characters (NFC) would make one of an accent and the letter that an escape ends with.
+_ACCENTED_ESCAPE = re.compile(r"(\\(?:u[0-9a-f]{4}|[^u]))([\u0300-\u036f]+)")
 _GAP = re.compile(r"\r?\n[ \t]{0,8}")  # a line break and an indent
 
 
@@ -134,7 +136,8 @@ class AnswerFormat:
 
 @lru_cache(maxsize=1 << 14)  # the same few labels occur in every answer
 def _json_text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1].replace("<|", "\\u003c|")
+    written = json.dumps(text, ensure_ascii=False)[1:-1].replace("<|", "\\u003c|")
+    return _ACCENTED_ESCAPE.sub(lambda found: found[1] + json.dumps(found[2])[1:-1], written)
 
 
 class RefBoxFormat(AnswerFormat):

@@ -160,6 +160,7 @@ def test_SRV_2_an_index_of_weights_in_the_old_form_counts_only_where_it_is_used(
 LOOKED = "no such folder (looked in {}; paths are relative to the working directory); "
 HF = "download it: .venv/bin/hf download"
 QWEN = f"{HF} Qwen/Qwen3-VL-8B-Instruct --local-dir models/Qwen3-VL-8B-Instruct"
+CORRECT = "correct it, or put a checkpoint there (docs/training.md and docs/grpo.md tell how to make one)"
 INTERN = f"{HF} OpenGVLab/InternVL3_5-8B-HF --local-dir models/InternVL3_5-8B"  # the other form is refused
 
 
@@ -169,11 +170,11 @@ INTERN = f"{HF} OpenGVLab/InternVL3_5-8B-HF --local-dir models/InternVL3_5-8B"  
         ("Qwen/Qwen3-VL-8B-Instruct", f"{QWEN}, and write models/Qwen3-VL-8B-Instruct instead"),
         ("models/Qwen3-VL-8B-Instruct", QWEN),
         ("me/mine", f"{HF} me/mine --local-dir models/mine, and write models/mine instead"),
+        ("models/Qwen3-VL-8B", f"{HF} Qwen/Qwen3-VL-8B-Instruct --local-dir models/Qwen3-VL-8B"),  # no such release
+        ("models/Qwen3.5-9B", f"{HF} Qwen/Qwen3.5-9B --local-dir models/Qwen3.5-9B"),
         ("models/InternVL3_5-8B", INTERN),
-        (
-            "models/qwen3vl_8b_coord",
-            "correct it, or put a checkpoint there (docs/training.md and docs/grpo.md tell how to make one)",
-        ),
+        ("models/Qwen3-VL-4B-mine", CORRECT),
+        ("models/qwen3vl_8b_coord", CORRECT),
     ],
 )
 def test_CFG_16_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: Any, path: str, way_out: str) -> None:

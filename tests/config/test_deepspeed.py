@@ -236,6 +236,33 @@ def test_deepspeed_json_with_a_value_that_deepspeed_refuses(tmp_path: Path, key:
             check(cfg, 1)
 
 
+@pytest.mark.parametrize(
+    "zero, rule",
+    [
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "offload_optimizer.ratio=0.3: what stays on the GPU"),
+        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "offload_optimizer.super_offload=true: it"),
+        ({"load_from_fp32_weights": False}, "load_from_fp32_weights=false: a resumed run would begin with"),
+        ({"zero_quantized_weights": True}, "zero_quantized_weights=true: quantized weights and gradients are not"),
+        ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights=true: quantized"),
+        ({"zero_quantized_gradients": True}, "zero_quantized_gradients=true: quantized"),
+        ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size=2: it was never run"),
+        ({"elastic_checkpoint": True}, "elastic_checkpoint=true: it was never run"),
+        ({"zenflow": {"topk_ratio": 0.1}}, 'zenflow={"topk_ratio": 0.1}: it sets gradient accumulation'),
+    ],
+)
+def test_deepspeed_json_with_what_would_train_otherwise(tmp_path: Path, zero: dict[str, Any], rule: str) -> None:
+    """CFG-17, LRN-5: DeepSpeed takes these; its own defaults, which some files write out, are no mistake."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3} | zero}))
+    cfg = build_config(edited(deepspeed=str(path)))
+    found = [text for _, text in deepspeed_problems(cfg, 1)]
+    assert len(found) == 1 and found[0].startswith(f"{path}: zero_optimization.{rule}") and "delete it" in found[0]
+    offload = {"device": "cpu", "ratio": 1.0, "super_offload": False}
+    defaults = {"zero_quantized_weights": False, "zero_hpz_partition_size": 1, "zenflow": None}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": offload} | defaults}))
+    assert not list(deepspeed_problems(build_config(edited(deepspeed=str(path))), 1))
+
+
 @pytest.mark.parametrize(("name", "message"), [("zero7", "zero2, zero3"), ("gone.json", "there is no gone.json")])
 def test_CFG_17_missing_deepspeed_file_names_the_known_ones(name: str, message: str) -> None:
     """CFG-17."""

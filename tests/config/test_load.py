@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -485,14 +485,22 @@ def test_CFG_13_retired_keys_name_their_migration(key: str, migration: str, valu
     assert f"{RM}.{key.replace('__', '.')}=" in found and migration in found
 
 
+def engine_argument(**arguments: Any) -> dict[str, Any]:
+    return {"RS": {"vllm_max_model_len": 2048, "vllm_engine_kwargs": arguments}}
+
+
 @pytest.mark.parametrize(
     ("changes", "technique"),
     [
         ({"model__load_in_4bit": True}, "QLoRA"),
         ({"tuner__bnb_4bit_quant_type": "nf4"}, "QLoRA"),
         ({"RM__vllm__fp8_rollouts": True}, "FP8"),
-        ({"RS": {"vllm_max_model_len": 2048, "vllm_engine_kwargs": {"quantization": "fp8"}}}, "FP8"),
-        ({"RS": {"vllm_max_model_len": 2048, "vllm_engine_kwargs": {"kv_cache_dtype": "fp8_e4m3"}}}, "FP8"),
+        (engine_argument(quantization="fp8"), "FP8"),
+        (engine_argument(quantization_config={"linear": "fp8"}), "FP8"),
+        (engine_argument(kv_cache_dtype="fp8_e4m3"), "FP8"),
+        (engine_argument(kv_cache_dtype="int4_per_token_head"), "FP8"),
+        (engine_argument(load_format="bitsandbytes"), "FP8"),
+        (engine_argument(mm_encoder_attn_dtype="fp8"), "FP8"),
         ({"training__sequence_parallel_size": 2}, "sequence parallelism"),
     ],
 )
@@ -500,6 +508,24 @@ def test_CFG_17_unsupported_techniques_are_refused_by_name(changes: dict[str, An
     """CFG-17."""
     found = only_problem(edited(**changes))
     assert technique in found and "not supported" in found
+
+
+def test_CFG_17_engine_arguments_that_quantize_nothing_are_taken() -> None:
+    """CFG-17: of vLLM's own types for the KV cache all others quantize it."""
+    from vllm.config.cache import CacheDType
+
+    plain = [name for name in get_args(CacheDType) if re.fullmatch("auto|b?float16", name)]
+    assert len(plain) == 3
+    for name in plain:
+        build_config(edited(**engine_argument(kv_cache_dtype=name, quantization=None, load_format="safetensors")))
+    for name in sorted({*get_args(CacheDType)} - {*plain}):
+        assert "not supported" in only_problem(edited(**engine_argument(kv_cache_dtype=name)))
+
+
+def test_SYN_6_an_engine_that_moves_experts_is_refused() -> None:
+    """SYN-6: the next sync would load them to where they lay at the start."""
+    assert "not where EPLB moved them" in only_problem(edited(**engine_argument(enable_eplb=True)))
+    build_config(edited(**engine_argument(enable_eplb=False)))
 
 
 def test_CFG_4_the_right_script_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,22 @@ def test_rol_3_placeholder_spelled_in_the_text_is_refused(tmp_path, processor):
         encode_prompt(sample, processor)
 
 
+def test_a_chat_template_may_be_the_tokenizers_but_must_be_there(tmp_path):
+    """Copies of some releases have it in tokenizer_config.json only, where a processor does not look."""
+    path = build_start_model(tmp_path / "model")
+    own, template, config = encoding.load_processor(path), path / "chat_template.jinja", path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template.read_text()}))
+    template.unlink()
+    sample = load_one(tmp_path)
+    prompts = [encode_prompt(sample, each).prompt_token_ids for each in (own, encoding.load_processor(path))]
+    assert prompts[0] == prompts[1]
+    config.write_text(
+        json.dumps({key: value for key, value in json.loads(config.read_text()).items() if "chat" not in key})
+    )
+    with pytest.raises(ValueError, match="holds no chat template .* download it again"):
+        encoding.load_processor(path)
+
+
 def test_load_processor_with_another_pixel_budget(tmp_path, processor):
     path = build_start_model(tmp_path / "model")
     small = encoding.load_processor(path, min_pixels=32 * 32, max_pixels=64 * 64)

@@ -2,13 +2,15 @@
 
 import base64
 import io
+import struct
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from tests.data.test_samples import load_one
 from tests.data.test_samples import png as write_png
@@ -59,6 +61,39 @@ def test_open_image_turns_by_exif_and_puts_transparency_on_white(tmp_path):
     assert (sample.width, sample.height) == (20, 40)
     Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(tmp_path / "clear.png")
     assert open_image(tmp_path / "clear.png").getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("name", ["x.jpg", "x.png", "x.webp", "x.tiff"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_an_image_is_turned_as_pillow_turns_it(tmp_path, name, orientation):
+    exif, path = Image.Exif(), tmp_path / name
+    exif[EXIF_ORIENTATION] = orientation
+    Image.effect_noise((30, 20), 80).convert("RGB").save(path, exif=exif)
+    opened, expected = open_image(path), ImageOps.exif_transpose(Image.open(io.BytesIO(path.read_bytes())))
+    assert (opened.size, opened.tobytes()) == (expected.size, expected.tobytes())
+    assert image_size(path) == image_size(path, decode=True) == opened.size[::-1]
+
+
+def test_an_exif_tag_of_an_unusual_type_does_not_stop_the_turning(tmp_path):
+    tags = ImageFileDirectory_v2()
+    tags[EXIF_ORIENTATION] = 6
+    tags.tagtype[resolution_unit := 296] = 2  # ASCII, where the standard has a number
+    tags[resolution_unit] = "inch"
+    Image.new("RGB", (40, 20)).save(tmp_path / "x.jpg", exif=b"Exif\0\0II*\0\x08\0\0\0" + tags.tobytes(8))
+    with pytest.raises(struct.error):  # as it writes the tags anew
+        ImageOps.exif_transpose(Image.open(tmp_path / "x.jpg"))
+    assert open_image(tmp_path / "x.jpg").size == (20, 40)
+    assert image_size(tmp_path / "x.jpg", decode=True) == (40, 20)
+
+
+def test_a_tiff_that_only_its_xmp_turns_has_one_size(tmp_path):
+    xmp = (
+        b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+        b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
+    )
+    Image.new("RGB", (40, 20)).save(tmp_path / "x.tiff", tiffinfo={700: xmp})
+    assert open_image(tmp_path / "x.tiff").size == (20, 40)
+    assert image_size(tmp_path / "x.tiff") == image_size(tmp_path / "x.tiff", decode=True) == (40, 20)
 
 
 def test_open_image_reads_a_data_uri():

@@ -190,6 +190,12 @@ def test_dat_2_half_a_pixel_outside_is_clamped(tmp_path):
     assert load_one(tmp_path, objects=objects).objects[0].coords == (0, 0, 999, 999)
 
 
+def test_dat_3_a_tiny_box_at_the_corner_is_no_fraction_where_others_are_in_pixels(tmp_path):
+    boxes = [[0.25, 0.25, 0.75, 0.75], [10, 10, 20, 20]]
+    sample = load_one(tmp_path, objects=[{"desc": "c", "bbox_2d": box} for box in boxes])
+    assert len(sample.objects) == 2
+
+
 def test_dat_2_polygon_points_just_outside_are_clamped_and_others_refused(tmp_path):
     """DAT-2, DAT-3: each point by itself; far outside is a mistake even where the rest of the shape lies inside."""
     near = [{"desc": "kite", "poly": [-0.5, -0.5, 100.5, 0, 50, 50.4]}]
@@ -285,6 +291,10 @@ BAD_LINES = {
         line(objects=[{"desc": "c", "bbox_2d": [0.1, 0.2, 0.5, 1]}]),
         "objects[0].bbox_2d: [0.1, 0.2, 0.5, 1] looks like fractions of the sides; coordinates are pixels, or in units",
     ),
+    "fractions of two": (
+        line(objects=[{"desc": "c", "bbox_2d": [0, 0, 1, 1]}, {"desc": "c", "poly": [0, 0, 0.5, 0, 0.25, 0.5]}]),
+        "objects[1].poly: [0, 0, 0.5, 0, 0.25, 0.5] looks like fractions of the sides",
+    ),
     "turned box": (line(objects=[{"desc": "c", "bbox_2d": [9, 40, 3, 39]}]), "is not [x1, y1, x2, y2]"),
     "three numbers": (line(objects=[{"desc": "c", "bbox_2d": [9, 0, 3]}]), "bbox_2d: must have 4 numbers, has 3"),
     "odd polygon": (line(objects=[{"desc": "c", "poly": [1] * 7}]), "poly: must have an even number of numbers"),
@@ -309,6 +319,15 @@ BAD_LINES = {
     "coco's file": (
         {"images": [{"id": 1}], "annotations": [], "categories": []},
         "looks like COCO; convert it: python -m tools.convert --from coco",
+    ),
+    "given twice": ('{"images": [], "objects": [], "objects": []}', "'objects' is given twice; which one counts?"),
+    "box given twice": (
+        '{"images": [], "objects": [{"desc": "c", "bbox_2d": [0, 0, 9, 9], "bbox_2d": [1, 1, 2, 2]}]}',
+        "'bbox_2d' is given twice; which one counts?",
+    ),
+    "turned size of a larger image": (
+        line(width=1000, height=1995),
+        "width, height: 1000 x 1995, but the image is 100 x 50 as training shows it (EXIF turned it?); write its size",
     ),
     "turned size": (
         line(width=50, height=100),

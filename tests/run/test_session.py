@@ -19,6 +19,7 @@ from tests.config.test_load import edited
 from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import build_config
 from utils.data.samples import DataError
+from utils.dist import DistributedError
 from utils.rollout.backend import RolloutSampling
 from utils.run import session
 from utils.run.resume import random_states
@@ -197,6 +198,19 @@ def test_signals_are_taken_again_before_the_first_step_LRN_12():
     Session.begin(run, SimpleNamespace())
     run.stop.install.assert_called_once_with()
     assert run.stop.is_training is True
+
+
+def test_a_resumed_run_that_fails_before_its_first_step_saves_nothing_again_LRN_12():
+    """LRN-12: its checkpoint is there; written again, the good one would be put aside as damaged."""
+    run = MagicMock(steps_done=3, owes_evaluation=False, teacher=None)
+    run._save_unsaved = lambda: Session._save_unsaved(run)
+    run._stop_signal.return_value = None
+    Session.begin(run, SimpleNamespace())
+    for steps_done, num_saves in ((3, 0), (4, 1)):
+        run.steps_done = steps_done
+        with pytest.raises(DistributedError, match="a server is lost"), Session.finished_steps_saved(run):
+            raise DistributedError("a server is lost")
+        assert run._save.call_count == num_saves
 
 
 @pytest.mark.parametrize(("ratios", "synced"), [((1.0, 1.0), [0]), ((1.0, 0.9), [0, 1, 2])])

@@ -39,7 +39,7 @@ class ServedLLM(QuickLLM):
                 return [{"result": self.opening, "error": None}]
         return await super()._utility(method, *args, engine=engine)
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         raise RuntimeError("a fault of the engine")
 
     def shutdown(self, timeout: float) -> None:

@@ -65,6 +65,7 @@ class FakeLLM:
         self.seeds: list[int | None] = []
         self.slots: list[int | None] = []  # LoRA slot per request
         self.learner_is_alive = False
+        self.is_pausing = False
 
     async def generate(self, prompt, params, request_id, data_parallel_rank, lora_request=None):
         self.seeds.append(params.seed)
@@ -106,15 +107,19 @@ class FakeLLM:
     async def _pause(self, mode, clear_cache):
         assert not clear_cache  # the end of the update does
         self.log.append(f"pause {mode}")
+        self.is_pausing = True  # until it is over, whether or not anybody still waits for it
         while mode == "wait" and sum(self.running):
             await asyncio.sleep(0.001)
         if mode == "abort":
             self.aborted |= {f"rollout-{i}" for i in range(len(self.seeds))}
+        self.is_pausing = False
 
     async def abort(self, ids):
         self.aborted |= set(ids)
 
     async def resume_generation(self):
+        if self.is_pausing:  # as engines of a mixture of experts do
+            raise RuntimeError("resume_scheduler called while pause is still in flight")
         self.log.append("resume")
 
     async def update_weight_version(self, version):
@@ -126,7 +131,8 @@ class FakeLLM:
     async def reset_encoder_cache(self):
         self.log.append("reset encoder")
 
-    async def reset_prefix_cache(self, reset_running_requests=False):
+    async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        assert reset_connector  # what an engine keeps outside the GPU is of old weights, too
         self.log.append(f"reset prefix {reset_running_requests}")
         return True
 
@@ -501,7 +507,7 @@ def test_a_failed_update_leaves_the_server_dirty_until_a_full_one(step):
             with pytest.raises(Unavailable, match="boom"):
                 await waiting
         assert (engine.weights.state, engine.weights.version) == ("dirty", None)
-        assert llm.log[-3:] == ["abort@0", "abort@1", "resume"]
+        assert llm.log[-4:] == ["abort@0", "abort@1", "pause abort", "resume"]
         with pytest.raises(Unavailable, match="incomplete"):
             await engine.infer(ask("x"), RequestConfig())
         with pytest.raises(Conflict):

@@ -69,18 +69,22 @@ def wait_until(condition) -> None:
 
 
 class Pair:
-    """A sender and the engines of some servers, one worker each, with their communicators open."""
+    """A sender and the engines of some servers, with `workers` of each, with their communicators open."""
 
-    def __init__(self, bucket_bytes: int = 64, num_servers: int = 1, timeout_s: float = 20.0, **engine_limits) -> None:
+    def __init__(
+        self, bucket_bytes: int = 64, num_servers: int = 1, timeout_s: float = 20.0, workers: int = 1, **engine_limits
+    ) -> None:
         self.ports = [free_port() for _ in range(num_servers)]
-        self.engines = [make_engine(TinyModel(), vllm_worker.StreamNcclEngine) for _ in self.ports]
+        places = [(port, rank) for port in self.ports for rank in range(workers)]
+        self.engines = [make_engine(TinyModel(), vllm_worker.StreamNcclEngine) for _ in places]
         self.transport = NcclTransport(bucket_bytes, timeout_s, 20.0)
         limits = {"timeout_s": timeout_s, "open_timeout_s": 20.0} | engine_limits
         joins = []
-        for engine, port in zip(self.engines, self.ports, strict=True):
-            info = vllm_worker.InitInfo(HOST, port, 2, 1, bucket_bytes, **limits)
+        for engine, (port, rank) in zip(self.engines, places, strict=True):
+            engine.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=workers, rank=rank)
+            info = vllm_worker.InitInfo(HOST, port, 1 + workers, 1, bucket_bytes, **limits)
             joins.append(in_thread(engine.init_transfer_engine, info))
-        self.transport.open([(HOST, port) for port in self.ports], [1] * num_servers)
+        self.transport.open([(HOST, port) for port in self.ports], [workers] * num_servers)
         for thread, outcome in joins:
             thread.join(20)
             assert outcome == [None]
@@ -165,8 +169,53 @@ def test_a_server_that_fails_ends_the_send_with_its_own_error_SYN_3():
         pair.send(learner_model(), check_servers)
     assert time.monotonic() - start < 2
     healthy[0].join(5)
-    assert "the learner gave this update up" in str(healthy[1][0])
+    assert "this update was given up" in str(healthy[1][0])
     assert time.monotonic() - start < 5
+    pair.close()
+
+
+def test_a_worker_that_fails_alone_takes_its_servers_others_with_it_SYN_3(monkeypatch):
+    """SYN-3: of two (TP 2) one has no memory for its second bucket. The server can answer only when both have left."""
+    pair, weights, start = Pair(timeout_s=30.0, workers=2), learner_model(), time.monotonic()
+    begin, layouts = pair.engines[1]._receive, []
+
+    def receive(layout):
+        layouts.append(layout)
+        if len(layouts) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return begin(layout)
+
+    pair.engines[1]._receive = receive
+    receivers = [pair.receive(index, tensors_of(weights)) for index in range(2)]
+
+    def check_servers() -> None:
+        if not any(thread.is_alive() for thread, _ in receivers):
+            raise RuntimeError("; ".join(str(outcome[0]) for _, outcome in receivers))
+
+    with pytest.raises(RuntimeError, match="this update was given up, by the learner or another worker.*out of memory"):
+        pair.send(weights, check_servers)
+    assert time.monotonic() - start < 5
+    pair.close()
+
+
+def test_no_memory_for_a_digest_does_not_end_the_stream_SYN_7(monkeypatch):
+    """SYN-7, SYN-3: the other workers need this one in every bucket; the error is told at the end."""
+    pair, weights, digests = Pair(), learner_model(), []
+
+    def digest(tensor):
+        digests.append(tensor)
+        if len(digests) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "x"
+
+    monkeypatch.setattr("utils.sync.vllm_reload.tensor_digest", digest)
+    thread, outcome = pair.receive(0, tensors_of(weights))
+    pair.send(weights)
+    thread.join(20)
+    engine = pair.engines[0]
+    received = list(tensors_of(weights))
+    assert engine.update.received == received
+    assert f"receiving {received[1]} failed: OutOfMemoryError: CUDA out of memory" in str(outcome[0])
     pair.close()
 
 
@@ -261,7 +310,7 @@ def test_a_receiver_hears_of_the_end_within_two_seconds_SYN_3(how):
     thread.join(10)
     said = {
         "gone": "the learner is gone",
-        "mark": "the learner gave this update up",
+        "mark": "this update was given up",
         "time": "no bucket within 1 s",
     }
     assert f"the weight stream broke off: {said[how]}" in str(outcome[0])

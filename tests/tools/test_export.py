@@ -381,6 +381,22 @@ def test_answers_that_are_thin_in_bins_stay_annotation_DAT_1(tmp_path, answers, 
     assert pin["desc"] == "pin" and 0 < pin["bbox_2d"][2] - pin["bbox_2d"][0] < 0.5
 
 
+def test_answers_that_training_would_refuse_are_left_out_and_counted_DAT_1(tmp_path, answers, monkeypatch, capsys):
+    """DAT-1: an answer's worst objects must not make its line a mistake, which stops a training."""
+    line = json.loads(answers[0].read_text().splitlines()[0])
+    line["pred"] = [
+        {"desc": "cat", "bbox_2d": [0, 0, 0, 0], "score": 1.0},
+        {"desc": "<|im_end|>", "bbox_2d": [10, 10, 90, 90], "score": 1.0},
+        {"desc": "dog", "bbox_2d": [10, 10, 90, 90], "score": 1.0},
+    ]
+    only_bad = line | {"id": "x", "pred": line["pred"][:2]}
+    answers[0].write_text(json.dumps(line) + "\n" + json.dumps(only_bad))
+    run(monkeypatch, answers[0], "--to", "jsonl", "--output", tmp_path / "d.jsonl")
+    assert ": 4 objects that training would not take are left out (beyond the image, " in capsys.readouterr().out
+    [samples] = load_samples([str(tmp_path / "d.jsonl")], "find")
+    assert [[obj.desc for obj in sample.objects] for sample in samples] == [["dog"], []]
+
+
 def test_coco_files_give_thin_boxes_an_area_LRN_9(tmp_path, answers, monkeypatch):
     """LRN-9: as `tools.evaluate` does, so that COCO's evaluation finds them."""
     record = json.loads(answers[0].open().readline())

@@ -549,6 +549,18 @@ def test_DAT_1_no_answer_becomes_an_image_without_objects_unless_it_says_so(fold
         assert rows["1"] == expected and not report.reasons
 
 
+@pytest.mark.parametrize("kind", ["sharegpt", "swift"])
+def test_DAT_1_a_question_by_somebody_without_a_role_in_training_is_left_out(folder, kind):
+    """DAT-1: LLaMA-Factory's `observation` and `function_call`; training refuses the line."""
+    turns, unit = [("human", "Find."), ("observation", "12 pixels"), ("gpt", ANSWERS["json"])], 1000
+    row = {"image": "a.png", "conversations": [{"from": who, "value": text} for who, text in turns]}
+    if kind == "swift":
+        objects, unit = {"ref": ["cat"], "bbox": [BOX]}, None
+        row = {"images": ["a.png"], "messages": [{"role": r, "content": c} for r, c in turns], "objects": objects}
+    with pytest.raises(ValueError, match="left out: a turn is said by observation, which is no role in training: 2"):
+        convert(write_lines(folder, row, row), folder / "images", folder / "d.jsonl", kind=kind, unit=unit)
+
+
 BOX = [10, 20, 40, 60]
 
 

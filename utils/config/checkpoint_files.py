@@ -89,11 +89,10 @@ def adapter_problems(folder: Path) -> list[str]:
 def _absence(path: Path) -> str:
     """Say that a folder is not there, and how to get it: a Hub name is known by its form, a release by its name."""
     looked = f" (looked in {path.absolute()}; paths are relative to the working directory)" * (not path.is_absolute())
-    name, released = path.name, known_model(path.name)
+    name, released = path.name, _released_as(path.name)
     is_hub_name = len(path.parts) == 2 and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) and not path.parent.exists()
-    if released and name.startswith(released):
-        # InternVL's other form has code of its own, and is refused.
-        source = f"OpenGVLab/{name.removesuffix('-HF')}-HF" if released.startswith("Intern") else f"Qwen/{name}"
+    if released:
+        source = released
     elif is_hub_name and path.parts[0] not in _OWN_FOLDERS:
         source = str(path)
     else:
@@ -102,6 +101,20 @@ def _absence(path: Path) -> str:
     target = Path("models") / name if str(path) == source else path
     rename = f", and write {target} instead" * (target != path)
     return f"no such folder{looked}; download it: .venv/bin/hf download {source} --local-dir {target}{rename}"
+
+
+def _released_as(name: str) -> str | None:
+    """The Hub's name of the release that a folder is named after; None for any other folder."""
+    released = known_model(name)
+    if released is None:
+        return None
+    if released.startswith("Intern"):
+        owner, endings = "OpenGVLab", ("-HF",)  # its other form has code of its own, and is refused
+    else:
+        owner, endings = "Qwen", ("-Instruct", "-Thinking") if "-VL-" in released else ("",)
+    if name in (released, *(released + ending for ending in endings)):
+        return f"{owner}/{released + endings[0] if name == released else name}"
+    return None
 
 
 def _shards(index: Path) -> set[str]:

@@ -95,6 +95,20 @@ _OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 _OWNED |= {"optimizer", "scheduler", "bf16", "fp16"}
 _SECTIONS = _ENGINE | _LOGGING | _OWNED
 
+# In `zero_optimization`: the only value that is supported, and what another one would do.
+_QUANTIZED = "quantized weights and gradients are not supported"
+_FIXED = {
+    "load_from_fp32_weights": (True, "a resumed run would begin with master weights rounded to model.dtype"),
+    "offload_optimizer.ratio": (1.0, "what stays on the GPU would not be trained, nor saved in checkpoints"),
+    "offload_optimizer.super_offload": (False, "it was never run with this trainer"),
+    "zero_quantized_weights": (False, _QUANTIZED),
+    "zero_quantized_nontrainable_weights": (False, _QUANTIZED),
+    "zero_quantized_gradients": (False, _QUANTIZED),
+    "zero_hpz_partition_size": (1, "it was never run with this trainer"),
+    "elastic_checkpoint": (False, "it was never run with this trainer"),
+    "zenflow": (None, "it sets gradient accumulation and learning rates by rules of its own"),
+}
+
 # In a DeepSpeed JSON, of float16.
 _LOSS_SCALE = {
     "loss_scale",
@@ -186,6 +200,9 @@ def _not_supported(raw: dict[str, Any], cfg: Config) -> Found:
     for key in sorted(key for key in zero if key.startswith("cpu_offload")):  # which DeepSpeed still takes
         rule = "is an old name, which plan and resume do not know; write offload_optimizer: {device: cpu}"
         yield "deepspeed", f"{path}: zero_optimization.{key} {rule}"
+    for key, (only, reason) in _FIXED.items():
+        if (value := value_at(zero, parse_path(key), only)) not in (only, None):
+            yield "deepspeed", f"{path}: zero_optimization.{key}={brief(value)}: {reason}; delete it"
     if zero.get("compute_grad_norm") is False:
         rule = "without it no step is skipped whose gradient is not finite; delete it"
         yield "deepspeed", f"{path}: zero_optimization.compute_grad_norm=false: {rule}"

@@ -254,8 +254,17 @@ def _engine_kwargs(cfg: Config) -> Found:
             here = f"{path}.vllm_engine_kwargs.{key}"
             if key in _ENGINE_KEYS:
                 yield here, f"has a key of its own; use {_ENGINE_KEYS[key]}"
-            elif key == "quantization" and value is not None or key == "kv_cache_dtype" and "fp8" in str(value):
+            elif value is not None and (
+                key in ("quantization", "quantization_config", "mm_encoder_attn_dtype")
+                or (key == "kv_cache_dtype" and value not in ("auto", "bfloat16", "float16"))
+                or (key == "load_format" and value == "bitsandbytes")
+            ):
                 yield here, "FP8 and other quantized rollouts are not supported; delete the key"
+            elif key == "enable_eplb" and value:
+                yield (
+                    here,
+                    "a sync would load experts to where they lay at the start, not where EPLB moved them; delete it",
+                )
 
 
 @reads("model.image_min_pixels", "model.image_max_pixels")

@@ -87,12 +87,18 @@ def load_processor(path: str | os.PathLike, min_pixels: int | None = None, max_p
     """Load the model's own processor, with its pixel limits per image replaced where they are given.
 
     Raises:
-        ValueError: it has no such limits, or the one given contradicts the other, which is its own.
+        ValueError: it has no such limits, or the one given contradicts the other, which is its own; or no chat
+            template.
         OSError: it cannot be read.
     """
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(path)
+    if processor.chat_template is None:  # some folders have it in tokenizer_config.json only
+        processor.chat_template = getattr(processor, "tokenizer", processor).chat_template
+    if processor.chat_template is None:
+        rule = "holds no chat template (chat_template.jinja or .json)"
+        raise ValueError(f"{rule}; download it again, or copy it from the model it was made of")
     image_processor = getattr(processor, "image_processor", None)
     if image_processor is not None and (min_pixels or max_pixels):
         size = dict(image_processor.size)

@@ -18,11 +18,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 MAX_IMAGE_BYTES = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS, which runs a program
 EXIF_ORIENTATION = 0x0112
+_TURNS = {  # by the orientation of an image as it is stored
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 HEADER_BYTES = tarfile.BLOCKSIZE  # of a shard's member, before its content
 MARK_BYTES = 8 * HEADER_BYTES  # of header and content, that tell a member from any other
 START_AGAIN = "remove data_index in the run directory and start again"
@@ -38,7 +47,11 @@ def shortened(source: str | os.PathLike) -> str:
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to RGB, turned as the EXIF tag says, transparency on white. Raises ValueError for deep grey values."""
     check_depth(image)
-    image = ImageOps.exif_transpose(image)
+    image.load()  # Pillow turns a TIFF here
+    # ImageOps.exif_transpose also writes the other tags anew, which fails where one has an unusual type.
+    turn = _TURNS.get(image.getexif().get(EXIF_ORIENTATION, 1))
+    if turn is not None:  # FLIP_LEFT_RIGHT is 0
+        image = image.transpose(turn)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
@@ -149,9 +162,10 @@ def image_size(image: str | os.PathLike, decode: bool = False) -> tuple[int, int
     decoded too. Raises as `open_image` does."""
     with _opened(image) as opened:
         check_depth(opened)
+        if opened.format == "TIFF":  # Pillow turns it as it loads, by EXIF or XMP; its header tells half of that
+            opened.load()
         width, height = opened.size
-        # Pillow gives a TIFF's size as it is shown.
-        turned = opened.format != "TIFF" and opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+        turned = opened.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
         if decode:
             opened.draft(None, (1, 1))  # a JPEG at an eighth of its size: still all of the file, in a third of the time
             opened.load()

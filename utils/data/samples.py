@@ -274,7 +274,7 @@ def _parse_line(line: bytes, number: int) -> dict[str, Any]:
     text = ""
     try:
         text = line.decode("utf-8-sig")
-        row = json.loads(text, parse_constant=no_constant)
+        row = json.loads(text, parse_constant=no_constant, object_pairs_hook=_with_unique_keys)
     except UnicodeDecodeError as error:
         raise _Mistake("json", f"not UTF-8 at byte {error.start}{other_encoding(line)}") from None
     except (ValueError, RecursionError) as error:
@@ -287,6 +287,15 @@ def _parse_line(line: bytes, number: int) -> dict[str, Any]:
     if b"\\ud" in line.lower() and SURROGATE.search(json.dumps(row, ensure_ascii=False)):
         raise _Mistake("json", "half a character: an escape \\ud800 to \\udfff without its other half")
     return row
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # json takes the last and says nothing
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _Mistake("json", f"{twice!r} is given twice; which one counts?")
+    return found
 
 
 def _read_sample(
@@ -480,7 +489,7 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tupl
     """Return (width, height) of the line, else of its only image, else (0, 0); None if that image cannot be read.
 
     Coordinates are parts of the given size, whatever the image's own: it may have been resized, or 1000 x 1000 may say
-    that they are thousandths. Only one that is the image's lying on its side is refused.
+    that they are thousandths. Only one of the image's form lying on its side is refused.
     """
     given = (row.get("width"), row.get("height"))
     if given == (None, None):
@@ -491,11 +500,18 @@ def _read_size(row: dict[str, Any], sizes: list[tuple[int, int]] | None) -> tupl
     if wrong := [pair for pair in pairs if type(pair[1]) is not int or not 0 < pair[1] < 2**31]:
         rule = "must be a positive integer below 2**31, not"
         raise _Mistake(problems=[("size", f"{name}: {rule} {json.dumps(value)[:80]}") for name, value in wrong])
-    if sizes is not None and [given] == list(map(tuple, sizes)) and given[0] != given[1]:
-        width, height = given
-        found = f"{width} x {height}, but the image is {height} x {width} as training shows it (EXIF turned it?)"
-        raise _Mistake("size", f"width, height: {found}; write its size, and coordinates that fit it")
+    if sizes is not None and len(sizes) == 1 and _lies_on_its_side(*given, *sizes[0]):
+        found = f"{given[0]} x {given[1]}, but the image is {sizes[0][1]} x {sizes[0][0]} as training shows it"
+        raise _Mistake("size", f"width, height: {found} (EXIF turned it?); write its size, and coordinates that fit it")
     return given
+
+
+def _lies_on_its_side(width: int, height: int, image_height: int, image_width: int) -> bool:
+    """Whether a size is an image's own with its sides swapped, or has such a form, to 1 %, where that is no square."""
+    if (width, height) == (image_height, image_width):
+        return width != height
+    is_swapped = math.isclose(width * image_width, height * image_height, rel_tol=0.01)
+    return is_swapped and not math.isclose(width * image_height, height * image_width, rel_tol=0.01)
 
 
 def _read_objects(
@@ -520,7 +536,22 @@ def _read_objects(
             problems.extend((kind, f"objects[{i}]{reason}") for kind, reason in mistake.problems)
     if problems:
         raise _Mistake(problems=problems)
+    _refuse_fractions([item for item, extent in items if extent is not None and min(extent) > 2])
     return objects
+
+
+def _refuse_fractions(items: Sequence[dict[str, Any]]) -> None:
+    """Raise for coordinates that are meant as parts of the sides. A tiny box at the corner looks the same, but then
+    others of its line do not."""
+    numbers = [item.get("bbox_2d") or item["poly"] for item in items]
+    if max(chain.from_iterable(numbers), default=0) > 2:
+        return
+    for i, (item, own) in enumerate(zip(items, numbers, strict=True)):
+        if all(0 <= x <= 1 for x in own) and not all(float(x).is_integer() for x in own):
+            rule = (
+                "looks like fractions of the sides; coordinates are pixels, or in units of the line's width and height"
+            )
+            raise _Mistake("geometry", f"objects[{i}].{'bbox_2d' if 'bbox_2d' in item else 'poly'}: {own} {rule}")
 
 
 def _swift_objects(given: dict[str, Any], sizes: list | None, size: tuple[int, int] | None) -> list[tuple[dict, Any]]:
@@ -584,9 +615,6 @@ def _read_object(item: Any, size: tuple[int, int] | None, grid: Grid) -> Object:
     if size == (0, 0):
         raise _Mistake("size", ": there is no image size; the line needs width and height")
     width, height = size
-    if min(size) > 2 and all(0 <= x <= 1 for x in numbers) and not all(float(x).is_integer() for x in numbers):
-        rule = "looks like fractions of the sides; coordinates are pixels, or in units of the line's width and height"
-        raise _Mistake("geometry", f".{kind}: {numbers} {rule}")
     slack = 0.0 if width == 1.0 else EDGE_TOLERANCE_PX
     if not all(-slack <= x <= limit + slack for x, limit in zip(numbers, cycle(size), strict=False)):
         raise _Mistake("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")

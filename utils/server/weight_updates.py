@@ -182,8 +182,8 @@ class WeightUpdates:
                 engine.llm.update_weight_version(call.version),
                 engine.llm.reset_mm_cache(),
                 engine.llm.reset_encoder_cache(),
-                # Requests held over the update are recomputed.
-                engine.llm.reset_prefix_cache(reset_running_requests=self.weights.keeps_running),
+                # Requests held over the update are recomputed; what is kept outside the GPU (a connector) goes, too.
+                engine.llm.reset_prefix_cache(self.weights.keeps_running, reset_connector=True),
             )
             if not was_dropped:
                 raise UpdateFailed("vLLM did not drop its prefix cache")
@@ -201,7 +201,7 @@ class WeightUpdates:
 
     async def reset_prefix_cache(self) -> dict[str, bool]:
         """Drop the prefix cache; false if vLLM could not because requests are running."""
-        return {"reset": await self.engine.llm.reset_prefix_cache()}
+        return {"reset": await self.engine.llm.reset_prefix_cache(reset_connector=True)}
 
     @contextlib.asynccontextmanager
     async def _step(self, call: OwnedCall, name: str, is_first: bool = False) -> AsyncIterator[None]:
@@ -257,6 +257,8 @@ class WeightUpdates:
         try:
             await self.engine.on_all_workers("abort")
             await self.engine.llm.abort(list(self.engine.ids_in_flight))
+            # A pause that still waits for answers ends with them: engines of a mixture of experts do not resume before.
+            await self.engine.llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
             await self.engine.llm.resume_generation()
         except Exception:  # the first error matters; the next update starts by resetting the workers
             logger.exception("cleaning up after the failed weight update failed, too")

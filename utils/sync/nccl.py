@@ -15,7 +15,7 @@ import torch
 
 from utils.dist import capture_error
 
-ABORT_KEY = "abort"  # rank 0 sets it in the rendezvous store when it gives an update up
+ABORT_KEY = "abort"  # who gives an update up sets it in the rendezvous store: rank 0 or a worker
 CALL_S = 1.0  # a call of NCCL that has not returned for so long is blocked, and only an abort ends it
 
 # All that both ends use of CUDA; tests without a GPU put others in their place. A stream has `wait_stream`,

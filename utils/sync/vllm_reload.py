@@ -89,11 +89,15 @@ class WeightUpdate:
         for name, tensor in weights:
             self.received.append(name)
             self.ledger.pop(name, None)
-            if self.digest:
-                self.ledger[name] = tensor_digest(tensor)
-            if is_adapter_tensor(name):
-                self.adapter[name] = tensor.clone()
-            else:
+            try:
+                if self.digest:
+                    self.ledger[name] = tensor_digest(tensor)
+                if is_adapter_tensor(name):
+                    self.adapter[name] = tensor.clone()
+            except RuntimeError as error:  # no memory left; raised here, it would end the stream
+                logger.exception("weight update: receiving %s failed", name)
+                self.error = self.error or f"receiving {name} failed: {type(error).__name__}: {error}"
+            if not is_adapter_tensor(name):
                 yield name, tensor
 
     def _attempt(self, weights: Iterable[NamedTensor]) -> set[str]:

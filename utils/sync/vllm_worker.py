@@ -134,8 +134,12 @@ class BucketStream(StreamedUpdates, WeightTransferEngine[InitInfo, UpdateInfo]):
                     arriving = self._receive(layouts[index + 1])
                 yield layout, bucket
         except RuntimeError as error:
-            self.shutdown()
+            self._leave()
             raise StreamBroken(f"the weight stream broke off: {str(error).partition('. ')[0]}") from error
+
+    def _leave(self) -> None:
+        """Leave a stream that broke off. Over Gloo the others notice by themselves."""
+        self.shutdown()
 
 
 class StreamGlooEngine(BucketStream):
@@ -210,7 +214,7 @@ class StreamNcclEngine(BucketStream):
             if was_given_up is None:
                 raise RuntimeError("the learner is gone")
             if was_given_up:
-                raise RuntimeError("the learner gave this update up")
+                raise RuntimeError("this update was given up, by the learner or another worker")
             if time.monotonic() > self._deadline:
                 raise RuntimeError(f"no bucket within {self._timeout_s:g} s")
 
@@ -221,6 +225,14 @@ class StreamNcclEngine(BucketStream):
         self._deadline = time.monotonic() + self._timeout_s
         bucket = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
         return bucket, self._channel.broadcast(bucket)
+
+    def _leave(self) -> None:
+        """After an error of its own, tell the server's other workers: in NCCL they would wait for this one, and the
+        server for them."""
+        if self._channel is not None and self._channel.failure is None:
+            with contextlib.suppress(RuntimeError):  # the learner is gone
+                self._channel.meeting.store.set(nccl.ABORT_KEY, "")
+        super()._leave()
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
