@@ -11,12 +11,14 @@ more likely, one that scored worse less likely. How to run it: docs/runbook_grpo
 
 import logging
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from utils.config.load import Config, exit_with, problem
 from utils.config.rlhf import setting_at
@@ -72,6 +74,8 @@ def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[st
 
 def rewards_of(cfg: Config) -> dict[str, RewardFunction]:
     """Load the reward functions of the config; exit status 2 where one cannot be loaded."""
+    if (local_rank := int(os.environ.get("LOCAL_RANK", 0))) and torch.cuda.device_count() > local_rank:
+        torch.cuda.set_device(local_rank)  # a file may load a model
     try:
         rewards = load_rewards(cfg.rlhf.reward_funcs, cfg.rlhf.reward_files)
     except ValueError as error:
@@ -380,8 +384,9 @@ def log_step(
     Returns:
         A signal that any rank received and that requests the end of the run; the same on all ranks.
     """
-    session = run.session
+    session, size = run.session, run.session.cfg.rlhf.num_generations
     answers = [answer for answer in weighted.answers if not answer.is_failed]
+    num_valid = np.array([answer.is_valid for answer in weighted.answers]).reshape(-1, size).sum(axis=1)  # per group
     num_groups = sum(len(micro_step.groups) for micro_step in micro_steps)
     ranks = session.gather_step(
         result,
@@ -390,6 +395,7 @@ def log_step(
         truncated=[answer.is_truncated for answer in answers],
         failed=len(weighted.answers) - len(answers),
         left_out=sum(not answer.is_valid for answer in weighted.answers),
+        has_two_to_compare=num_valid > 1,
         replaced=sum(micro_step.num_drawn for micro_step in micro_steps) - num_groups,
         advantages=np.array([np.abs(own).mean() if len(own) else 0.0 for own in weighted.advantages]),
         has_signal=weighted.has_signal,
@@ -408,11 +414,15 @@ def log_step(
         "rollout/truncated_rate": truncated_rate,
     }
     reward = {"reward": metrics["reward"]} if "reward" in metrics else {}  # no answer, no reward
-    quality = {"truncated_rate": truncated_rate, "signal_share": signal_share}
+    quality = {"truncated_rate": truncated_rate}
+    if np.concatenate(
+        ranks["has_two_to_compare"]
+    ).any():  # else answers were left out: that says nothing of the rewards
+        quality["signal_share"] = signal_share
     if "reward/detection_parse" in metrics:
         quality["parse_rate"] = metrics["reward/detection_parse"]
     session.log_step(step, metrics, quality, **reward, loss=result.losses["total"])
-    options, size = session.cfg.rm.monitor_dump, session.cfg.rlhf.num_generations
+    options = session.cfg.rm.monitor_dump
     if session.ranks.is_main and options.every_steps and step % options.every_steps == 0:
         num_answers = options.num_samples * size
         error = capture_error(dump_answers, session.run_dir, step, weighted, list(run.rewards), num_answers)

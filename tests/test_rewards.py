@@ -1,6 +1,7 @@
 """Reward functions against values worked out by hand, and the ways they are found and called (GRP-5)."""
 
 import json
+import pickle
 import random
 import re
 import unicodedata
@@ -541,6 +542,48 @@ def test_a_reward_that_raises_stops_with_both_names_grp_5() -> None:
     with pytest.raises(RewardError, match=r"reward summary_tversky on sample s7 \(d.jsonl:3\): KeyError: 'summary'"):
         bare = Sample("s7", [], [], 0, 0, [], [], "d.jsonl:3")
         score(Completion(answer(REFERENCE)), bare, load_rewards(["summary_tversky"]))
+
+
+class Panic(BaseException):
+    """As a Rust library raises it."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), Panic("index out of bounds")])
+def test_a_reward_that_would_end_the_process_is_an_error_like_any_other_grp_5(error: BaseException) -> None:
+    """GRP-5, LRN-12: `sys.exit()` in a user's function must not look like the end of a finished run."""
+
+    def mine(completion: str, sample: Sample) -> float:
+        raise error
+
+    with pytest.raises(RewardError, match=rf"reward mine on sample s7 .*: {type(error).__name__}: "):
+        score(Completion(""), sample(), {"mine": mine})
+
+
+def test_a_reward_may_leave_its_range_by_rounding_grp_5() -> None:
+    """GRP-5: as a cosine similarity of float32 vectors does."""
+    functions = {"high": lambda c, s: np.float32(1.0000001), "low": lambda c, s: -1e-9}
+    assert score(Completion(""), sample(), functions).tolist() == [1.0, 0.0]
+
+
+def test_a_rewards_file_is_executed_once_as_long_as_it_is_the_same(tmp_path: Path) -> None:
+    """The check of the config loads it, and then the run: it may load a model, or register something."""
+    log = tmp_path / "log"
+    text = f"open({str(log)!r}, 'a').write('x')\ndef mine(completion, sample):\n    return 1.0\n"
+    path = user_file(tmp_path, text)
+    assert load_rewards(["mine"], [path]) == load_rewards(["mine"], [path])
+    assert log.read_text() == "x"
+
+
+@pytest.mark.parametrize("form", ["qwen3vl", None])
+def test_a_completion_can_be_sent_to_another_process(form: str | None) -> None:
+    """GRP-5: rewards use pools of processes for a time limit. The answer comes along as it was parsed."""
+    table = make_table("native", form) if form else None
+    text = '[{"bbox_2d": [58, 9, 211, 158], "label": "man"}]'
+    own = Completion(text, table.encode(text) if table else [1, 2], table, 0.75, 64)
+    sent = pickle.loads(pickle.dumps(own))
+    assert (sent, sent.token_ids, sent.iou_threshold, sent.max_new_tokens) == (text, own.token_ids, 0.75, 64)
+    if table:
+        assert [obj.desc for obj in sent.parsed.pred_objects] == ["man"]
 
 
 def test_bounds_and_numpy_numbers_are_accepted() -> None:

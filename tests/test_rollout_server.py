@@ -119,6 +119,20 @@ def test_heads_that_devices_cannot_share_are_told_before_anything_is_loaded_SRV_
     assert told == {7, 14} and "4 key-value heads" in split_problem(text, 7)
 
 
+def test_experts_that_devices_cannot_share_are_told_before_anything_is_loaded_SRV_2(tmp_path):
+    """SRV-2: vLLM cuts each expert over tensor and data parallel together, unless whole ones are spread."""
+    text = {"num_attention_heads": 32, "num_experts_per_tok": 8, "num_experts": 128, "moe_intermediate_size": 512}
+    model = write_checkpoint(tmp_path, {"model_type": "qwen3_vl_moe", "text_config": text})
+    spread = {"vllm_engine_kwargs": {"enable_expert_parallel": True}}
+    for replicas, settings, is_told in ((2, {}, False), (3, {}, True), (3, spread, False)):
+        on_gpus = {"device": "cuda", "num_devices": 2 * replicas, "data_parallel_size": replicas}
+        launch = launch_of(model, settings={"vllm_tensor_parallel_size": 2} | settings, **on_gpus)
+        rule = (
+            f"data_parallel_size={replicas}: cuts each expert's 512 values over all {2 * replicas} devices, which does"
+        )
+        assert any(rule in problem for problem in problems_of(launch, None)) is is_told
+
+
 def test_CFG_15_an_argument_that_vllm_does_not_know_is_no_start(model_dir):
     """CFG-15, SRV-2: told before anything is loaded, in a dry run too."""
     pytest.importorskip("vllm")

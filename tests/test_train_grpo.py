@@ -338,11 +338,12 @@ def test_a_step_whose_requests_all_failed_has_no_rewards_GRP_1_CON_3():
     found, of_step = {}, {"seconds": [{}], "num_tokens": [0], "room": [100], "remade": [0], "signal_name": None}
     session = SimpleNamespace(
         gather_step=lambda result, **own: {name: [value] for name, value in own.items()} | of_step,
-        log_step=lambda step, metrics, quality, **shown: found.update(metrics=metrics, shown=shown),
+        log_step=lambda step, metrics, quality, **shown: found.update(metrics=metrics, quality=quality, shown=shown),
         cfg=SimpleNamespace(rm=SimpleNamespace(monitor_dump=None), rlhf=SimpleNamespace(num_generations=4)),
         ranks=SimpleNamespace(is_main=False),
     )
     train_grpo.log_step(grpo_of(session, {"odd": None, "same": None}), 1, result, weighted, [])
+    assert found["quality"] == {"truncated_rate": 0.0}  # nothing to say about the rewards
     assert found["shown"] == {"loss": 0.0} and not any(name.startswith("reward") for name in found["metrics"])
     assert np.isfinite(list(found["metrics"].values())).all() and found["metrics"]["rollout/failed"] == 4
 
@@ -367,7 +368,7 @@ def test_a_step_is_judged_by_the_answers_that_parse_LOG_3(names):
     train_grpo.log_step(grpo_of(session, dict.fromkeys(names)), 1, result, weighted, [])
     parse_rate = {"parse_rate": 0.25} if "detection_parse" in names else {}
     ((metrics, quality),) = found
-    assert quality == {"truncated_rate": 1.0, "signal_share": 1.0} | parse_rate
+    assert quality == {"truncated_rate": 1.0} | parse_rate  # one answer that counts has none to differ from
     assert (metrics["rollout/left_out"], metrics["advantage/abs_mean"]) == (1.0, 1.0)  # of |1| and |-3|, and of nothing
 
 
@@ -735,7 +736,8 @@ def test_a_slow_reward_holds_up_no_request_GRP_5_LRN_8(folder, start_model):
             encode=lambda samples: [train_grpo.EncodedPrompt([5], {}) for _ in samples],
         )
         policy = SimpleNamespace(client=object(), generate=generate)
-        parts = {"cfg": cfg, "data": data, "policy": policy, "place": lambda segment: segment}
+        ranks = SimpleNamespace(device=torch.device("cpu"))
+        parts = {"cfg": cfg, "data": data, "policy": policy, "place": lambda segment: segment, "ranks": ranks}
         session = SimpleNamespace(**parts, timed=lambda part: nullcontext(), num_steps=1)
         run = grpo_of(session, {"slow": slow})
         Session.prefetch(session, run)

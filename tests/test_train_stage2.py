@@ -540,7 +540,8 @@ def test_supervised_training_opens_no_engine_and_prepares_rows_in_a_thread_LRN_1
     assert type(engine) is NoEngine and engine.generate([], None, None) == [] and engine.ledger == {}
     evaluated = cfg.model_copy(update={"training": cfg.training.model_copy(update={"eval_steps": 1})})
     for own, in_a_thread in ((cfg, True), (evaluated, False)):
-        session = SimpleNamespace(cfg=own, policy=SimpleNamespace(client=None), num_steps=1)
+        ranks = SimpleNamespace(device=torch.device("cpu"))
+        session = SimpleNamespace(cfg=own, policy=SimpleNamespace(client=None), num_steps=1, ranks=ranks)
         Session.prefetch(session, None)
         assert session.prefetcher.works_ahead == in_a_thread
 

@@ -36,7 +36,7 @@ from utils.data.encoding import grid_of, load_processor, special_words
 from utils.data.images import find_in_shard
 from utils.data.prompts import THINKS, leaves_thinking_open
 from utils.data.samples import DataError, LineReader, Sample, load_samples
-from utils.families import Family, family_in, longest_sequence, read_config
+from utils.families import Family, family_in, longest_sequence, read_config, split_problem, text_config
 from utils.geometry import normal_label
 from utils.parsing import TokenTable
 
@@ -139,6 +139,7 @@ def init(args: argparse.Namespace) -> tuple[str, Plan]:
         "roots": image_roots([*samples, *held_out]),
         "max_pixels": max_pixels,
         "is_recurrent": family.mixer is not None,
+        "text": text_config(read_config(args.model)),
         "unmatched": "drop_duplicates" if data.is_partial else "trim",
         "reference_kl": PARTIAL_KL if data.is_partial else 0.0,
         "rank": 64 if args.gpus else 16,
@@ -374,6 +375,7 @@ def geometry(row: int, gpus: int, learners: int, data: DataFacts) -> dict[str, A
     batch = min(samples_per_learner(learners, data), max(1, int(FILL * row / data.segment_mean)))
     accumulation = round(samples_per_learner(learners, data) / batch)
     per_step = batch * accumulation * learners
+    at_once = per_step if gpus > 1 else batch * learners  # servers take a step's micro-steps side by side, in one wave
     epochs = max(1, math.ceil(MIN_STEPS * per_step / data.num_lines))
     steps = max(1, epochs * data.num_lines // per_step)
     return {
@@ -384,7 +386,7 @@ def geometry(row: int, gpus: int, learners: int, data: DataFacts) -> dict[str, A
         "row": row,
         "max_new_tokens": new_tokens(data),
         "max_model_len": min(_rounded(data.prompt_max + new_tokens(data), 256), data.positions or sys.maxsize),
-        "decode": min(64, max(4, math.ceil(batch * learners / max(rollout_devices, 1)))),
+        "decode": min(64, max(4, math.ceil(at_once / max(rollout_devices, 1)))),
         "batch": batch,
         "accumulation": accumulation,
         "buffer": max(64, 16 * batch),
@@ -453,7 +455,12 @@ def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any], devi
 
 def _attempt(output: Path, values: dict[str, Any]) -> Plan:
     """Write a config and derive its plan; its commands then go into the header."""
-    learners = values["learners"]
+    learners, devices = values["learners"], values["rollout_devices"]
+    experts = bool(values.get("text", {}).get("num_experts_per_tok"))
+    # Experts fill most of a model: one engine over all devices holds them once.
+    sizes = [n for n in range(devices, 0, -1) if devices % n == 0] if experts else []
+    tensor = next((size for size in sizes if not split_problem(values["text"], size)), 1)
+    values = values | {"has_experts": experts, "tensor": tensor, "replicas": devices // tensor}
     hardware = f"{values['gpus']} GPUs of {values['device_gib']} GB" if values["gpus"] else "2 CPU cores"
     text = {
         "file": str(output),

@@ -40,9 +40,11 @@ FORWARDED = (
     *("GLOO_", "NCCL_", "UCX_", "OMP_", "DS_ACCELERATOR", "TORCH_", "PYTORCH_", "CUDA_HOME", "VLLM_"),
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "PATH", "LD_LIBRARY_PATH"),
     *("WANDB_", "MLFLOW_", "TRACKIO_"),  # DeepSpeed would write MLFLOW* in clear
+    *("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+    *("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"),
 )
-# In names: such values never stand on a command line. A URI may hold a password.
-SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSWORD|URI")
+# In names: such values never stand on a command line. A URI, or a proxy's, may hold a password.
+SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASSWORD|URI|(?i:https?|all)_(?i:proxy)")
 PLAIN = re.compile(r"[\w@%+=:,./ -]*")  # values that a shell leaves as they are, in double quotes
 # The slots that DeepSpeed finds without a hostfile, counted as it does (launcher/runner.py, main): on CPU, NUMA nodes.
 COUNT_SLOTS = """
@@ -100,6 +102,8 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--master_port", type=int, default=MASTER_PORT)
     parser.add_argument("-H", "--hostfile")
     parser.add_argument("-i", "--include", default="")
+    parser.add_argument("-e", "--exclude", default="")
+    parser.add_argument("--num_gpus", type=int, default=0)
     parser.add_argument("--no_ssh", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--config")
@@ -203,7 +207,8 @@ def _check_hostfile(path: Path) -> None:
 
 
 def check_places_of(arguments: list[str]) -> None:
-    """Raise ValueError if `--hostfile` names no file, or `--include` a GPU that this machine lacks.
+    """Raise ValueError if `--hostfile` names no file, `--include` a GPU that this machine lacks, or the GPUs are others
+    than `CUDA_VISIBLE_DEVICES` leaves to this shell: DeepSpeed goes by the machine's numbers then.
 
     Args:
         arguments: of this program.
@@ -213,26 +218,40 @@ def check_places_of(arguments: list[str]) -> None:
         raise ValueError(f"--hostfile {options.hostfile}: no such file; correct HOSTFILE=")
     if options.hostfile is not None:
         _check_hostfile(Path(options.hostfile))
+    if options.has_hosts:
+        return
+    visible = [number.strip() for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.strip()]
     here, _, given = options.include.partition(":")
-    if options.has_hosts or here != "localhost" or not given:
+    if not options.include and visible and (options.num_gpus > 0 or options.exclude):
+        first = set(map(str, range(options.num_gpus)))
+        if (options.exclude or not first <= set(visible)) and (_slots() or [""])[0] == "cuda":
+            option = f"--num_gpus {options.num_gpus}" if options.num_gpus > 0 else f"--exclude {options.exclude}"
+            rule = f"counts all GPUs of the machine, but CUDA_VISIBLE_DEVICES={','.join(visible)}"
+            instead = ",".join(visible[: options.num_gpus or None])
+            raise ValueError(f"{option} {rule}; give --include localhost:{instead}, or unset the variable")
+    if here != "localhost" or not given:
         return
     if not re.fullmatch(r"\d+(,\d+)*", given):
         raise ValueError(f"GPUS={given}: give numbers with commas and no spaces, as in GPUS=0,1")
-    # In a process of its own: this one stays small, and opens no GPU.
-    done = subprocess.run([sys.executable, "-c", COUNT_SLOTS], capture_output=True, text=True)
-    if done.returncode:
+    if (found := _slots()) is None:
         return  # DeepSpeed says why
-    kind, slots = done.stdout.splitlines()[-1].split()
+    kind, slots = found
     if max(map(int, given.split(","))) >= int(slots):
         few = ["no GPU that DeepSpeed finds; to train on CPU give RANKS=2 instead", "1 GPU (0)"]
         number = 0 if kind == "cpu" else int(slots)
         has = few[number] if number < 2 else f"{number} GPUs (0 to {number - 1})"
         raise ValueError(f"GPUS={given}: this machine has {has}")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if kind == "cuda" else ""
-    if visible and not set(given.split(",")) <= {number.strip() for number in visible.split(",")}:
-        # DeepSpeed goes by the machine's numbers, and would take what a scheduler gave to somebody else.
+    if kind == "cuda" and visible and not set(given.split(",")) <= set(visible):
+        # A scheduler gave the others to somebody else.
         rule = "GPUS= counts all GPUs of the machine, and some of these are not for this shell; choose among them"
-        raise ValueError(f"GPUS={given}, but CUDA_VISIBLE_DEVICES={visible}: {rule}, or unset the variable")
+        raise ValueError(f"GPUS={given}, but CUDA_VISIBLE_DEVICES={','.join(visible)}: {rule}, or unset the variable")
+
+
+def _slots() -> list[str] | None:
+    """`cuda` or `cpu`, and the number of slots that DeepSpeed finds; None where it fails."""
+    # In a process of its own: this one stays small, and opens no GPU.
+    done = subprocess.run([sys.executable, "-c", COUNT_SLOTS], capture_output=True, text=True)
+    return None if done.returncode else done.stdout.splitlines()[-1].split()
 
 
 def check_port_of(arguments: list[str]) -> None:

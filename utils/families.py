@@ -94,6 +94,16 @@ def split_problem(text: dict[str, Any], devices: int) -> str | None:
     return None
 
 
+def expert_problem(text: dict[str, Any], devices: int, engine_kwargs: dict[str, Any]) -> str | None:
+    """Why experts cannot lie on so many devices of an engine and its replicas, by vLLM's rules: it cuts each of them
+    over all, unless whole ones are spread."""
+    values = text.get("moe_intermediate_size") or 0
+    if not text.get("num_experts_per_tok") or engine_kwargs.get("enable_expert_parallel") or values % devices == 0:
+        return None
+    rule = f"cuts each expert's {values} values over all {devices} devices, which does not go"
+    return f"{rule}; spread whole experts: vllm_engine_kwargs: {{enable_expert_parallel: true}}"
+
+
 def longest_sequence(config: dict[str, Any]) -> int | None:
     """Most tokens that the model of a config can hold; None where it names none, or scales them at will."""
     text = text_config(config)

@@ -22,13 +22,15 @@ import difflib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,6 +83,11 @@ class Completion(str):
             raise ValueError("detection rewards need a tokenizer with coordinate tokens")
         return parse_answer(self.token_ids, self.table)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled for another process, it has its `parsed` along, but not the table, which is a whole tokenizer."""
+        given = (str(self), self.token_ids, None, self.iou_threshold, self.max_new_tokens)
+        return Completion, given, {} if self.table is None else {"parsed": self.parsed}
+
     @property
     def ends_as_parsed(self) -> bool:
         """Whether all tokens belong to the answer: none stands behind one that ends it for the parser."""
@@ -116,6 +123,9 @@ KeyPath = tuple[str, ...]
 RewardFunction = Callable[[Completion, "Sample"], float]
 REWARDS: dict[str, RewardFunction] = {function.__name__: function for function in detection_rewards.ALL}  # built in
 NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(REWARDS, ())  # keys of a data line that they require
+
+
+ROUNDING = 1e-6  # a cosine similarity of float32 vectors may be 1.0000001
 
 
 class RewardError(RuntimeError):
@@ -160,12 +170,9 @@ def load_rewards(names: Sequence[str], files: Sequence[str] = ()) -> dict[str, R
 def _functions_of(path: str) -> dict[str, RewardFunction]:
     """Public functions, partial ones and callable objects that a Python file defines, without those it imports."""
     name = f"rewards of {Path(path).resolve()}"
-    spec = importlib.util.spec_from_file_location(name, path)
     try:
-        if spec is None or spec.loader is None:
-            raise ValueError("not a Python file")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
-        spec.loader.exec_module(module)
+        file = os.stat(path)
+        module = _executed(name, path, (file.st_mtime_ns, file.st_size))
     except (Exception, SystemExit) as error:  # a user's file may fail in any way
         raise FileProblem(f"{path}: cannot be loaded: {type(error).__name__}: {error}") from error
     public = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
@@ -174,6 +181,17 @@ def _functions_of(path: str) -> dict[str, RewardFunction]:
         for key, value in public.items()
         if isinstance(value, partial) or getattr(value, "__module__", None) == name and not inspect.isclass(value)
     }
+
+
+@cache
+def _executed(name: str, path: str, mark: tuple[int, int]) -> ModuleType:
+    """A file's module. Executed once as long as the file is the same: it may load a model, or register something."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError("not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def _check_can_be_called(path: str, name: str, function: RewardFunction) -> None:
@@ -220,12 +238,12 @@ def score(completion: Completion, sample: Sample, rewards: Mapping[str, RewardFu
         where = f"reward {name} on sample {sample.id} ({sample.source})"
         try:
             value = function(completion, sample)
-        except Exception as error:  # a user's function may raise anything
+        except BaseException as error:  # a user's function may raise anything, and call sys.exit()
             raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
         is_number = isinstance(value, int | float | np.number | np.bool_)
-        if not is_number or not 0 <= value <= 1:
+        if not is_number or not -ROUNDING <= value <= 1 + ROUNDING:
             raise RewardError(f"{where}: returned {value!r}; it must return a number in [0, 1]")
-        values.append(float(value))
+        values.append(min(max(float(value), 0.0), 1.0))
     return np.array(values)
 
 

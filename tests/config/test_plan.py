@@ -811,6 +811,32 @@ def test_CFG_16_every_server_holds_its_weights_and_splits_the_model() -> None:
         make_plan(build_config(base), 1)
 
 
+def test_CFG_16_experts_that_a_servers_devices_cannot_share_are_told(tmp_path: Path) -> None:
+    """CFG-16: 512 values of each expert over six replicas; with whole experts spread it goes."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3.5-35B-A3B"]))
+    base = yaml_of("3v1") | {"model": {"path": str(tmp_path), "dtype": "bfloat16"}, "deepspeed": "zero3"}
+    server = base["custom"]["extra"]["rollout_server"]
+    server |= {"vllm_tensor_parallel_size": 1, "vllm_data_parallel_size": 6, "vllm_gpu_memory_utilization": 0.85}
+    with pytest.raises(
+        ConfigError, match="vllm_data_parallel_size=6: cuts each expert's 512 values over all 6 devices"
+    ):
+        make_plan(build_config(base), 2, device_gib=141)
+    server["vllm_engine_kwargs"] = {"enable_expert_parallel": True}
+    make_plan(build_config(base), 2, device_gib=141)
+
+
+def test_CFG_16_an_estimate_that_leaves_little_is_remarked() -> None:
+    """CFG-16: it counts neither the vision tower's activations nor CUDA's own memory."""
+    base = yaml_of("3v1")
+    base["training"]["gradient_checkpointing"] = True  # `auto` goes by the GPU
+    base["custom"]["extra"]["rollout_server"]["vllm_gpu_memory_utilization"] = 0.6
+    needed = sum(make_plan(build_config(base), 1).learner_memory.values()) / 2**30
+    for device_gib, is_told in ((needed / 0.79, False), (needed / 0.81, True)):
+        remarks = make_plan(build_config(base), 1, device_gib).remarks
+        told = [text for text in remarks if text.startswith(f"deepspeed: a learner needs about {needed:.1f} of ")]
+        assert len(told) == is_told and all("without the vision tower's activations" in text for text in told)
+
+
 def test_CFG_16_offloaded_gradients_take_no_memory_of_a_gpu() -> None:
     """CFG-16: DeepSpeed keeps them where the optimizer is; then more learners are the only way out."""
     base = yaml_of("3v1") | {"tuner": {"type": "full"}, "deepspeed": "zero3_offload"}

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,6 +167,19 @@ def test_a_failure_is_raised_by_take_and_the_same_samples_are_asked_again(engine
     assert [item[0] for item in prefetcher.get(0)] == [[0], [1]]
     assert engine.asked[:3] == [(0, 0), (0, 1), (0, 1)]
     assert [item[0] for item in prefetcher.get(1)] == [[2], [3]]
+
+
+def test_a_thread_that_would_just_end_is_a_failure_like_any_other(engine, prefetch):
+    """LRN-12: `get` would wait for ever, and `SystemExit` says nothing in a thread."""
+    engine.errors = [SystemExit(0)]
+    with pytest.raises(RuntimeError, match="SystemExit: 0"):
+        prefetch().get(0)
+
+
+def test_the_thread_that_judges_begins_with_what_it_is_told(engine, prefetch):
+    begun = []
+    prefetch(begin_judging=lambda: begun.append(threading.current_thread().name)).get(0)
+    assert begun == ["judge_0"]
 
 
 def test_a_failure_ahead_does_not_disturb_the_step_that_is_ready(engine, prefetch):
@@ -505,7 +519,8 @@ def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DI
     """DIS-3, LRN-8: those of the step, and with `async` those of later steps that may wait in the queue."""
     training = SimpleNamespace(gradient_accumulation_steps=4)
     cfg = SimpleNamespace(rm=SimpleNamespace(async_=Async(**options)), training=training)
-    session = SimpleNamespace(cfg=cfg, policy=SimpleNamespace(client=object()), num_steps=num_steps)
+    ranks = SimpleNamespace(device=torch.device("cpu"))
+    session = SimpleNamespace(cfg=cfg, policy=SimpleNamespace(client=object()), num_steps=num_steps, ranks=ranks)
     Session.prefetch(session, engine)
     engine.gate.clear()
     taker = threading.Thread(target=session.prefetcher.get, args=(0,))
@@ -514,6 +529,20 @@ def test_a_session_lets_all_micro_steps_that_may_be_prepared_generate_at_once_DI
     engine.gate.set()
     taker.join(5)
     session.policy.drain()
+
+
+def test_reward_models_get_the_gpu_of_their_rank_in_the_thread_that_judges_GRP_5(engine, monkeypatch):
+    """GRP-5: a new thread has the first GPU, and all ranks' models would share it."""
+    chosen = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread().name))
+    )
+    session = MagicMock(num_steps=1)
+    session.cfg.rm.async_, session.cfg.training.gradient_accumulation_steps = Async(), 1
+    session.ranks.device = torch.device("cuda", 1)
+    Session.prefetch(session, engine)
+    session.prefetcher.get(0)
+    assert chosen == [(torch.device("cuda", 1), "judge_0")]
 
 
 def test_the_end_of_a_session_ends_its_threads_LRN_8(engine):

@@ -32,6 +32,7 @@ from tools.make_demo import make_dataset
 from utils.config.load import load_config
 from utils.config.memory import DEVICE_GIB, GIB
 from utils.config.plan import make_plan
+from utils.config.released import MODELS
 from utils.config.rollout import MAX_IMAGE_PIXELS
 from utils.data.encoding import load_processor, num_prompt_tokens
 from utils.data.samples import load_samples
@@ -232,12 +233,30 @@ def test_a_model_too_large_for_zero2_is_sharded_or_offloaded_CFG_16(tmp_path):
     assert not (tmp_path / "b.yaml").exists()
 
 
+@pytest.mark.parametrize(("gpus", "tensor", "replicas"), [(4, 1, 3), (8, 2, 3)])
+def test_experts_are_spread_over_the_rollout_gpus_CFG_16(tmp_path, gpus, tensor, replicas):
+    """CFG-16: one engine over as many GPUs as heads allow: 16 of them go to 2 of 6, and not to 3."""
+    settings = SETTINGS | {"model": "models/Qwen3-VL-30B-A3B-Instruct"}
+    settings["text"] = MODELS["Qwen3-VL-30B-A3B"]["text_config"] | {"num_attention_heads": 16}
+    plan = fit(tmp_path / "a.yaml", gpus, DATA, settings, 141)
+    server = load_config(tmp_path / "a.yaml").server_settings()
+    assert server.vllm_engine_kwargs == {"enable_expert_parallel": True} and plan.world_size < gpus
+    assert (server.vllm_tensor_parallel_size, server.vllm_data_parallel_size) == (tensor, replicas)
+
+
 def test_small_data_are_repeated_and_their_steps_are_small():
     few = geometry(2048, 4, 1, replace(DATA, num_lines=60, segment_mean=200))
     assert few["samples_per_step"] == 6 and few["epochs"] * 60 // 6 >= 200
     many = geometry(12000, 8, 2, DATA)
     assert many["samples_per_step"] == 2 * 2 * 10, "two rows of ten on each of two learners: the closest to 32"
     assert many["epochs"] == 1
+
+
+@pytest.mark.parametrize(("gpus", "learners"), [(4, 1), (8, 2)])
+def test_a_step_is_answered_in_one_wave(gpus, learners):
+    """DIS-3: its micro-steps go to the servers side by side, and wait for nobody else's longest answer."""
+    own = geometry(12000, gpus, learners, DATA)
+    assert own["decode"] * own["rollout_devices"] >= own["samples_per_step"]
 
 
 def test_without_coordinate_tokens_the_models_own_form_is_used(tmp_path, start_model):

@@ -159,9 +159,14 @@ def test_gpus_that_this_machine_lacks_are_refused(monkeypatch):
         check_places_of(["-i", "localhost:3,4", "train_stage2.py"])
     with pytest.raises(ValueError, match=r"^GPUS=0,3, but CUDA_VISIBLE_DEVICES=7: .* choose among them, or unset"):
         check_places_of(["--include=localhost:0,3", "train_stage2.py"])
+    for option in (["--num_gpus", "1"], ["--num_gpus=1"], ["--exclude", "localhost:2"]):  # DeepSpeed takes others
+        with pytest.raises(ValueError, match=r" but CUDA_VISIBLE_DEVICES=7; give --include localhost:7, or unset"):
+            check_places_of([*option, "train_stage2.py"])
+    check_places_of(["train_stage2.py"])  # then it goes by the variable
     for visible in ("0, 2,3", ""):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         check_places_of(["--include=localhost:0,3", "train_stage2.py"])
+        check_places_of(["--num_gpus", "1", "train_stage2.py"])
     monkeypatch.setattr("tools.launch.COUNT_SLOTS", "raise SystemExit(1)")
     check_places_of(["--include", "localhost:9", "train_stage2.py"])  # unknown: DeepSpeed decides
 
@@ -249,11 +254,13 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
     given = {"ROLLOUT_SERVER_TOKEN": SECRET, "GLOO_SOCKET_IFNAME": "eth7", "HF_HOME": "/data/a b", "HF_TOKEN": "x$HOME"}
     given |= {"MLFLOW_TRACKING_PASSWORD": "pw-must-not-show-me", "WANDB_PROJECT": "boxes"}
     given |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3", "TORCH_EXTENSIONS_DIR": "/data/ext", "UNRELATED": "1"}
+    given |= {"no_proxy": "10.0.0.2", "https_proxy": "http://me:pw-of-the-proxy@p:1"}
     given |= {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    without_proxies = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     command = [sys.executable, "-m", "tools.launch", "--hostfile", str(tmp_path / "hosts"), "--master_addr", "10.0.0.1"]
     command += [str(tmp_path / "rank.py"), "--config", str(write_config(tmp_path))]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, env={**os.environ, **given}, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env={**without_proxies, **given}, stdout=log, stderr=subprocess.STDOUT)
     seen: list = []
     try:
         deadline = time.monotonic() + 200
@@ -263,7 +270,7 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
         assert process.poll() is None, (tmp_path / "log").read_text()
         seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
         private = [*(tmp_path / "run").glob(".launch-*")]
-        assert len(private) == 4 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
+        assert len(private) == 5 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
     finally:
@@ -279,6 +286,7 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
     assert len({environment["LEARNER_SECRET"] for _, environment in seen}) == 1  # LRN-11
     shown = (tmp_path / "pdsh.log").read_text() + (tmp_path / "log").read_text()
     assert "export ROLLOUT_SERVER_TOKEN=" in shown and SECRET not in shown and "x$HOME" not in shown
+    assert "pw-of-the-proxy" not in shown
     assert seen[0][1]["LEARNER_SECRET"] not in shown
     assert "$(cat" in shown.split("export MLFLOW_TRACKING_PASSWORD=")[-1][:10]  # the last one holds
     assert not [*(tmp_path / "run").glob(".launch-*")], "a secret outlives the run"

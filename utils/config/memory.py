@@ -14,9 +14,10 @@ from typing import Any
 
 from utils.config.checkpoint_files import read_header
 from utils.config.released import MODELS, known_model
+from utils.config.rollout import ServerSettings
 from utils.config.schema import Config, Tuner
 from utils.config.section import value_at
-from utils.families import family_from, part_of, read_config, split_problem, text_config
+from utils.families import expert_problem, family_from, part_of, read_config, split_problem, text_config
 
 GIB = 1 << 30
 DEVICE_GIB = 80  # memory of the GPU that a plan assumes, unless it is told
@@ -344,6 +345,11 @@ def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
 def heads_problem(cfg: Config, devices: int) -> str | None:
     """Why the language model cannot be split over so many devices, where its heads are known."""
     return split_problem(_text_config(cfg), devices)
+
+
+def experts_problem(cfg: Config, settings: ServerSettings, devices: int) -> str | None:
+    """The same of a server's experts over all its devices."""
+    return expert_problem(_text_config(cfg), devices, settings.vllm_engine_kwargs)
 
 
 def rollout_memory(cfg: Config, size: ModelSize, index: int = 0) -> dict[str, int] | None:

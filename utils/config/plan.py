@@ -15,6 +15,7 @@ from utils.capacity import check_capacity, chunk_size
 from utils.config.deepspeed import engine_json
 from utils.config.load import ConfigError, check_launch, dump_yaml, exit_with, problem
 from utils.config.memory import (
+    AUTO_FREE,
     DEVICE_GIB,
     GIB,
     RUNTIME_GIB,
@@ -22,6 +23,7 @@ from utils.config.memory import (
     ModelSize,
     cache_size,
     checkpointed_layers,
+    experts_problem,
     heads_problem,
     learner_memory,
     model_size,
@@ -191,6 +193,9 @@ def _engines_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
         _, devices, _ = rollout_engine(cfg, index) or (0, None, 0.0)
         if devices and (rule := heads_problem(cfg, devices)):
             found.append(problem(cfg, key, rule))
+        server = plan.servers[index] if plan.servers else None
+        if server and server.world_size and (rule := experts_problem(cfg, server.settings, server.world_size)):
+            found.append(problem(cfg, _engine_key(cfg, "data_parallel_size", index), rule))
         if cache and cache.num_bytes <= 0:
             rule = f"vLLM's share of {device_gib:g} GiB cannot even hold the weights; raise it, or {share}"
             found.append(problem(cfg, key, rule))
@@ -201,8 +206,17 @@ def _engines_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
 
 
 def _memory_remarks(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
-    """Answers of transformers' generate that may not fit beside what a learner keeps. No error, as few come to the
-    length that is counted."""
+    """A learner's estimate that leaves less than what it leaves out usually takes, and answers of transformers'
+    generate that may not fit beside what a learner keeps. No error, as few come to the length that is counted."""
+    found, needed = list[str](), sum((plan.learner_memory or {}).values())
+    if needed > (1 - AUTO_FREE) * device_gib * GIB:
+        left_out = "the vision tower's activations, CUDA, NCCL and gaps"
+        rule = f"a learner needs about {needed / GIB:.1f} of {device_gib:g} GiB, without {left_out}; it may not fit"
+        found.append(f"deepspeed: {rule}: see zero3, more learners, or shorter rows")
+    return found + _answer_remarks(cfg, plan, device_gib)
+
+
+def _answer_remarks(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
     keys = (plan.engines[0].memory or {}).get("keys and values", 0)
     kept = sum((plan.learner_memory or {}).get(name, 0) for name in KEPT) + RUNTIME_GIB * GIB
     if cfg.rm.rollout_backend != "hf" or not cfg.generates or kept + keys <= device_gib * GIB:

@@ -58,6 +58,7 @@ class Prefetcher(Generic[Item]):
         num_threads: micro-steps that may generate at once; one more is drawn and encoded.
         draws_more: `generate` draws, too (`drawing`). Then micro-steps of later steps go one at a time: each has drawn
             without a gap, so that `restore` can draw the same again.
+        begin_judging: called first in the thread that judges.
 
     Attributes:
         num_remade: micro-steps that were too old and made again.
@@ -74,6 +75,7 @@ class Prefetcher(Generic[Item]):
         background: bool = True,
         num_threads: int = 1,
         draws_more: bool = False,
+        begin_judging: Callable[[], None] | None = None,
     ) -> None:
         self._stages = stages
         self._num_micro_steps = num_micro_steps
@@ -93,7 +95,7 @@ class Prefetcher(Generic[Item]):
         self._error: Exception | None = None  # the first one; nothing begins after it
         self._stopping = False
         self._encoder = ThreadPoolExecutor(1, "encode")
-        self._judge_thread = ThreadPoolExecutor(1, "judge")
+        self._judge_thread = ThreadPoolExecutor(1, "judge", initializer=begin_judging)
 
     def get(self, step: int) -> list[Item]:
         """Return all micro-steps of `step`, the same ones if called again. Later steps may be prepared from here on.
@@ -215,6 +217,8 @@ class Prefetcher(Generic[Item]):
             item = self._judge_thread.submit(self._stages.judge, responses, key[0])
         except Exception as caught:  # noqa: BLE001  (raised by the next `get`, on the rank's main thread)
             error = caught
+        except BaseException as caught:  # noqa: BLE001  (in a thread `SystemExit` would end it without a word)
+            error = RuntimeError(f"{type(caught).__name__}: {caught}")
         with self._changed:
             self._error = self._error or error
             self._encoded.pop(key, None)  # also after a failure, so that the next attempt encodes again

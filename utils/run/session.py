@@ -134,6 +134,7 @@ class Session:
         """Prepare micro-steps by `stages`: within their step, or with `async` before it (LRN-8). Only servers, or no
         engine at all, leave that to threads: others generate on all ranks together, with the weights that train."""
         options, num_micro_steps = self.cfg.rm.async_, self.cfg.training.gradient_accumulation_steps
+        device = self.ranks.device
         self.prefetcher = Prefetcher(
             stages,
             num_micro_steps,
@@ -143,6 +144,8 @@ class Session:
             background=self.policy.client is not None or not self.cfg.generates,
             num_threads=num_micro_steps + options.queue_limit * options.enabled,  # requests are what is bounded (DIS-3)
             draws_more=draws_more,
+            # A new thread has the first GPU, whatever its process has; reward models may run in it.
+            begin_judging=partial(torch.cuda.set_device, device) if device.type == "cuda" else None,
         )
         self.policy.drain = self.prefetcher.drain
 

@@ -12,7 +12,7 @@ from utils.config.checkpoint_files import checkpoint_problems
 from utils.config.load import require_server
 from utils.config.rollout import is_loopback
 from utils.config.schema import Config, Model, ServerAddress, ServerSettings
-from utils.families import family_from, longest_sequence, read_config, split_problem, text_config
+from utils.families import expert_problem, family_from, longest_sequence, read_config, split_problem, text_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Launch:
     @property
     def url(self) -> str:
         """The address as it is listened on: plain HTTP, whatever scheme clients use."""
-        return f"http://{self.address.host}:{self.address.port}{self.path_prefix}/"
+        host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host  # IPv6
+        return f"http://{host}:{self.address.port}{self.path_prefix}/"
 
     @property
     def world_size(self) -> int:
@@ -151,10 +152,13 @@ def cpu_problems(launch: Launch) -> list[str]:
 
 
 def split_problems(launch: Launch) -> list[str]:
-    """List a tensor-parallel size among which the model's attention heads cannot be divided."""
-    devices = launch.settings.vllm_tensor_parallel_size
-    rule = split_problem(text_config(read_config(launch.model.path)), devices)
-    return [f"rollout_server.vllm_tensor_parallel_size={devices}: {rule}"] if rule else []
+    """List numbers of devices among which the model's attention heads, or its experts, cannot be divided."""
+    settings, text = launch.settings, text_config(read_config(launch.model.path))
+    devices = settings.vllm_tensor_parallel_size
+    if rule := split_problem(text, devices):
+        return [f"rollout_server.vllm_tensor_parallel_size={devices}: {rule}"]
+    rule = expert_problem(text, launch.world_size, settings.vllm_engine_kwargs)
+    return [f"rollout_server.vllm_data_parallel_size={launch.data_parallel_size}: {rule}"] if rule else []
 
 
 def slot_problems(launch: Launch) -> list[str]:
