@@ -40,7 +40,7 @@ from utils.learner.learner import NotFinite, StepResult
 from utils.learner.objectives import PolicyObjective
 from utils.packing import check_fits
 from utils.policy_loss import PolicyRow
-from utils.rewards import Completion, FileProblem, RewardFunction, load_rewards, score
+from utils.rewards import Completion, FileProblem, RewardFunction, load_rewards, running, score
 from utils.rollout.backend import RolloutResult, RolloutSampling, policy_lags
 from utils.run.grpo_steps import MicroStep, Prompts, ResponseGroup, Responses, dump_answers, reward_metrics
 from utils.run.program import run_program
@@ -181,6 +181,11 @@ class Grpo:
         """Score responses; a slow reward function holds up no request in this thread."""
         groups = self.score_groups(responses.groups, step)
         return MicroStep(groups, responses.num_drawn, responses.data_position)
+
+    @property
+    def judging(self) -> str:
+        """The reward that runs, or ran last."""
+        return running[0] or "judging"
 
     def lag(self, micro_step: MicroStep, step: int) -> int:
         """Age in optimizer steps of the oldest weights in a micro-step that `step` would train."""

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from utils.config.rollout import MAX_IMAGE_PIXELS  # noqa: E402
 from utils.dist import MAX_MESSAGE_BYTES  # noqa: E402
 from utils.rollout.client import STOP_S  # noqa: E402
+from utils.run import prefetch  # noqa: E402
 from utils.run.policy import MAX_RECOVERIES  # noqa: E402
 from utils.run.shutdown import STOPPED_STATUS  # noqa: E402
 from utils.server import app, engine, front, images, process, protocol, weight_updates  # noqa: E402
@@ -43,6 +44,7 @@ FAULTS = [
     f"whatever is left after {process.SHUTDOWN_S:g} s is killed",
     f"exit status {STOPPED_STATUS}",
     f"{STOP_S:g} s after a stop request",
+    f"| {prefetch.STOP_S:g} s, then it saves |",
     f"{images.URL_TIMEOUT_S:g} s without a byte, {images.URL_TOTAL_S:g} s for the body",
     f"a server checks whether the learner that owns it is alive | {vllm_worker.LEARNER_TIMEOUT_S:g} s",
     f"at `sync.timeout_s` every {transports.WATCH_INTERVAL_S:g} s",

@@ -3,6 +3,10 @@
 import itertools
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -35,6 +39,9 @@ from utils.run.prefetch import Prefetcher
 from utils.run.session import Session
 from utils.targets import format_objects, plain_segment
 
+ROOT = Path(__file__).parents[1]
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of this process, as `ranks` sets it
+
 REWARDS = """
 def odd(completion, sample):
     return sum(token % 2 for token in completion.token_ids) / max(len(completion.token_ids), 1)
@@ -53,6 +60,21 @@ connect = functools.cache(sqlite3.connect)
 
 def known(completion, sample):
     return connect(":memory:").execute("select 0.5").fetchone()[0]
+"""
+
+
+HANGS = """
+import time
+
+calls = []
+
+
+def hangs(completion, sample):
+    calls.append(completion)
+    if len(calls) > 32:  # those of two steps
+        print("hangs", flush=True)
+        time.sleep(1000)
+    return len(calls) % 2
 """
 
 
@@ -230,6 +252,26 @@ def test_inner_steps_leave_the_old_policy_GRP_6(folder, start_model):
     found = curves(run(config_of(folder, start_model, "inner", num_iterations=2, beta=0.01)))
     assert all(value > 1 + 1e-4 for value in found["policy/ratio_max"])
     assert all(value > 0 for value in found["policy/kl"])
+
+
+def test_a_reward_that_never_returns_does_not_hold_up_a_stop_LRN_12(folder, start_model):
+    """LRN-12: the finished steps are saved, the reward is named, and the process ends."""
+    (folder / "hangs.py").write_text(HANGS)
+    own = {"reward_funcs": ["hangs"], "reward_weights": [1.0], "reward_files": [str(folder / "hangs.py")]}
+    config = config_of(folder, start_model, "hangs", {"eval_steps": 0}, **own)
+    environment = {name: value for name, value in os.environ.items() if name not in PLACE}
+    command = [sys.executable, str(ROOT / "train_grpo.py"), "--config", str(config)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) as program:
+        try:
+            before = list(itertools.takewhile(lambda line: line != "hangs\n", program.stdout))
+            program.send_signal(signal.SIGTERM)
+            after, _ = program.communicate(timeout=200)
+        finally:
+            program.kill()
+    assert program.returncode == 75, "".join(before) + after
+    assert "reward hangs on sample" in after and ": has not returned 10 s after the stop request" in after
+    assert (folder / "hangs" / "checkpoint-2" / "merged").exists()
 
 
 def test_prompts_without_signal_make_way_for_the_next_GRP_6_LRN_1(folder, start_model):

@@ -125,6 +125,7 @@ REWARDS: dict[str, RewardFunction] = {function.__name__: function for function i
 NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(REWARDS, ())  # keys of a data line that they require
 
 
+running = [""]  # the reward that was called last, for messages; all of a process run in one thread
 ROUNDING = 1e-6  # a cosine similarity of float32 vectors may be 1.0000001
 
 
@@ -235,7 +236,7 @@ def score(completion: Completion, sample: Sample, rewards: Mapping[str, RewardFu
     """
     values = []
     for name, function in rewards.items():
-        where = f"reward {name} on sample {sample.id} ({sample.source})"
+        where = running[0] = f"reward {name} on sample {sample.id} ({sample.source})"
         try:
             value = function(completion, sample)
         except BaseException as error:  # a user's function may raise anything, and call sys.exit()

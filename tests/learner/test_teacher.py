@@ -142,8 +142,9 @@ def test_a_stop_request_ends_waits_for_the_teacher_TGT_16_LRN_12():
     session = SimpleNamespace(steps_done=0, stop=stop, policy=SimpleNamespace(client=None), owes_evaluation=False)
     session.cfg = SimpleNamespace(training=SimpleNamespace(eval_at_start=False))
     session.teacher = SimpleNamespace(client=SimpleNamespace(end_waits_at=ended.append))
+    session.prefetcher = SimpleNamespace(end_waits_at=ended.append)
     Session.begin(session, None)
-    assert ended == [stop.requested]
+    assert ended == [stop.requested] * 2
 
 
 def test_set_up_reaches_the_teacher_and_checks_it_TGT_16_CON_4(start_model, ranks, monkeypatch):

@@ -176,6 +176,24 @@ def test_a_thread_that_would_just_end_is_a_failure_like_any_other(engine, prefet
         prefetch().get(0)
 
 
+def test_a_judge_that_never_returns_is_given_up_at_a_stop_request_LRN_12(engine, prefetch, monkeypatch, caplog):
+    """LRN-12: a user's reward has no time limit. Lines tell what it is at; no checkpoint waits for it."""
+    monkeypatch.setattr("utils.run.prefetch.REMIND_S", 0.3)
+    monkeypatch.setattr("utils.run.prefetch.STOP_S", 0.3)
+    released, stop, ahead = threading.Event(), threading.Event(), prefetch(window=1, queue_limit=2)
+    monkeypatch.setattr(engine, "judge", lambda answered, step: released.wait(20))
+    engine.judging = "reward slow on sample s7"
+    ahead.end_waits_at(stop)
+    threading.Timer(1.5, stop.set).start()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="reward slow on sample s7: has not returned 0.3 s after the stop request"):
+        ahead.get(0)
+    assert ahead.is_stuck and 1.5 < time.monotonic() - start < 5
+    assert "reward slow on sample s7: has taken 1 s so far" in caplog.text
+    assert ahead.prepared_from(1)[0] == [] and time.monotonic() - start < 6
+    released.set()
+
+
 def test_the_thread_that_judges_begins_with_what_it_is_told(engine, prefetch):
     begun = []
     prefetch(begin_judging=lambda: begun.append(threading.current_thread().name)).get(0)

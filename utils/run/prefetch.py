@@ -16,15 +16,24 @@ inside `get`, one micro-step after the other. This module knows nothing of weigh
 """
 
 import itertools
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
+
+from utils.dist import capture_error
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Key = tuple[int, int]  # optimizer step, micro-step within it
+
+logger = logging.getLogger(__name__)
+
+REMIND_S = 60.0  # between two lines about a judge that takes so long
+STOP_S = 10.0  # how long a judge is waited for after a stop request
 
 
 class Stages(Protocol[Item]):
@@ -39,7 +48,7 @@ class Stages(Protocol[Item]):
         """Get the engine's responses; the only stage that may wait for an engine."""
 
     def judge(self, responses: Any, step: int) -> Item:
-        """Finish the micro-step."""
+        """Finish the micro-step. May run a user's code; `judging`, where there is one, says what it is at."""
 
     def lag(self, item: Item, step: int) -> int:
         """Age of the oldest weights that made the item, in optimizer steps at `step`."""
@@ -62,6 +71,7 @@ class Prefetcher(Generic[Item]):
 
     Attributes:
         num_remade: micro-steps that were too old and made again.
+        is_stuck: whether a judge was given up. Its thread may run for ever, and Python would wait for it at its end.
     """
 
     def __init__(
@@ -94,6 +104,8 @@ class Prefetcher(Generic[Item]):
         self._current_step = 0
         self._error: Exception | None = None  # the first one; nothing begins after it
         self._stopping = False
+        self._stop, self._stopped_at = threading.Event(), 0.0
+        self.is_stuck = False
         self._encoder = ThreadPoolExecutor(1, "encode")
         self._judge_thread = ThreadPoolExecutor(1, "judge", initializer=begin_judging)
 
@@ -111,14 +123,14 @@ class Prefetcher(Generic[Item]):
                 self._items.pop(done, None)
                 self._encoded.pop(done, None)
         self._make(keys)
-        too_old = [key for key in keys if self._stages.lag(self._items[key].result(), step) > self._window]
+        too_old = [key for key in keys if self._stages.lag(self._result(self._items[key]), step) > self._window]
         with self._changed:
             self.num_remade += len(too_old)
             for key in too_old:
                 del self._items[key]
         if too_old:
             self._make(too_old)
-        return [self._items[key].result() for key in keys]
+        return [self._result(self._items[key]) for key in keys]
 
     def prepared_from(self, step: int) -> tuple[list[Item], int]:
         """State for a checkpoint taken before `step`: finished micro-steps from there on, in order and without a gap,
@@ -129,7 +141,7 @@ class Prefetcher(Generic[Item]):
             drawn = sorted(key for key in self._samples if key[0] >= step)
             kept = drawn if self._current_step < step else []
             generated = [self._items[key] for key in itertools.takewhile(lambda key: key in self._items, kept)]
-        finished = itertools.takewhile(lambda item: item.exception() is None, generated)
+        finished = itertools.takewhile(lambda item: capture_error(self._result, item) is None, generated)
         return [item.result() for item in finished], len(drawn)
 
     def restore(self, step: int, items: Sequence[Item]) -> None:
@@ -153,7 +165,31 @@ class Prefetcher(Generic[Item]):
 
     def in_judge_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         """Return `work(*args)`, done by the thread that judges, behind what waits there. Called in any other thread."""
-        return self._judge_thread.submit(work, *args).result()
+        return self._result(self._judge_thread.submit(work, *args))
+
+    def end_waits_at(self, stop: threading.Event) -> None:
+        """Wait for no judge for longer than `STOP_S` once `stop` is set (LRN-12)."""
+        self._stop = stop
+
+    def _result(self, future: Future[Result]) -> Result:
+        """What the judge returns, however long that takes; a line each minute says what it is at.
+
+        Raises:
+            RuntimeError: it has not returned in time after a stop request.
+            Exception: its own.
+        """
+        begun, num_told = time.monotonic(), 0
+        while not wait([future], timeout=0.5).done:
+            now, what = time.monotonic(), getattr(self._stages, "judging", "judging")
+            if self._stop.is_set():
+                self._stopped_at = self._stopped_at or now
+                if self.is_stuck or now - self._stopped_at > STOP_S:
+                    self.is_stuck = True
+                    raise RuntimeError(f"{what}: has not returned {STOP_S:g} s after the stop request")
+            if now - begun > (num_told + 1) * REMIND_S:
+                num_told += 1
+                logger.warning("%s: has taken %.0f s so far", what, now - begun)
+        return future.result()
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Stop issuing requests and wait for those in flight. Finished micro-steps are kept."""

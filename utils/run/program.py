@@ -72,13 +72,13 @@ def run_program(
                 print(f"and at its end: {type(error).__name__}: {error}", file=sys.stderr)
             else:
                 status = end(error)
-    if run is not None and run.session.monitor.gave_up_a_tracker:
+    if run is not None and (run.session.monitor.gave_up_a_tracker or run.session.prefetcher.is_stuck):
         leave_at_once(status)
     sys.exit(status)
 
 
 def leave_at_once(status: int) -> NoReturn:
-    """Exit without what libraries have registered for the end: W&B waits there for its service without a limit."""
+    """Exit without what would wait for ever at the end: W&B for its service, Python for a thread in a user's reward."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -177,6 +177,7 @@ class Session:
         """Have signals ask for a checkpoint from now on, and run an evaluation that is due before the first step."""
         self.program, self.steps_saved, self.stop.is_training = program, self.steps_done, True
         self.stop.install()  # again: a library may have taken the signals
+        self.prefetcher.end_waits_at(self.stop.requested)
         for client in (self.policy.client, self.teacher and self.teacher.client):
             if client is not None:
                 client.end_waits_at(self.stop.requested)
