@@ -36,11 +36,13 @@ from utils.config.load import ConfigError, build_config, load_config
 from utils.config.memory import (
     ModelSize,
     _activations,
+    cache_size,
     checkpointed_layers,
     learner_memory,
     model_size,
     parameter_shapes,
     relative_flops,
+    rollout_memory,
 )
 from utils.config.plan import format_plan, make_plan, plan_layout, print_dry_run
 from utils.config.released import MODELS, known_model
@@ -823,6 +825,22 @@ def test_CFG_16_experts_that_a_servers_devices_cannot_share_are_told(tmp_path: P
         make_plan(build_config(base), 2, device_gib=141)
     server["vllm_engine_kwargs"] = {"enable_expert_parallel": True}
     make_plan(build_config(base), 2, device_gib=141)
+
+
+def test_CFG_16_experts_lie_on_all_devices_of_a_server_together() -> None:
+    """CFG-16: 29 of the 31 billion parameters: four replicas have a place on 40 GiB, and each alone would not."""
+    base = load_config("configs/stage2/qwen3vl_30b_a3b_native_4v4.yaml").model_dump()
+    server = base["custom"]["extra"]["rollout_server"]
+    assert server["vllm_engine_kwargs"] == {"enable_expert_parallel": True}
+    server |= {"vllm_tensor_parallel_size": 1, "vllm_data_parallel_size": 4, "vllm_gpu_memory_utilization": 0.8}
+    cfg = build_config(base)
+    size = make_plan(cfg, 4).model_size
+    weights = rollout_memory(cfg, size)["weights"]
+    assert size.experts == 48 * 128 * 3 * 2048 * 768
+    assert weights == 2 * (size.total - size.experts) + 2 * size.experts // 4
+    assert cache_size(cfg, size, 40).num_bytes == int(0.8 * 40 * 2**30) - weights > 2**30
+    server["vllm_data_parallel_size"] = 1
+    assert cache_size(build_config(base), size, 40).num_bytes < 0
 
 
 def test_CFG_16_an_estimate_that_leaves_little_is_remarked() -> None:

@@ -45,6 +45,7 @@ class ModelSize:
     flops: tuple[int, int, int] = (1, 2, 1)  # `layer_flops`
     active: tuple[int, int] = (1, 1)  # of total and of trainable, those that a token uses
     words: frozenset[str] = frozenset()  # parts of the tensors' names
+    experts: int = 0  # of total, those in experts
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def model_size(path: Path, tuner: Tuner) -> ModelSize | None:
         flops=layer_flops(shapes, trainable, tuner, share),
         active=(total - idle, learn - idle_learn),
         words=frozenset(word for name in shapes for word in name.split(".")),
+        experts=sum(numbers[name] for name in experts),
     )
 
 
@@ -358,10 +360,17 @@ def rollout_memory(cfg: Config, size: ModelSize, index: int = 0) -> dict[str, in
     if (engine := rollout_engine(cfg, index)) is None:
         return None
     max_model_len, num_devices, _ = engine
-    weights = size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices if num_devices else 0
+    weights = _engine_weights(cfg, size, num_devices, index) if num_devices else 0
     # An engine over t devices holds t times the responses (CFG-11), so the cache per device does not depend on t.
     cache = (_cache_bytes_per_token(cfg) * max_model_len + _state_bytes(cfg)) * cfg.rm.decode_batch_size
     return {"weights": weights, "keys and values": cache}
+
+
+def _engine_weights(cfg: Config, size: ModelSize, num_devices: int, index: int) -> int:
+    """Bytes of weights per device of an engine. Experts lie on the devices of all replicas of a server together."""
+    replicas = None if cfg.is_colocate or cfg.rs is None else cfg.server_settings(index).world_size
+    values = (size.total - size.experts) / num_devices + size.experts / (replicas or num_devices)
+    return int(values * _DTYPE_BYTES[cfg.model.dtype])
 
 
 def outside_memory(cfg: Config, size: ModelSize) -> dict[str, int]:
@@ -391,7 +400,7 @@ def cache_size(cfg: Config, size: ModelSize, device_gib: float = DEVICE_GIB, ind
     per_token = _cache_bytes_per_token(cfg)
     if not (num_devices and fraction and per_token):
         return None
-    left = int(fraction * device_gib * GIB) - size.total * _DTYPE_BYTES[cfg.model.dtype] // num_devices
+    left = int(fraction * device_gib * GIB) - _engine_weights(cfg, size, num_devices, index)
     # With more devices than key-value heads each head is held more than once.
     copies = max(1, num_devices // max(_heads(_text_config(cfg))[1], 1))
     return CacheSize(left, max(0, left) * num_devices // (per_token * copies), max_model_len, device_gib)
