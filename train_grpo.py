@@ -420,9 +420,8 @@ def log_step(
     }
     reward = {"reward": metrics["reward"]} if "reward" in metrics else {}  # no answer, no reward
     quality = {"truncated_rate": truncated_rate}
-    if np.concatenate(
-        ranks["has_two_to_compare"]
-    ).any():  # else answers were left out: that says nothing of the rewards
+    # Where no group has two answers that count, others were left out: that says nothing of the rewards.
+    if np.concatenate(ranks["has_two_to_compare"]).any():
         quality["signal_share"] = signal_share
     if "reward/detection_parse" in metrics:
         quality["parse_rate"] = metrics["reward/detection_parse"]

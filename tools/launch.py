@@ -221,14 +221,9 @@ def check_places_of(arguments: list[str]) -> None:
     if options.has_hosts:
         return
     visible = [number.strip() for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.strip()]
+    if visible and not options.include:
+        _check_counted_gpus(options, visible)
     here, _, given = options.include.partition(":")
-    if not options.include and visible and (options.num_gpus > 0 or options.exclude):
-        first = set(map(str, range(options.num_gpus)))
-        if (options.exclude or not first <= set(visible)) and (_slots() or [""])[0] == "cuda":
-            option = f"--num_gpus {options.num_gpus}" if options.num_gpus > 0 else f"--exclude {options.exclude}"
-            rule = f"counts all GPUs of the machine, but CUDA_VISIBLE_DEVICES={','.join(visible)}"
-            instead = ",".join(visible[: options.num_gpus or None])
-            raise ValueError(f"{option} {rule}; give --include localhost:{instead}, or unset the variable")
     if here != "localhost" or not given:
         return
     if not re.fullmatch(r"\d+(,\d+)*", given):
@@ -245,6 +240,20 @@ def check_places_of(arguments: list[str]) -> None:
         # A scheduler gave the others to somebody else.
         rule = "GPUS= counts all GPUs of the machine, and some of these are not for this shell; choose among them"
         raise ValueError(f"GPUS={given}, but CUDA_VISIBLE_DEVICES={','.join(visible)}: {rule}, or unset the variable")
+
+
+def _check_counted_gpus(options: argparse.Namespace, visible: list[str]) -> None:
+    """Raise ValueError where `--num_gpus` or `--exclude` would take GPUs that are not for this shell."""
+    if options.exclude:
+        option = f"--exclude {options.exclude}"
+    elif not set(map(str, range(options.num_gpus))) <= set(visible):
+        option = f"--num_gpus {options.num_gpus}"
+    else:
+        return
+    if (_slots() or [""])[0] == "cuda":
+        rule = f"counts all GPUs of the machine, but CUDA_VISIBLE_DEVICES={','.join(visible)}"
+        instead = ",".join(visible[: options.num_gpus or None])
+        raise ValueError(f"{option} {rule}; give --include localhost:{instead}, or unset the variable")
 
 
 def _slots() -> list[str] | None:

@@ -206,10 +206,9 @@ def _engines_too_large(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
 
 
 def _memory_remarks(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
-    """A learner's estimate that leaves less than what it leaves out usually takes, and answers of transformers'
-    generate that may not fit beside what a learner keeps. No error, as few come to the length that is counted."""
+    """What may not fit, though nothing says that it does not."""
     found, needed = list[str](), sum((plan.learner_memory or {}).values())
-    if needed > (1 - AUTO_FREE) * device_gib * GIB:
+    if needed > (1 - AUTO_FREE) * device_gib * GIB:  # less is left than what the estimate leaves out usually takes
         left_out = "the vision tower's activations, CUDA, NCCL and gaps"
         rule = f"a learner needs about {needed / GIB:.1f} of {device_gib:g} GiB, without {left_out}; it may not fit"
         found.append(f"deepspeed: {rule}: see zero3, more learners, or shorter rows")
@@ -217,6 +216,8 @@ def _memory_remarks(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
 
 
 def _answer_remarks(cfg: Config, plan: Plan, device_gib: float) -> list[str]:
+    """Answers of transformers' generate that may not fit beside what a learner keeps. No error, as few come to the
+    length that is counted."""
     keys = (plan.engines[0].memory or {}).get("keys and values", 0)
     kept = sum((plan.learner_memory or {}).get(name, 0) for name in KEPT) + RUNTIME_GIB * GIB
     if cfg.rm.rollout_backend != "hf" or not cfg.generates or kept + keys <= device_gib * GIB:

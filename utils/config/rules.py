@@ -263,7 +263,7 @@ def _engine_kwargs(cfg: Config) -> Found:
             elif key == "enable_eplb" and value:
                 yield (
                     here,
-                    "a sync would load experts to where they lay at the start, not where EPLB moved them; delete it",
+                    "a sync would load experts where they lay at the start, not where EPLB moved them; delete it",
                 )
 
 

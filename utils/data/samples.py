@@ -548,10 +548,9 @@ def _refuse_fractions(items: Sequence[dict[str, Any]]) -> None:
         return
     for i, (item, own) in enumerate(zip(items, numbers, strict=True)):
         if all(0 <= x <= 1 for x in own) and not all(float(x).is_integer() for x in own):
-            rule = (
-                "looks like fractions of the sides; coordinates are pixels, or in units of the line's width and height"
-            )
-            raise _Mistake("geometry", f"objects[{i}].{'bbox_2d' if 'bbox_2d' in item else 'poly'}: {own} {rule}")
+            kind = "bbox_2d" if "bbox_2d" in item else "poly"
+            rule = "coordinates are pixels, or in units of the line's width and height"
+            raise _Mistake("geometry", f"objects[{i}].{kind}: {own} looks like fractions of the sides; {rule}")
 
 
 def _swift_objects(given: dict[str, Any], sizes: list | None, size: tuple[int, int] | None) -> list[tuple[dict, Any]]:
