@@ -34,8 +34,10 @@ import json, sys
 from pathlib import Path
 sys.path += json.loads(sys.argv[1])
 import numpy as np
+from utils.run import trackers
 from utils.run.monitor import Monitor
 from utils.run.trackers import RunFacts
+trackers.FLUSH_LIMIT_S = 60.0  # a busy machine
 folder, purge_step, steps = Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4])
 facts = RunFacts(folder, run_id=f"id{steps[0]}", config={"training": {"seed": 7}}, purge_step=purge_step)
 monitor = Monitor(facts, num_steps=4, enabled=True, report_to=["tensorboard", "wandb", "trackio", "mlflow"])

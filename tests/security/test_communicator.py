@@ -55,7 +55,8 @@ def test_a_caller_that_is_gone_leaves_the_server_free_SRV_12():
 
         engine.on_all_workers = still_opening
         attempt = asyncio.create_task(updates.init(INIT))
-        await asyncio.sleep(0.2)
+        while "opening" not in steps:
+            await asyncio.sleep(0.01)
         attempt.cancel()
         await asyncio.wait({attempt}, timeout=5)
         assert steps[-1] == "close" and updates.owner is None and not updates.lock.locked()
@@ -89,7 +90,8 @@ def test_a_start_that_waits_for_others_ends_with_its_learner_SRV_12(end, why, mo
         llm.learner_is_alive = True
         await updates.init(INIT)
         answer = asyncio.create_task(engine.infer(ask("x"), RequestConfig()))
-        await asyncio.sleep(0.1)
+        while not engine.ids_in_flight:
+            await asyncio.sleep(0.01)
         start = asyncio.create_task(updates.start(START))
         await asyncio.sleep(2 * INIT.timeout_s)
         assert engine.weights.state == "updating" and not start.done()
@@ -142,18 +144,21 @@ def test_a_caller_that_hangs_up_while_its_failure_is_cleaned_up_SRV_12():
         llm, engine, updates = make(seconds=60.0)
         await updates.init(INIT)
         answer = asyncio.create_task(engine.infer(ask("x"), RequestConfig()))
-        await asyncio.sleep(0.1)
+        while not engine.ids_in_flight:
+            await asyncio.sleep(0.01)
         await updates.start(START.model_copy(update={"pause": "keep"}))
-        llm.failing_step, release, on_all_workers = "update", asyncio.Event(), engine.on_all_workers
+        llm.failing_step, on_all_workers = "update", engine.on_all_workers
+        is_cleaning, release = asyncio.Event(), asyncio.Event()
 
         async def slow(step, *args):
             if step == "abort":
+                is_cleaning.set()
                 await release.wait()
             return await on_all_workers(step, *args)
 
         engine.on_all_workers = slow
         update = asyncio.create_task(updates.update(UPDATE))
-        await asyncio.sleep(0.2)
+        await is_cleaning.wait()
         update.cancel()
         await asyncio.sleep(0.1)
         release.set()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,23 +35,32 @@ class Trap:
         return os.system, (f"touch {self.path}",)
 
 
-def start(role: str, rank: int, port: int, folder: Path, **given: str) -> subprocess.Popen:
-    """What the launcher of DeepSpeed sets for two ranks on one node; `given` is what ours adds."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    for name in ("GLOO_SOCKET_IFNAME", "LEARNER_SECRET", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
-        environment.pop(name, None)
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **given}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    command = [sys.executable, __file__, role, str(folder)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Function that starts this file as one of two ranks on one node, with what the launcher of DeepSpeed sets; `given`
+    is what ours adds. All of them end with the test."""
+    started = []
+
+    def start_one(role: str, rank: int, port: int, folder: Path, **given: str) -> subprocess.Popen:
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+        for name in ("GLOO_SOCKET_IFNAME", "LEARNER_SECRET", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+            environment.pop(name, None)
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **given}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        command = [sys.executable, __file__, role, str(folder)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, env=environment, **pipes))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def output_of(process: subprocess.Popen) -> str:
-    try:
-        return process.communicate(timeout=150)[0]
-    finally:
-        process.kill()
+    return process.communicate(timeout=150)[0]
 
 
 def rank_main(folder: Path) -> None:
@@ -84,7 +94,7 @@ def stranger_main(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{"LEARNER_SECRET": "of the launcher"}, {}])
-def test_a_stranger_in_a_ranks_place_gets_nothing_executed_and_is_named_LRN_11(tmp_path, given):
+def test_a_stranger_in_a_ranks_place_gets_nothing_executed_and_is_named_LRN_11(tmp_path, start, given):
     """LRN-11: with our launcher's secret and with DeepSpeed's own launcher. Rank 1 is late, the stranger is not."""
     port = free_port()
     rank, stranger = start("rank", 0, port, tmp_path, **given), start("stranger", 1, port, tmp_path)
@@ -94,7 +104,7 @@ def test_a_stranger_in_a_ranks_place_gets_nothing_executed_and_is_named_LRN_11(t
     assert rank.returncode == 3 and "what claims to be rank 1 of this run" in output and f"127.0.0.1:{port}" in output
 
 
-def test_ranks_of_one_node_listen_on_loopback_only_LRN_11(tmp_path):
+def test_ranks_of_one_node_listen_on_loopback_only_LRN_11(tmp_path, start):
     """LRN-11: rank 0's store, Gloo's groups, DeepSpeed's. What they tell each other arrives as it was, but tuples."""
     port = free_port()
     processes = [start("rank", rank, port, tmp_path, LEARNER_SECRET="of the run") for rank in range(2)]
@@ -126,7 +136,7 @@ def test_rank_0_listens_where_its_ranks_meet_only_LRN_11(monkeypatch, is_one_nod
     assert own == [host]
 
 
-def test_a_rank_with_another_secret_is_named_LRN_11(tmp_path):
+def test_a_rank_with_another_secret_is_named_LRN_11(tmp_path, start):
     """LRN-11: also one that knows our protocol, but not the secret."""
     port = free_port()
     processes = [start("rank", rank, port, tmp_path, LEARNER_SECRET=f"secret {rank}") for rank in range(2)]
