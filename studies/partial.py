@@ -111,7 +111,9 @@ names all twelve classes, and most answers to one that does break their syntax (
 """
 MOST_METHOD = """As above; the start model is that of a third kind of processor (see *Method*), with an F1 of 0.846.
 """
-METHODS = {0: NONE_METHOD, 0.75: MOST_METHOD}
+FEW_METHOD = """As above; the start model is that of a fourth kind of processor (see *Method*), with an F1 of 0.874.
+"""
+METHODS = {0: NONE_METHOD, 0.25: FEW_METHOD, 0.75: MOST_METHOD}
 
 
 def share_study(share: float, tuned_on: Study | None = None) -> Study:
