@@ -72,9 +72,10 @@ def set_up(cfg: Config, resume: str | None = None, accepted_changes: Sequence[st
     return run
 
 
-def rewards_of(cfg: Config) -> dict[str, RewardFunction]:
+def rewards_of(cfg: Config, is_dry_run: bool = False) -> dict[str, RewardFunction]:
     """Load the reward functions of the config; exit status 2 where one cannot be loaded."""
-    if (local_rank := int(os.environ.get("LOCAL_RANK", 0))) and torch.cuda.device_count() > local_rank:
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank and not is_dry_run and torch.cuda.device_count() > local_rank:
         torch.cuda.set_device(local_rank)  # a file may load a model
     try:
         rewards = load_rewards(cfg.rlhf.reward_funcs, cfg.rlhf.reward_files)
@@ -391,8 +392,8 @@ def log_step(
     """
     session, size = run.session, run.session.cfg.rlhf.num_generations
     answers = [answer for answer in weighted.answers if not answer.is_failed]
-    num_valid = np.array([answer.is_valid for answer in weighted.answers]).reshape(-1, size).sum(axis=1)  # per group
-    num_groups = sum(len(micro_step.groups) for micro_step in micro_steps)
+    groups = [group for micro_step in micro_steps for group in micro_step.groups]
+    num_valid = np.array([sum(answer.is_valid for answer in group) for group in groups])  # an old one may be smaller
     ranks = session.gather_step(
         result,
         rewards=np.array([answer.rewards for answer in answers]).reshape(-1, len(run.rewards)),
@@ -401,7 +402,7 @@ def log_step(
         failed=len(weighted.answers) - len(answers),
         left_out=sum(not answer.is_valid for answer in weighted.answers),
         has_two_to_compare=num_valid > 1,
-        replaced=sum(micro_step.num_drawn for micro_step in micro_steps) - num_groups,
+        replaced=sum(micro_step.num_drawn for micro_step in micro_steps) - len(groups),
         advantages=np.array([np.abs(own).mean() if len(own) else 0.0 for own in weighted.advantages]),
         has_signal=weighted.has_signal,
         lags=policy_lags(policy_versions(micro_steps), step - 1),

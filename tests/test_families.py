@@ -10,14 +10,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.config.test_load import edited
 from tests.e2e.processes import config_of
 from tests.families import build_family
 from tools.add_coord_tokens import add_coord_tokens
-from utils.config.load import build_config
+from utils.config.load import ConfigError, build_config
+from utils.config.plan import make_plan
+from utils.config.schema import Config
 from utils.data.encoding import load_processor
 from utils.families import FAMILIES, Family, family_from, family_in, part_of
-from utils.learner.model import load_model
+from utils.learner.model import adapter_targets, load_model
 from utils.run import setup
+from utils.run.program import model_problems
 from utils.server import launch
 from utils.sync.merged_weights import MergedWeights
 
@@ -94,6 +98,27 @@ def test_adapters_on_experts_are_refused_FAM_3_SYN_4(checkpoint):
     config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
     with pytest.raises(ValueError, match="experts.*ParamWrapper cannot be merged"):
         MergedWeights(get_peft_model(model, config))
+
+
+def test_names_of_experts_are_told_before_the_model_is_loaded_FAM_2(checkpoint, caplog):
+    """FAM-2: the usual list of all projections. The shared expert of Qwen3.5 is a plain layer."""
+    usual = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    rule = "gate_proj, up_proj, down_proj are experts here, which take no adapters; leave them out, or set"
+
+    def cfg_of(family: str, targets: list[str]) -> Config:
+        return build_config(
+            edited(model__path=str(checkpoint(family)), tuner={"type": "lora", "target_modules": targets})
+        )
+
+    (told,) = model_problems(cfg_of("qwen3_vl_moe", usual))
+    assert 'tuner.target_modules=["q_proj", ' in told and rule in told
+    with pytest.raises(ConfigError, match=rule):
+        make_plan(cfg_of("qwen3_vl_moe", usual), 1)
+    for family, targets in (("qwen3_vl_moe", usual[:4]), ("qwen3_5_moe", usual), ("qwen3_vl", usual)):
+        assert model_problems(cfg_of(family, targets)) == []
+    shared = cfg_of("qwen3_5_moe", usual)
+    adapter_targets(load_model(shared.model.path, "float32"), shared.tuner)
+    assert "of the experts only the shared one gets adapters" in caplog.text
 
 
 def test_what_trains_and_is_never_sent_is_refused_FAM_3_SYN_4():

@@ -384,7 +384,8 @@ def test_a_step_whose_requests_all_failed_has_no_rewards_GRP_1_CON_3():
         cfg=SimpleNamespace(rm=SimpleNamespace(monitor_dump=None), rlhf=SimpleNamespace(num_generations=4)),
         ranks=SimpleNamespace(is_main=False),
     )
-    train_grpo.log_step(grpo_of(session, {"odd": None, "same": None}), 1, result, weighted, [])
+    micro_steps = [train_grpo.MicroStep([[failed] * 4], 1, {})]
+    train_grpo.log_step(grpo_of(session, {"odd": None, "same": None}), 1, result, weighted, micro_steps)
     assert found["quality"] == {"truncated_rate": 0.0}  # nothing to say about the rewards
     assert found["shown"] == {"loss": 0.0} and not any(name.startswith("reward") for name in found["metrics"])
     assert np.isfinite(list(found["metrics"].values())).all() and found["metrics"]["rollout/failed"] == 4
@@ -407,11 +408,31 @@ def test_a_step_is_judged_by_the_answers_that_parse_LOG_3(names):
         cfg=SimpleNamespace(rm=SimpleNamespace(monitor_dump=None), rlhf=SimpleNamespace(num_generations=2)),
         ranks=SimpleNamespace(is_main=False),
     )
-    train_grpo.log_step(grpo_of(session, dict.fromkeys(names)), 1, result, weighted, [])
+    micro_steps = [train_grpo.MicroStep([answers], 1, {})]
+    train_grpo.log_step(grpo_of(session, dict.fromkeys(names)), 1, result, weighted, micro_steps)
     parse_rate = {"parse_rate": 0.25} if "detection_parse" in names else {}
     ((metrics, quality),) = found
     assert quality == {"truncated_rate": 1.0} | parse_rate  # one answer that counts has none to differ from
     assert (metrics["rollout/left_out"], metrics["advantage/abs_mean"]) == (1.0, 1.0)  # of |1| and |-3|, and of nothing
+
+
+def test_a_step_may_mix_groups_of_two_sizes_LRN_5():
+    """LRN-5: those that a checkpoint holds ahead are as large as `rlhf.num_generations` was when they were made."""
+    segment = SimpleNamespace(text_index=[0], policy_version=None)
+    groups = [[Answer(segment, "", np.zeros(1), [], is_valid=bool(i)) for i in range(size)] for size in (2, 3)]
+    answers = [*groups[0], *groups[1]]
+    weighted = WeightedAnswers(answers, [np.zeros(1)] * 5, np.zeros(5), 1.0, np.zeros(2, dtype=bool))
+    result = StepResult({"total": 0.0, "policy": 0.0}, 0.0, {"llm": 1e-3}, num_tokens=5, room=100)
+    found, of_step = {}, {"seconds": [{}], "num_tokens": [5], "room": [100], "remade": [0], "signal_name": None}
+    session = SimpleNamespace(
+        gather_step=lambda result, **own: found.update(own) or {name: [value] for name, value in own.items()} | of_step,
+        log_step=lambda *_, **__: None,
+        cfg=SimpleNamespace(rm=SimpleNamespace(monitor_dump=None), rlhf=SimpleNamespace(num_generations=3)),
+        ranks=SimpleNamespace(is_main=False),
+    )
+    micro_steps = [train_grpo.MicroStep([group], 1, {}) for group in groups]
+    train_grpo.log_step(grpo_of(session, {"odd": None}), 1, result, weighted, micro_steps)
+    assert found["has_two_to_compare"].tolist() == [False, True]
 
 
 def test_an_answer_longer_than_a_row_is_refused_PCK_3(folder, start_model):
@@ -548,6 +569,20 @@ def test_an_unknown_reward_ends_the_dry_run_GRP_5(folder, start_model, capsys, m
     with pytest.raises(SystemExit) as ended:
         train_grpo.main()
     assert ended.value.code == 2 and "did you mean odd" in capsys.readouterr().err
+
+
+def test_a_dry_run_takes_no_gpu_CFG_16(folder, start_model, monkeypatch):
+    """CFG-16: under a launcher, a rank takes its GPU before it loads rewards, but not to print the plan."""
+    config, chosen = config_of(folder, start_model, "dry"), []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("sys.argv", ["train_grpo.py", "--config", str(config), "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        train_grpo.main()
+    assert ended.value.code == 0 and chosen == []
+    train_grpo.rewards_of(load_config(config))
+    assert chosen == [1]
 
 
 def test_a_file_of_rewards_that_is_not_there_is_told_by_its_key_GRP_5(folder, start_model, capsys):

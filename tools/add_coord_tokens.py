@@ -65,7 +65,7 @@ def add_coord_tokens(source: Path, target: Path, seed: int = 0) -> Path:
     partial.mkdir(parents=True)
     write_weights(source, partial, extend)
     processor.save_pretrained(partial)
-    for section in (config, text_config(config)):
+    for section in (config, config.get("text_config", {})):
         if "vocab_size" in section:
             section["vocab_size"] = num_rows
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")

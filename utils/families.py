@@ -78,8 +78,10 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config."""
-    return config.get("text_config", config)
+    """The language model's part of a config. transformers saves the number of Qwen3-VL's experts by another name than
+    the release has."""
+    text = config.get("text_config", config)
+    return {"num_experts": text["num_local_experts"]} | text if "num_local_experts" in text else text
 
 
 def split_problem(text: dict[str, Any], devices: int) -> str | None:

@@ -545,3 +545,17 @@ def test_CFG_15_server_to_launch() -> None:
     assert require_server(cfg, 0).port == 8000
     with pytest.raises(ConfigError, match="no --server-index 1"):
         require_server(cfg, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({f"{RM}.vllm.mode": "colocate"}, f'{RM}.vllm.mode="colocate": .* as the learners generate by themselves'),
+        ({f"{RM}.rollout_backend": "hf"}, f'{RM}.rollout_backend="hf": .* set {RM}.vllm.mode: server'),
+        ({f"{RM}.teacher_forced_ratio": 1.0}, f'{RM}.vllm.mode="server": .* as nothing is generated'),
+    ],
+)
+def test_CFG_15_a_run_that_needs_no_server_says_why(changes, expected) -> None:
+    """CFG-15: also where the file describes one."""
+    with pytest.raises(ConfigError, match=expected):
+        require_server(build_config(edited(RS={"vllm_max_model_len": 2048}, **changes)), 0)

@@ -44,10 +44,10 @@ from utils.config.memory import (
     relative_flops,
     rollout_memory,
 )
-from utils.config.plan import format_plan, make_plan, plan_layout, print_dry_run
+from utils.config.plan import format_plan, make_plan, plan_layout, print_dry_run, step_remarks
 from utils.config.released import MODELS, known_model
 from utils.config.rollout import ServerSettings
-from utils.config.schema import RS, Config, Tuner
+from utils.config.schema import RM, RS, Config, Tuner
 from utils.learner.attention import register
 from utils.learner.model import apply_tuner, base_model, enable_gradient_checkpointing
 
@@ -165,6 +165,19 @@ def test_CFG_16_the_plan_remarks_on_steps_that_a_short_run_never_comes_to(
     shown = re.findall(r"^# remark: +(.+)$", format_plan(plan), re.MULTILINE)
     assert plan.num_steps == 31 and shown == remarks
     assert "# remark" not in format_plan(make_plan(config(custom__train_jsonl="gone.jsonl", **changes), 1))
+
+
+@pytest.mark.parametrize("waits", [{"RM__vllm__server__timeout_s": 240.0}, {"RM__vllm__sync__timeout_s": 300.0}])
+def test_CON_4_a_wait_for_a_server_that_other_ranks_do_not_sit_out_is_remarked(waits: dict[str, float]) -> None:
+    """CON-4, SYN-3: they would end a run whose server comes back in time."""
+    ((key, limit),) = waits.items()
+    told = f": {key.replace('RM', RM).replace('__', '.')}={limit:g} is longer, and a rank gives up on another"
+    shortest = {"RM__vllm__server__timeout_s": 100.0, "RM__vllm__sync__timeout_s": 100.0}
+    for own, is_told in ((limit - 1, True), (limit, False)):
+        cfg = config(training__rank_timeout_s=own, **shortest | waits)
+        assert any(f"rank_timeout_s={own:g}{told}" in remark for remark in step_remarks(cfg, 1000)) is is_told
+    colocated = config(training__rank_timeout_s=1.0, RM__vllm__mode="colocate", RM__vllm__sync__timeout_s=300.0)
+    assert not any("rank_timeout_s" in remark for remark in step_remarks(colocated, 1000))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ def server(**keys: Any) -> dict[str, Any]:
     [
         ({}, "neither servers nor base_url"),
         ({"servers": [{"base_url": "http://a", "group_port": 1}], "group_port": 1}, "both given"),
+        (
+            {"servers": [{"base_url": "http://a", "group_port": 1}], "group_port": 1},
+            "brings: servers: null, or base_url",
+        ),
         ({"servers": []}, "must not be empty"),
         ({"base_url": [], "group_port": []}, "must not be empty"),
         ({"base_url": "http://a"}, "belong together"),

@@ -165,6 +165,16 @@ def test_dat_1_swift_one_ref_names_several_boxes_and_fractions(tmp_path):
     assert [o.coords for o in load_one(tmp_path, objects=objects).objects] == [(0, 0, 500, 999), (500, 0, 999, 999)]
 
 
+@pytest.mark.parametrize("excess", [5e-7, 2.2e-16, 1e-3])
+def test_dat_1_fractions_that_rounding_took_over_the_edge_are_clamped(tmp_path, excess):
+    """DAT-1: six digits of a YOLO line's centre and size add up to 1.0000005; and no fraction is further outside."""
+    objects = {"ref": ["cat"], "bbox": [[-excess, 0.5, 1 + excess, 1]], "bbox_type": "norm1"}
+    assert load_one(tmp_path, objects=objects).objects[0].coords == (0, 500, 999, 999)
+    objects["bbox"] = [[0, 0.5, 1.01, 1]]
+    with pytest.raises(DataError, match=r"1.01, 1\] lies outside the image"):
+        load_one(tmp_path, objects=objects)
+
+
 def test_dat_1_a_line_that_asks_by_itself_may_have_other_keys(tmp_path):
     """DAT-1: of its own, for rewards."""
     asked = {"query": "red", "prompts": 2}

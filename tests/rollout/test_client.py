@@ -676,7 +676,7 @@ def test_con_3_what_is_too_large_beside_others_is_asked_again_without_them_SRV_1
             for number, request in enumerate(body["infer_requests"]):
                 taken += request["uuid"] != "r3"
                 if request["uuid"] == "r3" or taken > 2:
-                    infos = {"error": "at most 2", "too_large": True}
+                    infos = {"error": f"{request['uuid']}: at most 2", "too_large": True}
                     outputs[number] = {"response": None, "response_token_ids": [], "rollout_infos": infos}
             if all("too_large" in output["rollout_infos"] for output in outputs):
                 return 400, {"detail": "at most 2"}
@@ -686,7 +686,7 @@ def test_con_3_what_is_too_large_beside_others_is_asked_again_without_them_SRV_1
         assert tokens(infer(client, 7)) == [[[100 + n]] if n != 3 else [] for n in range(7)]
         assert server.sizes() == [4, 2, 1, 3, 1]
         assert [call["splits"] for call in client.pop_calls()] == [0, 1, 1, 0, 1]
-        assert "2 of 4 requests go again in further calls" in caplog.text and "max_image_pixels" in caplog.text
+        assert "2 of 4 requests go again in further calls" in caplog.text and "others: r2: at most 2" in caplog.text
 
 
 def test_con_3_a_refused_path_stops_the_run():

@@ -223,7 +223,10 @@ def test_an_engine_over_t_devices_decodes_t_times_as_many_CFG_11(monkeypatch):
         monkeypatch.setenv(name, "")
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
     sizes = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.45, "max_model_len": 100, "decode_batch_size": 3}
-    colocate.start_engine(colocate.Model(path="m"), torch.device("cuda"), **sizes, sleeps=True)
+    model = colocate.Model(path="m", image_max_pixels=4096)
+    colocate.start_engine(model, torch.device("cuda"), **sizes, sleeps=True)
+    assert built["mm_processor_kwargs"] == model.processor_kwargs != {}
+    assert built["logprobs_mode"] == "processed_logprobs", "GRPO needs those that tokens are drawn from (GRP-6)"
     assert (built["max_num_seqs"], built["tensor_parallel_size"], built["gpu_memory_utilization"]) == (12, 4, 0.45)
     assert built["enable_sleep_mode"] is True and built["distributed_executor_backend"] == "external_launcher"
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "it would be compiled at the first request with top_p"

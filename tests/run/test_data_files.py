@@ -434,6 +434,11 @@ def test_a_sample_whose_ground_truth_fits_no_row_is_named_at_start_CFG_15_PCK_3(
         return build_config(edited(global_max_length=limit, RM__answer_format=form, RM__max_new_tokens=16))
 
     check_ground_truth(cfg_with(lengths[1]), Ranks(), [file], table)
+    with monkeypatch.context() as later:  # a later start does not look again (DAT-6)
+        later.setattr(IndexedFile, "__getitem__", lambda *_: pytest.fail("read again"))
+        again = IndexedFile(path, Index(tmp_path / "index"), reader)
+        for length in (lengths[1], lengths[1] + 1):
+            check_ground_truth(cfg_with(length), Ranks(), [again], table)
     with pytest.raises(SystemExit) as end:
         check_ground_truth(too_short := cfg_with(lengths[1] - 1), Ranks(), [file], table)
     told = capsys.readouterr().err

@@ -393,6 +393,21 @@ def test_ROL_7_rows_longer_than_the_colocated_engine_can_hold_are_told_before_an
     assert status == 2 and f"ends at {longest} positions; lower it" in error, error
 
 
+def test_ROL_7_heads_that_the_colocated_engine_cannot_divide_are_told_before_anything_starts(
+    folder, start_model, server, start, monkeypatch
+):
+    """ROL-7: vLLM would refuse the size, but only after the model has been loaded."""
+    monkeypatch.setattr(setup, "check_ranks", lambda *_: pytest.fail("went on"))
+    heads = json.loads((start_model / "config.json").read_text())["text_config"]["num_attention_heads"]
+    config = write_config(folder, start_model, server)
+    written = yaml.safe_load(config.read_text())
+    matching = written["custom"]["extra"]["rollout_matching"]
+    matching["vllm"] = {"mode": "colocate", "tensor_parallel_size": heads + 1}
+    config.write_text(yaml.safe_dump(written))
+    status, _, error = start(train_stage2, config)
+    assert status == 2 and f"vllm.tensor_parallel_size={heads + 1}: cannot divide" in error, error
+
+
 @pytest.mark.parametrize("launched", [None, "make train GPUS=3 CONFIG=c.yaml RESUME=auto"])
 def test_LRN_5_the_way_to_start_again_names_the_checkpoint_once(monkeypatch, launched):
     """LRN-5: what `tools.launch` has on record has `--resume` already."""

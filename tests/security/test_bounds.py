@@ -25,6 +25,7 @@ from fastapi import HTTPException
 from pydantic import ValidationError
 
 from tests.e2e.processes import free_port
+from tests.server.test_images import png_with_text, tiff_of_strips
 from utils.server import app, protocol
 from utils.server.engine import BadCall
 
@@ -119,7 +120,11 @@ def text(content: str) -> dict:
 
 
 def pictures(number: int, side: int) -> dict:
-    return {"messages": [{"role": "user", "content": "<image>" * number}], "images": [png(side)] * number}
+    return showing(*[png(side)] * number)
+
+
+def showing(*images: str) -> dict:
+    return {"messages": [{"role": "user", "content": "<image>" * len(images)}], "images": list(images)}
 
 
 ROWS = {
@@ -136,6 +141,7 @@ ROWS = {
     "a picture of 64 Mi pixels": (lambda: call(pictures(1, 8192)), "at most 16777216 pixels"),
     "six pictures of 64 Mi pixels": (lambda: call(*[pictures(1, 8192)] * 6), "at most 16777216 pixels"),
     "eight pictures of 16 Mi pixels": (lambda: call(pictures(8, 4096)), "at most 16777216 pixels"),
+    "a picture of 2.9 million strips": (lambda: call(showing(tiff_of_strips(2_900_000))), "2900000 strips or tiles"),
     "a hundred thousand stop strings": (
         lambda: call(*[HELLO] * 8, request_config={"stop": [f"stop {i}" for i in range(100_000)]}),
         "at most 16 items",
@@ -154,6 +160,14 @@ def test_a_small_body_costs_little_and_names_its_limit_SRV_10(server, row):
         answer = server.post("/infer/", body)
     assert 400 <= answer.status_code < 500 and words in answer.text, answer.text[:500]
     assert len(answer.content) < 20_000
+    assert seen["wait"] < 3.0 and seen["growth"] < 300 << 20, seen
+
+
+def test_texts_in_pictures_cost_little_SRV_10(server):
+    """SRV-10: 86 KiB of a PNG unpack to 63 MiB of text."""
+    with server.watched() as seen:
+        outputs = server.post("/infer/", call(*[showing(png_with_text(63))] * 12)).json()
+    assert all("Too much memory used in text chunks" in output["rollout_infos"]["error"] for output in outputs)
     assert seen["wait"] < 3.0 and seen["growth"] < 300 << 20, seen
 
 
@@ -270,18 +284,22 @@ def test_large_answers_are_written_beside_the_loop_SRV_10():
     assert found == [expected] * 200
 
 
-def test_the_most_likely_tokens_of_a_call_have_a_bound_SRV_10():
-    """SRV-10: 512 positions of the model, unless the call allows fewer tokens."""
+def test_the_logprobs_of_a_call_have_a_bound_SRV_10():
+    """SRV-10: 512 positions of the model, unless the call allows fewer tokens. The client splits what is refused."""
     from tests.server.test_engine import ask, make
     from utils.server.protocol import RequestConfig
 
     _, engine, _ = make()
     many, limits = {"logprobs": True, "top_logprobs": 20}, [{}, {"max_tokens": 10**6}]
     for limit in limits:
-        with pytest.raises(BadCall, match="103 requests x max_tokens x top_logprobs is at most 1048576; send fewer"):
+        with pytest.raises(
+            BadCall, match=r"103 requests x max_tokens x \(1 \+ top_logprobs\) is at most 1048576; send"
+        ):
             asyncio.run(engine.infer(ask(*["bad"] * 103), RequestConfig(**many | limit)))
-    for config in (many | {"max_tokens": 509}, {"logprobs": True}, many | {"logprobs": False}):
+    for config in (many | {"max_tokens": 484}, {"logprobs": True}, many | {"logprobs": False}):
         assert len(asyncio.run(engine.infer(ask(*["bad"] * 103), RequestConfig(**config)))) == 103
+    with pytest.raises(BadCall, match="2049 requests"):
+        asyncio.run(engine.infer(ask(*["bad"] * 2049), RequestConfig(logprobs=True)))
 
 
 def test_one_large_body_is_parsed_at_a_time_SRV_10(monkeypatch):
@@ -311,7 +329,8 @@ def test_one_large_body_is_parsed_at_a_time_SRV_10(monkeypatch):
             headers = {"content-type": "application/json"}
             large = [client.post("/infer/", content=b"x" * (1 << 20), headers=headers) for _ in range(3)]
             calls = asyncio.gather(*large)
-            await asyncio.sleep(0.1)
+            while not parsing:
+                await asyncio.sleep(0.01)
             await client.post("/infer/", content=b"x", headers=headers)
             return await calls
 

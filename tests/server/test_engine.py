@@ -775,7 +775,8 @@ def test_a_request_queued_over_a_change_of_the_lora_slot_is_made_again_SYN_8_SYN
             await update(adapter)
             llm.admits.clear()
         waiting = asyncio.ensure_future(engine.infer(ask("a"), RequestConfig()))
-        await asyncio.sleep(0.1)
+        while not engine.ids_in_flight:
+            await asyncio.sleep(0.01)
         await update(adapter if then == "adapter" else UPDATE)
         await waiting
         assert llm.slots == ([None, 1] if then == "adapter" else [1, None])

@@ -168,6 +168,54 @@ def test_what_decodes_to_more_than_its_size_says_counts_as_much_SRV_10(monkeypat
         ImageStore([]).open_all([tiled_tiff(64)])
 
 
+def tiff_of_strips(number: int, order: str = "<", is_big: bool = False) -> str:
+    """A grey TIFF of 8 x 8 pixels, with places of so many strips of one row."""
+    entry, whole = ("HHQQ", "2sHHHQQ") if is_big else ("HHLL", "2sHLH")
+    tags = [
+        (256, 1, 8),
+        (257, 1, 8),
+        (258, 1, 8),
+        (259, 1, 1),
+        (262, 1, 1),
+        (273, number, 300),
+        (277, 1, 1),
+        (278, 1, 1),
+    ]
+    mark = b"II" if order == "<" else b"MM"
+    head = (mark, 43, 8, 0, 16, len(tags)) if is_big else (mark, 42, 8, len(tags))
+    data = struct.pack(order + whole, *head)
+    for tag, count, value in tags:  # kind 4 is a long; a short value stands at the beginning of its field
+        field = struct.pack(order + ("L4x" if is_big and count == 1 else entry[-1]), value)
+        data += struct.pack(order + entry[:-1], tag, 4, count) + field
+    data += bytes(300 - len(data)) + struct.pack(order + "L", 250) * number
+    return "data:image/tiff;base64," + base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize(("order", "is_big"), [("<", False), (">", False), ("<", True)])
+def test_a_tiff_of_too_many_strips_is_refused_before_it_is_opened_SRV_10(order, is_big, monkeypatch):
+    """SRV-10: Pillow lists them all, whatever the image's size."""
+    assert ImageStore([]).open_all([tiff_of_strips(8, order, is_big)])[0].size == (8, 8)
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("was opened"))
+    with pytest.raises(TooLarge, match="65537 strips or tiles, more than 65536"):
+        ImageStore([]).open_all([tiff_of_strips(65_537, order, is_big)])
+
+
+def png_with_text(number: int) -> str:
+    """A PNG of 8 x 6 pixels with so many texts of a megabyte, which take a kilobyte each."""
+    packed, content = zlib.compress(bytes(1_000_000)), png()
+    chunks = [b"zTXt" + b"k%d\0\0" % i + packed for i in range(number)]
+    packed = b"".join(struct.pack(">L", len(own) - 4) + own + struct.pack(">L", zlib.crc32(own)) for own in chunks)
+    return "data:image/png;base64," + base64.b64encode(content[:33] + packed + content[33:]).decode()
+
+
+def test_what_a_file_tells_besides_pixels_is_not_kept_SRV_10():
+    """SRV-10: an image waits in memory until its request is answered."""
+    with pytest.raises(ValueError, match="Too much memory used in text chunks"):
+        ImageStore([]).open_all([png_with_text(5)])
+    kept = ImageStore([]).open_all([png_with_text(3)])[0]
+    assert kept.size == (8, 6) and kept.info == {} and not getattr(kept, "text", None)
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
 def test_nine_formats_are_read(kind):
     """SRV-5"""

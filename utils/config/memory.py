@@ -147,6 +147,9 @@ def relative_flops(size: ModelSize, num_checkpointed: int | None, zero_stage: in
     return backward / max(forward, 1), recomputed / max(forward, 1) * num / layers
 
 
+_PARTS_OF_EXPERTS = {"experts", "gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+
+
 def _architecture(path: Path) -> tuple[dict[str, Any], str]:
     """Return `config.json`, or that of the released model the path names, and its source; empty without either."""
     try:
@@ -347,6 +350,23 @@ def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
 def heads_problem(cfg: Config, devices: int) -> str | None:
     """Why the language model cannot be split over so many devices, where its heads are known."""
     return split_problem(_text_config(cfg), devices)
+
+
+def adapters_problem(cfg: Config) -> str | None:
+    """Why a local checkpoint takes no adapters on entries of `tuner.target_modules`: they select experts only."""
+    targets = cfg.tuner.target_modules
+    if cfg.tuner.type != "lora" or not isinstance(targets, list) or not _text_config(cfg).get("num_experts"):
+        return None
+    names = [name for name, _ in _tensor_shapes(Path(cfg.model.path)) if ".experts." not in name]
+    modules = [f".{name.rpartition('.')[0]}" for name in names]
+    wrong = [
+        target
+        for target in targets
+        if target.rpartition(".")[2] in _PARTS_OF_EXPERTS and not any(own.endswith(f".{target}") for own in modules)
+    ]
+    if not wrong or not names:
+        return None
+    return f"{', '.join(wrong)} are experts here, which take no adapters; leave them out, or set tuner.type: full"
 
 
 def experts_problem(cfg: Config, settings: ServerSettings, devices: int) -> str | None:

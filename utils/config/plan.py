@@ -21,6 +21,7 @@ from utils.config.memory import (
     RUNTIME_GIB,
     CacheSize,
     ModelSize,
+    adapters_problem,
     cache_size,
     checkpointed_layers,
     experts_problem,
@@ -152,6 +153,8 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
 def _impossible(cfg: Config, plan: Plan) -> list[str]:
     """A tuner that trains nothing, or names modules that the model does not have."""
     found, size, tuner = list[str](), plan.model_size, cfg.tuner
+    if rule := adapters_problem(cfg):
+        return [problem(cfg, "tuner.target_modules", rule)]
     for key in ("target_modules", "modules_to_save"):
         given = getattr(tuner, key)
         for name in given if size and size.words and isinstance(given, list) else []:
@@ -249,7 +252,21 @@ def step_remarks(cfg: Config, num_steps: int) -> list[str]:
         found.append(f"training.eval_steps={training.eval_steps}: {run}; it is evaluated only at its {when}; lower it")
     if cfg.custom.val_jsonl and not training.eval_steps and not training.eval_at_start:
         found.append("training.eval_steps=0: custom.val_jsonl is never evaluated; set it, or drop custom.val_jsonl")
-    return found
+    return found + _patience_remarks(cfg)
+
+
+def _patience_remarks(cfg: Config) -> list[str]:
+    """Limits of a rank that waits for a server, beyond those of the ranks that wait for it."""
+    if cfg.connection is None:
+        return []
+    own, rm = cfg.training.rank_timeout_s, cfg.rm
+    limits = {
+        "rlhf.vllm_server_timeout" if cfg.is_grpo else f"{RM}.vllm.server.timeout_s": cfg.connection.timeout_s,
+        "rlhf.sync.timeout_s" if cfg.is_grpo else f"{RM}.vllm.sync.timeout_s": rm.vllm.sync.timeout_s,
+    }
+    rule = "is longer, and a rank gives up on another that waits for a server; raise it"
+    longer = {key: limit for key, limit in limits.items() if limit > own}
+    return [f"training.rank_timeout_s={own:g}: {key}={limit:g} {rule}" for key, limit in longer.items()]
 
 
 def max_tokens_per_step(cfg: Config, world_size: int) -> int:

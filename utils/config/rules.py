@@ -136,7 +136,7 @@ def _server_form(cfg: Config) -> Found:
     paired = server.base_url is not None or server.group_port is not None
     if paired == (server.servers is not None):
         both = "servers and base_url/group_port are both given" if paired else "neither servers nor base_url is given"
-        unset = "; unset what `extends` brings with base_url: null, group_port: null" if paired else ""
+        unset = "; unset what `extends` brings: servers: null, or base_url: null and group_port: null" if paired else ""
         yield path, f"{both}; give exactly one: servers, or base_url with group_port{unset}"
     elif paired and (server.base_url is None or server.group_port is None):
         yield path, "base_url and group_port belong together; give both"

@@ -182,7 +182,7 @@ class Async(Section):
 
 
 class MonitorDump(Section):
-    """Images and texts of a few samples, saved in the run directory."""
+    """Images and texts of a few samples, saved in the run directory; with GRPO texts, rewards and advantages."""
 
     every_steps: int = key(0, "optimizer steps between dumps; 0 is off", ge=0)
     num_samples: PositiveInt = key(4, "samples per dump")

@@ -18,9 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 MAX_IMAGE_BYTES = 64 << 20
+PngImagePlugin.MAX_TEXT_MEMORY = 4 << 20  # unpacked, of one image (Pillow: 64 MiB); a server opens many at once
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS, which runs a program
 EXIF_ORIENTATION = 0x0112
 _TURNS = {  # by the orientation of an image as it is stored
@@ -45,7 +46,8 @@ def shortened(source: str | os.PathLike) -> str:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to RGB, turned as the EXIF tag says, transparency on white. Raises ValueError for deep grey values."""
+    """Convert to RGB, turned as the EXIF tag says, transparency on white, without what else the file tells (profiles,
+    texts). Raises ValueError for deep grey values."""
     check_depth(image)
     image.load()  # Pillow turns a TIFF here
     # ImageOps.exif_transpose also writes the other tags anew, which fails where one has an unusual type.
@@ -53,9 +55,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if turn is not None:  # FLIP_LEFT_RIGHT is 0
         image = image.transpose(turn)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+        image = image if image.mode == "RGBA" else image.convert("RGBA")  # one copy less
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    rgb = image.convert("RGB")
+    rgb.info.clear()
+    return rgb
 
 
 def check_depth(image: Image.Image) -> None:

@@ -9,6 +9,7 @@ that decides what it holds: the file's content and place, how lines are read, an
     bad.jsonl     lines that cannot be used, as `skipped.jsonl` of the run has them
     unfit.txt     `file:line: reason` where a good line lacks what a reward needs
     about.json    numbers of all these, and of objects, the labels, and the folders of images; written last
+    fits.json     row length that was found to hold prompt and ground truth of each line, once a run has looked
 """
 
 from __future__ import annotations
@@ -248,6 +249,16 @@ class Index:
         """Have the next start make it anew. Ranks that have opened it read on: no byte that they map is taken away."""
         (self.folder / "about.json").unlink(missing_ok=True)
 
+    def truth_fits(self, row_length: int) -> bool:
+        """Whether an earlier start has found that prompt and ground truth of each line fit such a row (PCK-3)."""
+        try:
+            return json.loads((self.folder / "fits.json").read_text()) <= row_length
+        except (OSError, ValueError):
+            return False
+
+    def note_truth_fits(self, row_length: int) -> None:
+        (self.folder / "fits.json").write_text(json.dumps(row_length))
+
     def problems(self, skips_bad: bool) -> Iterator[str]:
         """`file:line: reason` of all that stops a run, which may leave out bad lines if any line is good."""
         if not skips_bad or not len(self.lines):
@@ -319,7 +330,7 @@ class IndexedFile(Sequence[Sample]):
         teacher_forced_ratio: float | None = None,
         limit: int | None = None,
     ) -> None:
-        self.path, self._reader, self.forget_index = os.fspath(path), reader, index.forget
+        self.path, self._reader, self.index = os.fspath(path), reader, index
         self._lines, self._images, self._folders = index.lines[:limit], index.images, index.folders
         self._annotated = None if annotated is None else frozenset(map(normal_label, annotated))
         self._teacher_forced_ratio = teacher_forced_ratio

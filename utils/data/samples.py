@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Annotation tools round outwards: a point at most this far outside the image is clamped, any other is a mistake.
 EDGE_TOLERANCE_PX = 0.5
+EDGE_TOLERANCE = 1e-3  # of fractions (norm1): rounded centres and sizes add up to a little more than 1
 # A description that spells a special token would change the structure of the response.
 SPECIAL_TOKEN = re.compile(r"<\|[^|>]*\|>")
 # JSON escapes can spell lone surrogates, which no tokenizer accepts and no file can hold.
@@ -614,7 +615,7 @@ def _read_object(item: Any, size: tuple[int, int] | None, grid: Grid) -> Object:
     if size == (0, 0):
         raise _Mistake("size", ": there is no image size; the line needs width and height")
     width, height = size
-    slack = 0.0 if width == 1.0 else EDGE_TOLERANCE_PX
+    slack = EDGE_TOLERANCE if width == 1.0 else EDGE_TOLERANCE_PX
     if not all(-slack <= x <= limit + slack for x, limit in zip(numbers, cycle(size), strict=False)):
         raise _Mistake("outside", f".{kind}: {numbers} lies outside the image of {width} x {height}")
     return Object(desc, kind, pixels_to_bins(numbers, width, height, grid))

@@ -7,6 +7,7 @@ head, frozen together with the llm), `vit` (vision tower) and `aligner` (what ma
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -22,6 +23,8 @@ from utils.config.schema import Training, Tuner
 from utils.families import PARTS, family_in, family_of, part_of
 from utils.packing import Batch, PositionIds
 from utils.sync.merged_weights import MergedWeights
+
+logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 
@@ -127,6 +130,10 @@ def adapter_targets(model: nn.Module, tuner: Tuner) -> list[str]:
                 f"tuner.target_modules: no linear layer (except the head) has a name that ends in {unknown}"
             )
         selected = [name for name in linear if any(_ends_with(name, entry) for entry in wanted)]
+        if any(".shared_expert." in name for name in selected):
+            logger.warning(
+                "tuner.target_modules: of the experts only the shared one gets adapters; others stay as they are"
+            )
     whole = saved_modules(model, tuner)
     chosen = [name for name in selected if part_of(name) not in frozen and not _is_within(name, whole)]
     if not chosen and not whole:

@@ -195,10 +195,12 @@ class ServerBatch:
         Raises: RolloutError for a refused request, or too many failed ones.
         """
         again: list[range] = []
+        reasons = []
         for number, output in zip(numbers, outputs, strict=True):
             if output["rollout_infos"].get("too_large") and len(numbers) > 1:  # a call's images have a limit together
                 joins = again and again[-1].stop == number
                 again.append(range(again.pop().start if joins else number, number + 1))
+                reasons.append(output["rollout_infos"].get("error"))
                 continue
             error = output["rollout_infos"].get("error")
             where = f"{self.client.url(self.index)}, request {self.job.infer_requests[number].get('uuid') or number}"
@@ -213,9 +215,8 @@ class ServerBatch:
             self.job.outputs[number] = output
         if again:
             log.warning(
-                "%s: %d of %d requests go again in further calls, as their images are too large together; raise "
-                "rollout_server.max_image_pixels to have them answered at once",
-                *(self.client.url(self.index), sum(map(len, again)), len(numbers)),
+                "%s: %d of %d requests go again in further calls; the first was refused beside the others: %s",
+                *(self.client.url(self.index), len(reasons), len(numbers), reasons[0]),
             )
             self.num_splits += 1
         return [(own, 0) for own in reversed(again)]

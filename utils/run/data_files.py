@@ -43,7 +43,7 @@ def open_data(
         check_images(cfg, ranks.is_main, train, val)
     except SystemExit:
         for file in [*train, *val] * ranks.is_main:
-            file.forget_index()
+            file.index.forget()
         raise
     return train, val
 
@@ -147,7 +147,7 @@ def check_ground_truth(cfg: Config, ranks: Ranks, train: Sequence[IndexedFile], 
     """Exit with status 2 and name the training samples whose prompt and whole ground truth fit no row (collective).
 
     A sample becomes such a sequence where it is teacher-forced or its answer is of no use, so that it would stop the
-    run when it is drawn, and the resumed run as well (PCK-3).
+    run when it is drawn, and the resumed run as well (PCK-3). Where all fit, later starts need not look (DAT-6).
     """
     limit = cfg.global_max_length
     if cfg.is_grpo or limit is None or table is None:
@@ -155,7 +155,8 @@ def check_ground_truth(cfg: Config, ranks: Ranks, train: Sequence[IndexedFile], 
 
     def lengths(alive: Callable[[], None]) -> str | None:
         found = []
-        for file in train:
+        unknown = [file for file in train if not file.index.truth_fits(limit)]
+        for file in unknown:
             for index in np.flatnonzero(file.num_tokens + file.max_answer_tokens.astype(np.int64) >= limit):
                 alive()
                 sample = file[index]
@@ -163,6 +164,8 @@ def check_ground_truth(cfg: Config, ranks: Ranks, train: Sequence[IndexedFile], 
                 if needed > limit:
                     found.append(f"{sample.source}: prompt and ground truth make {needed} tokens")
         if not found:
+            for file in unknown:
+                file.index.note_truth_fits(limit)
             return None
         rule = f"{len(found)} training samples do not fit; raise it, or remove them"
         return f"{problem(cfg, 'global_max_length', rule)}\n{DataError(found[:MAX_SHOWN], len(found[MAX_SHOWN:]))}"

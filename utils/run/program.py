@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 
 from utils.config.checkpoint_files import adapter_problems, checkpoint_problems
 from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
+from utils.config.memory import adapters_problem, heads_problem
 from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry_run
 from utils.dist import COMMAND_NAME, capture_error
 from utils.families import family_in, longest_sequence, read_config
@@ -28,18 +29,19 @@ def run_program(
     description: str,
     set_up: Callable[[Config, str | None, Sequence[str]], AnyProgram],
     train: Callable[[AnyProgram], None],
-    check: Callable[[Config], None] = lambda cfg: None,
+    check: Callable[[Config, bool], object] = lambda cfg, is_dry_run: None,
 ) -> NoReturn:
     """Read the command line, then run `train(set_up(config, checkpoint to resume, accepted changes))` to its end.
 
     Args:
         script: the program's file, which trains configs of `variant` (CFG-4).
-        check: exits with status 2 for what the program finds wrong with the config, before anything else starts.
+        check: exits with status 2 for what the program finds wrong with the config, before anything else starts. In a
+            dry run (its second argument) it touches no device.
     """
     args = parse_args(description)
     cfg = load_config_or_exit(args.config)
     require_variant(cfg, variant, script)
-    check(cfg)
+    check(cfg, args.dry_run)
     if args.dry_run:
         print_dry_run(cfg, args.world_size, args.device_gib)
         if os.environ.get("RANK", "0") == "0":  # under a launcher, one printout is enough
@@ -106,11 +108,16 @@ def model_problems(cfg: Config) -> list[str]:
     adapter = cfg.tuner.adapter_path
     if adapter is not None:
         found += [problem(cfg, "tuner.adapter_path", rule) for rule in adapter_problems(Path(adapter))]
+    if not found and os.path.isdir(start) and (rule := adapters_problem(cfg)):
+        found.append(problem(cfg, "tuner.target_modules", rule))
     if cfg.is_colocate and not found and os.path.isdir(start):
         longest = longest_sequence(read_config(start))
         if longest and (cfg.global_max_length or 0) > longest:
             rule = f"is the colocated engine's length too, but the model ends at {longest} positions; lower it"
             found.append(problem(cfg, "global_max_length", rule))
+        if rule := heads_problem(cfg, cfg.rm.vllm.tensor_parallel_size):
+            rule += ", and of the number of learners; 1 always is one"
+            found.append(problem(cfg, cfg.rollout_path("vllm.tensor_parallel_size"), rule))
     return found
 
 

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 ADAPTER = LoRARequest("learner", ADAPTER_ID, "(in memory)")  # vLLM uses a filled slot without a look at the path
 CALL_IMAGES = 16  # a call's images have at most so many times the pixels of a request's
-MAX_LOGPROBS = 1 << 20  # of a call that asks for the most likely tokens, too
+MAX_LOGPROBS = 1 << 20  # of a call; each takes about 1 KiB
 NUM_RETRIES = 2  # of a request that the engine ends with an error
 NO_VERSION = "default"  # vLLM's name for weights that were never updated
 WATCH_INTERVAL_S = 5.0  # at most, between two checks that the engines are alive
@@ -152,8 +152,8 @@ class RolloutEngine:
         """
         self.check_alive()
         num_tokens = len(requests) * min(config.max_tokens or self.max_model_len, self.max_model_len)
-        if config.logprobs and config.top_logprobs and num_tokens * config.top_logprobs > MAX_LOGPROBS:
-            sizes = f"{len(requests)} requests x max_tokens x top_logprobs"
+        if config.logprobs and num_tokens * (1 + (config.top_logprobs or 0)) > MAX_LOGPROBS:
+            sizes = f"{len(requests)} requests x max_tokens x (1 + top_logprobs)"
             raise BadCall(f"{sizes} is at most {MAX_LOGPROBS}; send fewer at once, or lower one of these")
         pixels = PixelBudget(CALL_IMAGES * self.images.max_pixels, "call")
         answers = [

@@ -13,6 +13,7 @@ import io
 import os
 import re
 import stat
+import struct
 import threading
 import time
 import urllib.request
@@ -22,13 +23,24 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH, TiffImageFile
+from PIL.TiffImagePlugin import (
+    PREFIXES,
+    STRIPBYTECOUNTS,
+    STRIPOFFSETS,
+    TILEBYTECOUNTS,
+    TILELENGTH,
+    TILEOFFSETS,
+    TILEWIDTH,
+    TiffImageFile,
+)
 
 from utils.config.rollout import MAX_IMAGE_PIXELS
 from utils.data.images import FORMATS, MAX_IMAGE_BYTES, shortened, to_rgb
 from utils.data.prompts import TooLarge
 
 MAX_DECODING = 64 << 20  # pixels decoded at once
+MAX_PIECES = 1 << 16  # of a TIFF
+_PIECES = {STRIPOFFSETS, STRIPBYTECOUNTS, TILEOFFSETS, TILEBYTECOUNTS}
 URL_TIMEOUT_S = 20.0  # without a byte
 URL_TOTAL_S = 60.0  # for the body
 _MAGIC = re.compile(
@@ -76,6 +88,22 @@ def _decoded_pixels(image: Image.Image) -> int:
     return pixels
 
 
+def _check_tags(data: bytes) -> None:
+    """Raise TooLarge for a TIFF with more strips or tiles than `MAX_PIECES`: Pillow lists them all when it opens it,
+    however small the image is."""
+    if not data.startswith(tuple(PREFIXES)):
+        return
+    order, is_big = ">" if data.startswith(b"MM") else "<", data[2] == ord("+")  # as Pillow reads the header
+    first, number, entry = (f"{order}{own}" for own in (("8xQ", "Q", "HHQ8x") if is_big else ("4xL", "H", "HHL4x")))
+    (start,) = struct.unpack_from(first, data)
+    (num_tags,) = struct.unpack_from(number, data, start)
+    tags = memoryview(data)[start + struct.calcsize(number) :]
+    num_tags = min(num_tags, len(tags) // struct.calcsize(entry))
+    for tag, _, count in struct.iter_unpack(entry, tags[: num_tags * struct.calcsize(entry)]):
+        if tag in _PIECES and count > MAX_PIECES:
+            raise TooLarge(f"it has {count} strips or tiles, more than {MAX_PIECES}; write it with larger ones")
+
+
 class ImageStore:
     """Read images from data URIs, base64, http(s) URLs if `allow_urls`, and files below the directories `roots`, which
     must hold them after all `..` and symbolic links are resolved."""
@@ -104,6 +132,7 @@ class ImageStore:
     def _open(self, source: str, budgets: Sequence[PixelBudget]) -> Image.Image:
         data = self._read(source)
         try:
+            _check_tags(data)
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             for budget in budgets:
                 budget.take(image.width * image.height)
