@@ -28,6 +28,7 @@ RUNTIME_GIB = 3
 LAYER = r"(?:^|\.)layers\.(\d+)\."  # of the language model, in the name of one of its parameters
 # Of a safetensors header. Qwen3.5's files hold a draft model (mtp), which is neither trained nor served.
 _LEFT_OUT = ("__metadata__", "mtp.")
+_PARTS_OF_EXPERTS = {"experts", "gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -145,9 +146,6 @@ def relative_flops(size: ModelSize, num_checkpointed: int | None, zero_stage: in
     layers = max(size.num_layers, 1)
     num = layers if num_checkpointed is None else min(num_checkpointed, layers)
     return backward / max(forward, 1), recomputed / max(forward, 1) * num / layers
-
-
-_PARTS_OF_EXPERTS = {"experts", "gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 
 
 def _architecture(path: Path) -> tuple[dict[str, Any], str]:
