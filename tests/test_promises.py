@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import PngImagePlugin
 
 pytest.importorskip("vllm")
 
@@ -33,7 +34,9 @@ SECURITY = [
     f"wait for a byte takes more than {images.URL_TIMEOUT_S:g} s",
     f"next step for `timeout_s` (at most {weight_updates.MAX_SILENCE_S:g} s)",
     f"Bodies of at most {app.MAX_BODY_BYTES >> 20} MiB and {app.MAX_VALUES:,} values (413)",
-    f"x `top_logprobs` of a call are at most {engine.MAX_LOGPROBS:,} (422)",
+    f"of a call that asks for log-probabilities are at most {engine.MAX_LOGPROBS:,} (422)",
+    f"it has at most {images.MAX_PIECES:,} strips or tiles; a PNG's texts have at most "
+    f"{PngImagePlugin.MAX_TEXT_MEMORY >> 20} MiB",
     f"one body of more than {app.LARGE_BODY_BYTES >> 20} MiB is parsed at a time",
     f"at most {weight_updates.MAX_UPDATE_BYTES >> 50} PiB, a communicator at most {protocol.MAX_RANKS} ranks",
     f"or the learner has not answered for {vllm_worker.LEARNER_TIMEOUT_S:g} s",

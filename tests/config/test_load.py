@@ -550,9 +550,12 @@ def test_CFG_15_server_to_launch() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({f"{RM}.vllm.mode": "colocate"}, f'{RM}.vllm.mode="colocate": .* as the learners generate by themselves'),
-        ({f"{RM}.rollout_backend": "hf"}, f'{RM}.rollout_backend="hf": .* set {RM}.vllm.mode: server'),
-        ({f"{RM}.teacher_forced_ratio": 1.0}, f'{RM}.vllm.mode="server": .* as nothing is generated'),
+        ({f"{RM}.vllm.mode": "colocate"}, f'{RM}.vllm.mode="colocate": .* as its learners generate'),
+        (
+            {f"{RM}.rollout_backend": "hf"},
+            f'{RM}.rollout_backend="hf": .* set {RM}.rollout_backend: vllm and .*: server',
+        ),
+        ({f"{RM}.teacher_forced_ratio": 1.0}, "training.eval_steps=0: .* as nothing is generated"),
     ],
 )
 def test_CFG_15_a_run_that_needs_no_server_says_why(changes, expected) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import gc
+import io
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import requests
 from fastapi import HTTPException
+from PIL import Image
 from pydantic import ValidationError
 
 from tests.e2e.processes import free_port
@@ -169,6 +171,16 @@ def test_texts_in_pictures_cost_little_SRV_10(server):
         outputs = server.post("/infer/", call(*[showing(png_with_text(63))] * 12)).json()
     assert all("Too much memory used in text chunks" in output["rollout_infos"]["error"] for output in outputs)
     assert seen["wait"] < 3.0 and seen["growth"] < 300 << 20, seen
+
+
+def test_a_picture_with_transparency_costs_no_more_than_a_call_may_SRV_10(server):
+    """SRV-10: 39 KiB of the largest picture that is allowed, in the form that takes most."""
+    buffer = io.BytesIO()
+    Image.new("RGBA", (4096, 4096), (9, 8, 7, 100)).save(buffer, "WEBP")
+    picture = "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+    with server.watched() as seen:
+        answer = server.post("/infer/", call(showing(picture)))
+    assert answer.status_code == 200 and seen["growth"] < 300 << 20, (answer.text[:500], seen)
 
 
 def test_a_request_that_is_too_large_fails_alone_SRV_10(server):

@@ -242,11 +242,14 @@ def require_server(cfg: Config, index: int) -> ServerAddress:
     servers = cfg.servers()
     if cfg.rs is None:
         raise ConfigError([problem(cfg, RS, "is required to launch a server; add it with vllm_max_model_len")])
+    if not servers and not cfg.generates:
+        rule = "this run needs no server, as nothing is generated, not even for an evaluation; start the learner alone"
+        raise ConfigError([problem(cfg, "training.eval_steps", rule)])
     if not servers:
-        key = cfg.rollout_path("vllm.mode" if cfg.rm.rollout_backend == "vllm" else "rollout_backend")
-        why = "the learners generate by themselves" if cfg.generates else "nothing is generated"
-        rule = f"this run needs no server, as {why}; to have it use one, set {cfg.rollout_path('vllm.mode')}: server"
-        raise ConfigError([problem(cfg, key, rule)])
+        backend, mode = cfg.rollout_path("rollout_backend"), cfg.rollout_path("vllm.mode")
+        way_out = f"{backend}: {'true' if cfg.is_grpo else 'vllm'} and {mode}: server"
+        rule = f"this run needs no server, as its learners generate; start them alone, or set {way_out}"
+        raise ConfigError([problem(cfg, mode if cfg.uses_vllm else backend, rule)])
     if not 0 <= index < len(servers):
         rule = f"there are {len(servers)} servers, so no --server-index {index}; add the server or use a smaller index"
         raise ConfigError([problem(cfg, cfg.rollout_path("vllm.server"), rule)])

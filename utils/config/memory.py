@@ -350,7 +350,7 @@ def heads_problem(cfg: Config, devices: int) -> str | None:
     return split_problem(_text_config(cfg), devices)
 
 
-def adapters_problem(cfg: Config) -> str | None:
+def expert_adapters_problem(cfg: Config) -> str | None:
     """Why a local checkpoint takes no adapters on entries of `tuner.target_modules`: they select experts only."""
     targets = cfg.tuner.target_modules
     if cfg.tuner.type != "lora" or not isinstance(targets, list) or not _text_config(cfg).get("num_experts"):

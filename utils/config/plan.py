@@ -21,9 +21,9 @@ from utils.config.memory import (
     RUNTIME_GIB,
     CacheSize,
     ModelSize,
-    adapters_problem,
     cache_size,
     checkpointed_layers,
+    expert_adapters_problem,
     experts_problem,
     heads_problem,
     learner_memory,
@@ -153,7 +153,7 @@ def make_plan(cfg: Config, world_size: int, device_gib: float = DEVICE_GIB, has_
 def _impossible(cfg: Config, plan: Plan) -> list[str]:
     """A tuner that trains nothing, or names modules that the model does not have."""
     found, size, tuner = list[str](), plan.model_size, cfg.tuner
-    if rule := adapters_problem(cfg):
+    if rule := expert_adapters_problem(cfg):
         return [problem(cfg, "tuner.target_modules", rule)]
     for key in ("target_modules", "modules_to_save"):
         given = getattr(tuner, key)

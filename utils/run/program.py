@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 from utils.config.checkpoint_files import adapter_problems, checkpoint_problems
 from utils.config.load import Config, exit_with, load_config_or_exit, problem, require_variant
-from utils.config.memory import adapters_problem, heads_problem
+from utils.config.memory import expert_adapters_problem, heads_problem
 from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry_run
 from utils.dist import COMMAND_NAME, capture_error
 from utils.families import family_in, longest_sequence, read_config
@@ -108,7 +108,7 @@ def model_problems(cfg: Config) -> list[str]:
     adapter = cfg.tuner.adapter_path
     if adapter is not None:
         found += [problem(cfg, "tuner.adapter_path", rule) for rule in adapter_problems(Path(adapter))]
-    if not found and os.path.isdir(start) and (rule := adapters_problem(cfg)):
+    if not found and os.path.isdir(start) and (rule := expert_adapters_problem(cfg)):
         found.append(problem(cfg, "tuner.target_modules", rule))
     if cfg.is_colocate and not found and os.path.isdir(start):
         longest = longest_sequence(read_config(start))
