@@ -75,8 +75,8 @@ study: $(READY) ## the runs behind docs/results.md that are still missing; hours
 	$(BIN)/python -m studies.results $(ARGS)
 
 ##@ Test (on CPU)
-# Two files at a time, in their order: the long ones, with real processes, come early.
-TWO = -n 2 --dist loadfile --no-loadscope-reorder
+# Two files at a time, in their order: the long ones, with real processes, come early. The longest tests are named.
+TWO = -n 2 --dist loadfile --no-loadscope-reorder --durations=150 --durations-min=5
 
 test: $(READY) ## the tests, real server and learner included
 	$(BIN)/python -m pytest tests -q -m "not slow" $(TWO) $(ARGS)
