@@ -336,10 +336,6 @@ def test_an_error_while_merging_aborts_the_update_and_reaches_all_ranks_SYN_3():
     assert calls == ["start", "load", "abort"] and not engine._finish.called
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
 def test_a_rank_whose_engine_does_not_wake_still_takes_part_in_every_gather_SYN_3_ROL_7(monkeypatch):
     """SYN-3, ROL-7: under ZeRO-3 the others are in the gathers of the merge, or in the forward of a group."""
 
@@ -361,3 +357,24 @@ def test_a_rank_whose_engine_does_not_wake_still_takes_part_in_every_gather_SYN_
     assert shared[-1] == (torch.OutOfMemoryError, "preparing the engine")
     assert engine.generate([], RolloutSampling(), RolloutContext(0, 0, 0, "run:1")) == []
     assert shared[-1] == (type(None), "preparing the engine")  # also a group without requests takes part
+
+
+def test_a_sync_drops_what_the_old_weights_made_and_needs_every_tensor_SYN_3_SYN_9():
+    """SYN-3, SYN-9."""
+    from utils.rollout.colocate import ColocateEngine
+
+    engine = MagicMock()
+    engine._weight_rpc.return_value = []
+    ColocateEngine._finish(engine)
+    for reset in (engine.llm.reset_mm_cache, engine.llm.llm_engine.reset_encoder_cache, engine.llm.reset_prefix_cache):
+        reset.assert_called_once_with()
+    engine.llm.reset_prefix_cache.return_value = False
+    with pytest.raises(RuntimeError, match="did not drop its prefix cache"):
+        ColocateEngine._finish(engine)
+    engine._weight_rpc.return_value = ["a.weight"]
+    with pytest.raises(RuntimeError, match=r"tensors the engine did not get: \['a.weight'\]"):
+        ColocateEngine._finish(engine)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
