@@ -111,7 +111,10 @@ def test_rol_1_no_setting_is_left_to_the_checkpoint():
     engine = pytest.importorskip("utils.server.engine")
     colocate = pytest.importorskip("utils.rollout.colocate")
     theirs = {"temperature": 0.3, "top_p": 0.8, "top_k": 7, "min_p": 0.2, "repetition_penalty": 1.05}
-    for sampling in (RolloutSampling(), RolloutSampling(temperature=1.0, max_new_tokens=64, logprobs=True)):
+    own = RolloutSampling(
+        temperature=1.0, top_p=0.9, top_k=20, repetition_penalty=1.1, max_new_tokens=64, logprobs=True
+    )
+    for sampling in (RolloutSampling(), own):
         sent = RequestConfig.model_validate(request_config(sampling))
         assert repr(engine.sampling_params(sent, 3, theirs)) == repr(colocate.sampling_params(sampling, 3))
 

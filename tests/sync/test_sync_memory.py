@@ -1,18 +1,21 @@
 """How much memory a sync adds on rank 0 (SYN-5), on a model with the shapes of SmolLM2-135M (weights at random)."""
 
+import contextlib
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group as open_group
 
 from benchmarks.memory import LivePeak
 from tests.e2e.processes import free_port
 from utils.sync.merged_weights import MergedWeights
-from utils.sync.transports import GlooTransport
+from utils.sync.transports import GlooTransport, Transport
 from utils.sync.wire import bucket_layouts, tensor_digest
 
 BUCKET = 16 << 20
@@ -68,3 +71,33 @@ def test_a_sync_adds_at_most_two_buckets_on_rank_0_SYN_5(model):
     assert BUCKET < live.peak <= 1.1 * 2 * max(BUCKET, largest)
     for name, tensor in weights.tensors():
         assert received[name] == tensor_digest(tensor), name
+
+
+def test_buckets_and_a_gathered_tensor_are_at_most_two_buckets_SYN_5():
+    """SYN-5: under ZeRO-3, which gathers a tensor before it is written into its bucket."""
+    seen: dict[StorageWeakRef, int] = {}  # bytes of every bucket
+
+    class Sender(Transport):
+        def start(self, group, buffer):
+            return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    class Sharded:
+        is_sharded = True
+
+        def gathered(self, entry):
+            return contextlib.nullcontext()
+
+        def write(self, entry, view):
+            seen[StorageWeakRef(view.untyped_storage())] = view.untyped_storage().nbytes()
+            live = sum(num_bytes for bucket, num_bytes in seen.items() if not bucket.expired())
+            assert live + entry.num_bytes <= 2 * BUCKET, f"{live} of buckets, and {entry.name}"
+
+    def entry_of(index: int, num_bytes: int) -> SimpleNamespace:
+        return SimpleNamespace(name=f"tensor {index}", num_bytes=num_bytes, dtype=torch.uint8, shape=(num_bytes,))
+
+    sizes = [BUCKET, BUCKET, BUCKET // 2, BUCKET // 2, BUCKET // 4, BUCKET, BUCKET // 4]
+    transport = Sender(BUCKET, timeout_s=60, open_timeout_s=60)
+    transport.groups = [None]
+    entries = [entry_of(*numbered) for numbered in enumerate(sizes)]
+    assert transport.send(Sharded(), entries, digest=False, check_servers=lambda: None) == {}
+    assert len(seen) > 3

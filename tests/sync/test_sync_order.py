@@ -328,6 +328,20 @@ def test_a_rendezvous_that_fails_names_the_servers_CFG_8(weights, monkeypatch):
     sync.transport.close()
 
 
+def test_a_failed_opening_frees_its_port_whoever_keeps_the_error_CON_1(monkeypatch):
+    """CON-1: the next attempt needs the port."""
+
+    def fail(*args):
+        raise RuntimeError("a worker left")
+
+    monkeypatch.setattr("vllm.distributed.utils.init_gloo_process_group", fail)
+    port = free_port()
+    with pytest.raises(RuntimeError, match="a worker left") as kept:
+        GlooTransport(1, 60.0, 9.0).open([("127.0.0.1", port)], [0])
+    socket.create_server(("127.0.0.1", port)).close()
+    assert kept.traceback
+
+
 def test_a_group_port_that_is_taken_is_found_before_any_server_is_called_CON_1(weights):
     """CON-1: a server that was called would wait at that port, for the process that has it, until its time-out."""
     server = StandIn(weights)

@@ -1,5 +1,6 @@
 """SYN-1, SYN-5, SYN-7, SYN-3: the receiving end of weight transfer, over real Gloo, with models of a few numbers."""
 
+import contextlib
 import gc
 import threading
 import time
@@ -453,6 +454,59 @@ def test_adapter_tensors_go_past_the_model_and_need_a_slot():
     assert "no LoRA slots; start it with" in Worker().weight_rpc("finish", {})["error"]
     engine.reset_update()
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+def test_a_full_update_fills_the_adapter_slot_with_nothing_SYN_10(monkeypatch):
+    """SYN-10: a request that was queued before may still name it."""
+    filled = []
+    monkeypatch.setattr(vllm_worker, "_fill_slot_with_nothing", filled.append)
+
+    class Worker(vllm_worker.WorkerExtension):
+        model_runner = SimpleNamespace(lora_manager="slots")
+        weight_transfer_engine = SimpleNamespace(update=SimpleNamespace(adapter={}), missing=["w"])
+
+        def finish_weight_update(self):
+            filled.append("finished")
+
+    assert Worker().weight_rpc("finish", {}) == {"result": ["w"], "error": None}
+    assert filled == ["finished", "slots"]  # vLLM empties the slots as it finishes
+
+
+def test_an_abort_and_an_opening_leave_no_update_behind_SYN_3(monkeypatch):
+    """SYN-3: vLLM starts no update while it takes one to be in progress."""
+    monkeypatch.setattr(vllm_worker, "set_current_vllm_config", lambda config: contextlib.nullcontext())
+    calls = []
+
+    class Worker(vllm_worker.WorkerExtension):
+        vllm_config = None
+        weight_transfer_engine = SimpleNamespace(
+            reset_update=lambda: calls.append("reset"), shutdown=lambda: calls.append("leave")
+        )
+
+        def init_weight_transfer_engine(self, init_info):
+            calls.append("open")
+
+    worker = Worker()
+    for step, expected in (("abort", ["reset", "leave"]), ("init", ["reset", "leave", "open"])):
+        worker._weight_update_active = True
+        assert worker.weight_rpc(step, {})["error"] is None
+        assert not worker._weight_update_active and calls == expected
+        calls.clear()
+
+
+def test_what_an_abandoned_opening_still_opens_is_not_taken_SRV_12(monkeypatch):
+    """SRV-12: the next one has taken its place by then."""
+    engine = make_engine(TinyModel())
+
+    def open_late(*args, **named):
+        engine.shutdown()  # by an abort, meanwhile
+        return "group", "store"
+
+    monkeypatch.setattr(vllm_worker, "stateless_init_torch_distributed_process_group", open_late)
+    engine._opener = threading.get_ident()
+    with pytest.raises(RuntimeError, match="given up"):
+        engine._open(vllm_worker.InitInfo("127.0.0.1", 1, 2, 1, 100, 1.0, 1.0), 1, 1.0)
+    assert engine._group is None and engine.learner_store is None
 
 
 def test_gloo_listens_on_loopback_only_for_a_local_learner(monkeypatch):

@@ -90,7 +90,6 @@ class Transport:
                     with weights.gathered(entry):
                         outbox.attempt(pack, buffer, entry, offset)
                 outbox.attempt(outbox.start, buffer)
-                del buffer  # or it would keep a finished bucket alive while the next one is made
             outbox.wait(at_most_bytes=0)
         if outbox.failure is not None:
             traceback.clear_frames(outbox.failure.__traceback__)  # who keeps the error must not keep buckets and ports
