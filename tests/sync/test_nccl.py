@@ -22,7 +22,7 @@ from tests.sync import fake_nccl  # noqa: E402
 from tests.sync.test_vllm_worker import TinyModel, free_port, info_of, make_engine, new_weights  # noqa: E402
 from utils.sync import nccl  # noqa: E402
 from utils.sync.merged_weights import MergedWeights  # noqa: E402
-from utils.sync.transports import NcclTransport  # noqa: E402
+from utils.sync.transports import NcclTransport, Transport  # noqa: E402
 
 HOST = "127.0.0.1"
 
@@ -519,6 +519,19 @@ def test_a_communicator_without_nccl_is_refused(monkeypatch):
         NcclTransport(64, 20.0, 20.0).open([(HOST, port)], [1])
     joining[0].join(20)
     assert "NCCL library" in str(joining[1][0])
+
+
+def test_a_channel_that_was_aborted_behind_the_last_bucket_fails_the_sync_SYN_3(monkeypatch):
+    """SYN-3: nothing else would tell this side that the bucket did not arrive."""
+
+    def check() -> None:
+        raise RuntimeError("aborted by the watchdog")
+
+    monkeypatch.setattr(Transport, "send", lambda *args, **named: {})
+    transport = NcclTransport(64, 20.0, 20.0)
+    transport.groups = [SimpleNamespace(check=check)]
+    with pytest.raises(RuntimeError, match="aborted by the watchdog"):
+        transport.send(SimpleNamespace(entries=[]), [], digest=False, check_servers=lambda: None)
 
 
 def test_the_fakes_stand_for_cudas_own(monkeypatch):
