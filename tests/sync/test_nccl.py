@@ -534,6 +534,21 @@ def test_a_channel_that_was_aborted_behind_the_last_bucket_fails_the_sync_SYN_3(
         transport.send(SimpleNamespace(entries=[]), [], digest=False, check_servers=lambda: None)
 
 
+def test_what_an_abandoned_opening_still_opens_is_closed_SRV_12(monkeypatch):
+    """SRV-12: the next one has taken its place by then."""
+    engine, closed = make_engine(TinyModel(), vllm_worker.StreamNcclEngine), []
+
+    def open_late(*args):
+        engine.shutdown()  # by an abort, meanwhile
+        return SimpleNamespace(close=lambda: closed.append("closed"))
+
+    monkeypatch.setattr(vllm_worker, "open_nccl", open_late)
+    engine._opener = threading.get_ident()
+    with pytest.raises(RuntimeError, match="given up"):
+        engine._open(vllm_worker.InitInfo(HOST, 1, 2, 1, 64, 1.0, 1.0), 1, 1.0)
+    assert closed == ["closed"] and engine.learner_store is None
+
+
 def test_the_fakes_stand_for_cudas_own(monkeypatch):
     """What the other tests replace."""
     monkeypatch.undo()

@@ -101,3 +101,23 @@ def test_buckets_and_a_gathered_tensor_are_at_most_two_buckets_SYN_5():
     entries = [entry_of(*numbered) for numbered in enumerate(sizes)]
     assert transport.send(Sharded(), entries, digest=False, check_servers=lambda: None) == {}
     assert len(seen) > 3
+
+
+def test_who_keeps_the_error_of_a_sync_keeps_no_bucket_SYN_5():
+    """SYN-5: the next attempt needs their memory."""
+    buckets = []
+
+    class Broken(Transport):
+        def start(self, group, buffer):
+            buckets.append(StorageWeakRef(buffer.untyped_storage()))
+            raise RuntimeError("a server left")
+
+    entry = SimpleNamespace(name="tensor", num_bytes=BUCKET, dtype=torch.uint8, shape=(BUCKET,))
+    weights = SimpleNamespace(
+        is_sharded=False, gathered=lambda entry: contextlib.nullcontext(), write=lambda entry, view: None
+    )
+    transport = Broken(BUCKET, timeout_s=60, open_timeout_s=60)
+    transport.groups = [None]
+    with pytest.raises(RuntimeError, match="a server left") as kept:
+        transport.send(weights, [entry], digest=False, check_servers=lambda: None)
+    assert kept.traceback and [bucket.expired() for bucket in buckets] == [True]

@@ -90,6 +90,7 @@ class Transport:
                     with weights.gathered(entry):
                         outbox.attempt(pack, buffer, entry, offset)
                 outbox.attempt(outbox.start, buffer)
+                del buffer  # or who keeps an error of this call would keep it, too
             outbox.wait(at_most_bytes=0)
         if outbox.failure is not None:
             traceback.clear_frames(outbox.failure.__traceback__)  # who keeps the error must not keep buckets and ports
@@ -195,7 +196,9 @@ class _Outbox:
 
     def start(self, buffer: torch.Tensor) -> None:
         """Put a bucket on its way to all servers."""
-        works = [self.transport.start(group, buffer) for group in self.transport.groups]
+        works = []
+        for group in self.transport.groups:  # a comprehension's closure would keep the bucket in a traceback
+            works.append(self.transport.start(group, buffer))
         self.under_way.append((buffer, works))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
