@@ -174,7 +174,7 @@ def test_texts_in_pictures_cost_little_SRV_10(server):
 
 
 def test_a_picture_with_transparency_costs_no_more_than_a_call_may_SRV_10(server):
-    """SRV-10: 39 KiB of the largest picture that is allowed, in the form that takes most."""
+    """SRV-10: the largest picture that is allowed, in the form that takes most: 40 KiB of a request."""
     buffer = io.BytesIO()
     Image.new("RGBA", (4096, 4096), (9, 8, 7, 100)).save(buffer, "WEBP")
     picture = "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
