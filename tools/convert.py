@@ -39,7 +39,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -388,21 +388,10 @@ def convert(
         source = Annotations(kind, Path(annotations), folder, None if names is None else Path(names), unit)
     with source as coco, _written_whole(targets) as files:
         options = replace(options, categories=_chosen(options.categories, coco))
-        asks = kind in SEVERAL_LINES_PER_IMAGE  # each line for names of its own
-        complete_for = frozenset([] if asks else options.categories or coco.categories.values())
-
-        def work(item: tuple[str, int | str | None, str, list[str]]) -> tuple[str, Converted]:
-            split, image_id, image, found = item
-            fields = json.loads(image)
-            if kind == "lvis" and NEGATIVE not in fields:  # without it the line would count as complete
-                return split, Converted(image_id, None, NOT_LVIS)
-            annotated = list(map(json.loads, found))
-            parts = annotated, coco.categories, folder, root, options, complete_for
-            return split, convert_image(image_id, fields, *parts)
-
+        make_line = _line_maker(kind, coco, folder, root, options)
         # In threads, because most of the time goes into reading image headers, often from a network disk.
         chosen = _in_a_split(_in_list(coco.images(), listed, report), splits, seed, report)
-        for split, converted in map_ahead(work, chosen, max_ahead=32):
+        for split, converted in map_ahead(make_line, chosen, max_ahead=32):
             _count(report, converted, str(targets[split]))
             if converted.row is not None:
                 files[split].write(json.dumps(converted.row, ensure_ascii=False) + "\n")
@@ -417,6 +406,25 @@ def convert(
             hint = _why_none_is_found(report, kind, coco, folder)
             raise ValueError(f"{annotations}: {report.why_empty(kind, coco.categories)}{hint}\n{report.text()}")
     return report
+
+
+def _line_maker(
+    kind: str, coco: CocoFile | Annotations, folder: Path, root: Path, options: Options
+) -> Callable[[tuple[str, int | str | None, str, list[str]]], tuple[str, Converted]]:
+    """Return a function that converts one image: split, id, fields and annotations (JSON)."""
+    asks = kind in SEVERAL_LINES_PER_IMAGE  # each line for names of its own
+    complete_for = frozenset([] if asks else options.categories or coco.categories.values())
+
+    def make_line(item: tuple[str, int | str | None, str, list[str]]) -> tuple[str, Converted]:
+        split, image_id, image, found = item
+        fields = json.loads(image)
+        if kind == "lvis" and NEGATIVE not in fields:  # without it the line would count as complete
+            return split, Converted(image_id, None, NOT_LVIS)
+        annotated = list(map(json.loads, found))
+        parts = annotated, coco.categories, folder, root, options, complete_for
+        return split, convert_image(image_id, fields, *parts)
+
+    return make_line
 
 
 def _why_none_is_found(report: Report, kind: str, source: CocoFile | Annotations, folder: Path) -> str:

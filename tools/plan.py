@@ -14,10 +14,11 @@ finished run (`--run`). No device is used.
     step    = rollout + train + prepare + sync, with prefetch max(rollout, train + prepare + sync)
 
 FLOPs per token: 2 per parameter forward, 2 for the gradient of activations, 2 per trained parameter, and 2 more for the
-layers that checkpointing recomputes. Of experts only those count that a token goes to. The model ignores attention over
-the length, the vision tower's own tokens, prefill and the cost of more devices (all-reduce, tensor parallelism), and
-what some settings add or save: teacher-forced samples, which need no answer, the forward pass of `reference_kl` and
-`beta`, and GRPO's further updates on the same answers (`num_iterations`). A guide to splits, not a promise.
+layers that checkpointing recomputes; all that for each of GRPO's updates on the same answers (`num_iterations`). The
+start policy of `reference_kl` and `beta` costs one more forward pass, and so do the old log-probabilities of several
+updates. Of experts only those count that a token goes to. The model ignores attention over the length, the vision
+tower's own tokens, prefill, the cost of more devices (all-reduce, tensor parallelism), and that teacher-forced samples
+need no answer. A guide to splits, not a promise.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -156,10 +157,13 @@ class StepWork:
     trainable: int
     sync_bytes: float
     recompute: float = 0.0  # fraction of the forward pass that backward repeats
+    num_updates: int = 1  # on the same tokens
+    num_other_passes: int = 0  # forward passes without a gradient
 
     @property
     def train_flops(self) -> float:
-        return self.num_tokens * 2 * ((2 + self.recompute) * self.parameters + self.trainable)
+        update = (2 + self.recompute) * self.parameters + self.trainable
+        return self.num_tokens * 2 * (self.num_updates * update + self.num_other_passes * self.parameters)
 
     @property
     def rollout_flops(self) -> float:
@@ -242,7 +246,8 @@ def measure(run_dir: Path, device_bytes: int = DEVICE_GIB * GIB) -> Constants:
         raise ValueError(
             f"{run_dir}: most of its steps do not generate, train or sync; measure a run whose steps all do"
         )
-    work = work_of_step(step, size, recomputed(cfg, size, record["world_size"], device_bytes)[1])
+    recompute = recomputed(cfg, size, record["world_size"], device_bytes)[1]
+    work = replace(work_of_step(step, size, recompute), num_other_passes=num_other_passes(cfg))
     constants = calibrate(work, time_of_step(step), record["world_size"], sum(record["server_world_sizes"]))
     bandwidth = step["sync_bytes"] / step["sync"]
     return Constants(**constants | {"sync_fixed_s": 0.0, "sync_bytes_per_s": bandwidth})
@@ -388,7 +393,14 @@ def planned_work(
         trainable=size.active[1],
         sync_bytes=size.can_change * bytes_each,
         recompute=recompute,
+        num_updates=cfg.rlhf.num_iterations if cfg.is_grpo and cfg.rlhf else 1,
+        num_other_passes=num_other_passes(cfg),
     )
+
+
+def num_other_passes(cfg: Config) -> int:
+    """Forward passes of the start policy, and of the policy before several updates on the same answers."""
+    return cfg.has_reference + bool(cfg.is_grpo and cfg.rlhf and cfg.rlhf.num_iterations > 1)
 
 
 def show(found: list[Split]) -> None:

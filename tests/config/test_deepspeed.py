@@ -79,6 +79,7 @@ def test_CFG_17_engine_json_writes_in_what_the_yaml_owns() -> None:
         ([], "must hold a JSON object"),
         (None, "must hold a JSON object"),
         ({"zero_optimization": None}, "zero_optimization=null must be a JSON object"),
+        ({"zero_optimization": "auto"}, 'zero_optimization="auto" must be a JSON object'),
         ({"fp16": True}, "fp16=true must be a JSON object"),
         ({"data_types": "fp32"}, 'data_types="fp32" must be a JSON object'),
         ({"zero_optimization": {"stage": 7}}, "says zero_optimization.stage=7, which must be 0, 1, 2 or 3"),

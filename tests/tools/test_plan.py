@@ -19,13 +19,16 @@ from tools.plan import (
     calibrate,
     load_constants,
     measure,
+    planned_work,
     predict,
     splits,
     work_of_step,
     write_constants,
 )
 from utils.config.load import build_config, load_config
-from utils.config.memory import model_size
+from utils.config.memory import ModelSize, model_size
+from utils.config.plan import max_tokens_per_step
+from utils.config.schema import Config
 from utils.run.monitor import write_run_json
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +46,7 @@ def test_a_step_by_hand():
     assert time.step == 6.75
     assert predict(WORK, CONSTANTS, 2, 4, prefetch=True).step == 5.5  # the learner's part is the larger
     assert replace(WORK, recompute=True).train_flops == 7e6
+    assert replace(WORK, num_updates=2, num_other_passes=2).train_flops == 14e6
 
 
 def test_constants_of_a_measured_step_predict_that_step_again(tmp_path):
@@ -112,6 +116,27 @@ def test_constants_of_a_finished_run_by_hand(tmp_path, checkpointing, passes):
     assert constants.rollout_flops_per_s == pytest.approx(16 * 30 * 2 * 90 / (2 * 4.0))
     assert constants.prepare_s == pytest.approx(1.0 * 2 / 16)
     assert (constants.sync_fixed_s, constants.sync_bytes_per_s) == (0.0, 1e7)
+
+
+def test_a_start_policy_and_further_updates_cost_their_passes(tmp_path):
+    """Stage 2 with a KL to its start, measured and planned; GRPO with three updates on the same answers and a KL."""
+    kl = {"custom__extra__rollout_matching__losses": {"reference_kl": 1.0}, "model__reference_path": "start"}
+    held = finished_run(tmp_path, **kl)
+    flops = 800 * 2 * ((2 + 1) * 90 + 52)
+    assert measure(held).train_flops_per_s == pytest.approx(flops / (2 * 2.0))
+    cfg = build_config(edited(**kl))
+    plain, size = build_config(edited()), model_size(tmp_path / "model", cfg.tuner)
+    assert planned(cfg, size) - planned(plain, size) == 2 * 90 * max_tokens_per_step(cfg, 1)
+    grpo = load_config(ROOT / "configs/grpo/detection.yaml")
+    more = grpo.model_copy(update={"rlhf": grpo.rlhf.model_copy(update={"num_iterations": 3, "beta": 0.1})})
+    once = replace(grpo_work := planned_work(grpo, size, 1, None, None), num_other_passes=0)
+    assert grpo_work.num_other_passes == grpo.has_reference
+    added = 2 * 90 * grpo_work.num_tokens * 2  # the old policy's pass and the start policy's
+    assert planned(more, size) == pytest.approx(3 * once.train_flops + added)
+
+
+def planned(cfg: Config, size: ModelSize) -> float:
+    return planned_work(cfg, size, learners=1, new_tokens=None, segment_tokens=None).train_flops
 
 
 def test_a_run_that_cannot_tell_says_why(tmp_path):

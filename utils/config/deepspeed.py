@@ -43,10 +43,10 @@ def read_deepspeed(cfg: Config) -> tuple[dict[str, Any], list[str]]:
 
 
 def _without_auto(value: Any) -> Any:
-    """Drop what says "auto"; but for the stage, for which there is no other setting to follow."""
+    """Drop what says "auto"; but for ZeRO and its stage, for which there is no other setting to follow."""
     if not isinstance(value, dict):
         return value
-    return {k: _without_auto(v) for k, v in value.items() if v != "auto" or k == "stage"}
+    return {k: _without_auto(v) for k, v in value.items() if v != "auto" or k in ("zero_optimization", "stage")}
 
 
 def settings_on_record(cfg: Config) -> dict[str, Any]:
