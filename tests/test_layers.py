@@ -72,13 +72,23 @@ def imported_names(path: Path) -> set[str]:
 
 def test_flat_modules_need_no_engine_and_no_config():
     """They work on plain values: importing them loads neither vLLM nor DeepSpeed nor the config."""
-    heavy = {"vllm", "deepspeed", "pydantic", "transformers", "utils.config"}
     modules = ", ".join(f"utils.{name}" for name in sorted(FLAT))
+    assert imported_with(modules, {"vllm", "deepspeed", "pydantic", "transformers", "utils.config"}) == "[]"
+
+
+def test_a_mistake_in_the_config_waits_for_no_heavy_import():
+    """The programs read it before they load what takes seconds."""
+    heavy = {"vllm", "deepspeed", "transformers", "peft"}
+    assert imported_with("train_stage2, train_grpo, rollout_server", heavy) == "[]"
+    assert imported_with("rollout_server", {"torch"}) == "[]"
+
+
+def imported_with(modules: str, heavy: set[str]) -> str:
     code = f"import sys, {modules}; print(sorted({heavy} & sys.modules.keys()))"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    assert run.stdout.strip() == "[]"
+    return run.stdout.strip()
 
 
 def test_the_tree_in_the_architecture_names_every_module():

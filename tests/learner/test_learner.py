@@ -17,6 +17,7 @@ from tests.learner.test_model import coord_ids, make_segment, smallest_image
 from utils.config.load import build_config
 from utils.config.schema import Losses, Rlhf, Training, Tuner
 from utils.dist import DistributedError, Ranks
+from utils.learner import attention
 from utils.learner import learner as learner_module
 from utils.learner.learner import MAX_SKIPPED, Learner, NotFinite, lr_factor
 from utils.learner.model import apply_tuner, base_model, load_model, param_groups, partition, position_ids_for
@@ -185,7 +186,7 @@ def test_auto_recomputes_all_layers_where_mixers_lack_fast_kernels_CFG_17(
     gpu = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(ranks, "device", torch.device("cuda"))
-    monkeypatch.setattr(learner_module, "kernels_take_borders", lambda: has_kernels)
+    monkeypatch.setattr(attention, "kernels_take_borders", lambda: has_kernels)
     model = build_family("qwen3_5", tmp_path / "model")
     learner = learner_of(tmp_path, model, ranks, {"type": "full"}, gradient_checkpointing="auto")
     layers = base_model(learner.model).model.language_model.layers

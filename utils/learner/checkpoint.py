@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import deepspeed
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -118,6 +117,8 @@ def save_adapter(model: nn.Module, target_dir: Path, ranks: Ranks) -> None:
     Raises:
         DistributedError: on all ranks, if rank 0 could not write.
     """
+    import deepspeed
+
     if not hasattr(model, "peft_config"):
         return
     state: dict[str, torch.Tensor] = {}

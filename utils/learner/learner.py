@@ -11,14 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import deepspeed
 import numpy as np
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
-from transformers import set_seed
 
 from utils.config.deepspeed import engine_json
 from utils.config.load import Config
@@ -27,7 +22,6 @@ from utils.config.schema import Training
 from utils.config.section import value_at
 from utils.dist import DistributedError, Ranks, capture_error
 from utils.families import family_of
-from utils.learner.attention import kernels_take_borders
 from utils.learner.model import (
     RowModel,
     apply_tuner,
@@ -45,7 +39,6 @@ from utils.packing import Batch, StartStates
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 10  # bad steps in a row mean that the model itself is broken
-SHARD_CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]  # in DeepSpeed 0.19's shards
 
 
 class NotFinite(DistributedError):
@@ -76,6 +69,12 @@ class Learner:
     """A model, its adapters and its optimizer under DeepSpeed; knows nothing about rollouts."""
 
     def __init__(self, cfg: Config, ranks: Ranks, num_steps: int) -> None:
+        # Imported here, because they take seconds, which a mistake in the config need not wait for.
+        import deepspeed
+        from transformers import set_seed
+
+        from utils.learner.attention import kernels_take_borders
+
         training = cfg.training
         set_seed(training.seed)  # adapters start alike on all ranks and in every run
         model, reference = _load(cfg, cfg.model.path), None
@@ -317,8 +316,13 @@ def lr_factor(step: int, num_steps: int, training: Training) -> float:
 def _load_shard(path: str, map_location: Any = None) -> Any:
     """DeepSpeed's `torch.load`, which unpickles whatever the file says. Here only tensors, plain values and DeepSpeed's
     own records are made."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    own = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]  # in DeepSpeed 0.19's shards
     try:
-        with torch.serialization.safe_globals(SHARD_CLASSES):
+        with torch.serialization.safe_globals(own):
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0] if "GLOBAL" not in str(error) else re.search(r"GLOBAL \S+", str(error))[0]
