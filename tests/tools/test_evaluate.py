@@ -293,6 +293,7 @@ def test_what_the_config_says_of_the_file_holds_here_too_DAT_5_LRN_9(
     answer = [Object("red ring", "bbox_2d", (0, 0, 500, 500)), Object("tree", "bbox_2d", (600, 600, 900, 900))]
 
     def generate(model, processor, samples, sampling, batch_size):
+        assert (processor.image_processor.size["longest_edge"], sampling.max_new_tokens) == (96 * 96, 90)
         text = format_objects(answer)
         ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         yield from (RolloutResult(ids, [], text, "stop", None, 0) for _ in samples)

@@ -253,6 +253,15 @@ def test_answers_without_scores_get_one_and_it_is_said_TGT_14(tmp_path, answers,
     assert "has answers without a score; leave it out" in capsys.readouterr().err
 
 
+def test_results_without_any_object_are_told_TGT_14(tmp_path, answers, monkeypatch, capsys):
+    """TGT-14."""
+    run(monkeypatch, answers[0], "--output", tmp_path / "out")
+    assert "no objects were predicted" not in capsys.readouterr().out
+    run(monkeypatch, answers[0], "--output", tmp_path / "out", "--min-score", 1)
+    assert json.loads((tmp_path / "out/results.json").read_text()) == []
+    assert "no objects were predicted; COCO's tools take no results file without any" in capsys.readouterr().out
+
+
 def test_jsonl_is_read_back_as_annotation_DAT_1(tmp_path, answers, monkeypatch):
     """DAT-1: by the loader of training, to half a bin; `--min-score` leaves doubtful answers out."""
     file, samples, predictions, scores = answers
