@@ -344,7 +344,6 @@ def coco_scores(
     )
     is_partial = any(sample.annotated is not None for sample in samples)
     evaluator = COCOeval_faster(truth, truth.loadRes(entries(predictions, ranking)), "bbox", lvis_style=is_partial)
-    evaluator.params.maxDets = [1, 10, 100]
     evaluator.run()
     values = [float(value) for value in evaluator.stats[: len(COCO_NAMES)]]
     return {name: None if value < 0 else value for name, value in zip(COCO_NAMES, values, strict=True)}

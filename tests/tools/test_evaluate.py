@@ -87,6 +87,9 @@ def test_TGT_12_coco_precision_holds_no_unannotated_label_against_the_model() ->
         assert result["AP"] == pytest.approx(expected)
     in_part = replace(image(CAT), annotated=frozenset())
     assert coco_scores([in_part], [[NOTHING_THERE, CAT]])["AP"] == pytest.approx(1.0)
+    two = replace(image(CAT, CAT_BELOW), annotated=frozenset({"cat"}))
+    recalls = coco_scores([two], [[CAT, CAT_BELOW]])  # COCO's numbers of detections, not LVIS's
+    assert (recalls["AR1"], recalls["AR10"]) == pytest.approx((0.5, 1.0))
 
 
 def test_TGT_12_scores_hold_no_unannotated_label_against_the_model() -> None:
