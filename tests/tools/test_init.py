@@ -471,6 +471,25 @@ def test_data_are_read_under_the_limit_that_the_config_will_have_FAM_2(tmp_path,
     assert (cfg.model.image_max_pixels, cfg.rm.answer_format) == (1 << 20, "qwen2_5vl")
 
 
+def test_held_out_data_count_as_the_others_do_CFG_16(tmp_path, monkeypatch):
+    """CFG-16: images that are larger, with more objects, in another folder, which only the evaluation sees."""
+    monkeypatch.chdir(tmp_path)
+    for file in without_coordinates("qwen2_5_vl", tmp_path / "model").glob("*processor*.json"):
+        file.write_text(re.sub(r'"longest_edge": \d+', '"longest_edge": 12845056', file.read_text()))
+    found = {}
+    for name, size, objects in (("small", (64, 64), [CAT]), ("large", (2000, 1000), [CAT] * 20)):
+        (tmp_path / name).mkdir()
+        write_line(tmp_path / name, size, objects)
+        arguments = ["--data", "small/train.jsonl", "--val", f"{name}/train.jsonl", "--output", f"made/{name}.yaml"]
+        monkeypatch.setattr(sys, "argv", ["init", *arguments, "--model", "model", "--gpus", "4"])
+        main()
+        cfg = load_config(f"made/{name}.yaml")
+        roots = [Path(root).name for root in cfg.server_settings().allowed_image_roots]
+        found[name] = cfg.model.image_max_pixels, roots, cfg.rm.max_new_tokens
+    assert found["small"][:2] == (None, ["small"]) and found["large"][:2] == (1 << 20, ["large", "small"])
+    assert found["large"][2] > 10 * found["small"][2]
+
+
 def test_labels_that_the_learner_refuses_are_refused_DAT_3_FAM_4(tmp_path, monkeypatch, capsys):
     """DAT-3, FAM-4: InternVL's form writes labels as they are."""
     model = without_coordinates("internvl", tmp_path / "model")
@@ -519,7 +538,7 @@ def test_a_trial_on_cpu_is_one_that_server_and_learner_accept_FAM_2(tmp_path, fa
     main()
     cfg = load_config("train.yaml")
     assert problems_of(resolve(cfg, 0), token=None) == []
-    assert load_tokenizer(cfg)[1] is not None
+    assert load_tokenizer(cfg)[1] is not None and cfg.tuner.rank == 16
 
 
 def test_a_server_takes_the_largest_images_SRV_10(tmp_path, start_model, monkeypatch):
