@@ -142,7 +142,7 @@ def meta_learner(name: str) -> tuple[Learner, dict[str, Any]]:
     ranks.gather = lambda value: [value] * ranks.world_size
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]), torch.device("meta"):
         patch.setattr(learner_module, "load_model", load_model)
-        patch.setattr(learner_module.deepspeed, "initialize", lambda **values: (given.update(values), None, None))
+        patch.setattr("deepspeed.initialize", lambda **values: (given.update(values), None, None))
         patch.setattr(learner_module, "partition", lambda module, config, device: given.update(partitioned=module))
         return Learner(load_config(name), ranks, num_steps=10), given
 
