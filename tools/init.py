@@ -435,7 +435,7 @@ def fit(output: Path, gpus: int, data: DataFacts, settings: dict[str, Any], devi
     if gpus and device_gib <= OUTSIDE_GIB:
         rule = f"a rollout GPU keeps {OUTSIDE_GIB} GiB free for weights that come in; take GPUs with more memory"
         raise ValueError(f"--device-gib {device_gib}: {rule}")
-    settings = settings | {"device_gib": device_gib, "share": engine_share(device_gib if gpus else DEVICE_GIB)}
+    settings = settings | {"device_gib": device_gib, "share": engine_share(device_gib)}
     settings["max_image_pixels"] = data.pixels_max if data.pixels_max > MAX_IMAGE_PIXELS else None
     longest = data.prompt_max + new_tokens(data) + data.answer_max
     error: ConfigError | None = None

@@ -497,6 +497,16 @@ def test_labels_that_the_learner_refuses_are_refused_DAT_3_FAM_4(tmp_path, monke
     assert "spells a special token of the model" in refused(monkeypatch, capsys, tmp_path, model)
 
 
+def test_lines_without_objects_are_refused_DAT_3(tmp_path, start_model, monkeypatch, capsys):
+    """DAT-3: as stage 2 refuses them; a summary is for GRPO."""
+    write_line(tmp_path, (64, 64), [CAT])
+    line = json.loads((tmp_path / "train.jsonl").read_text())
+    del line["objects"]
+    line |= {"summary": "a cat", "prompt": "<image>What is there?"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(line) + "\n")
+    assert "objects: missing; write []" in refused(monkeypatch, capsys, tmp_path, start_model)
+
+
 def test_data_that_need_more_positions_than_the_model_has_are_told_CFG_15(tmp_path, start_model, monkeypatch, capsys):
     """CFG-15: the server of the config would refuse to start."""
     write_line(tmp_path, (64, 64), [CAT] * 3000)
@@ -534,7 +544,9 @@ def test_a_trial_on_cpu_is_one_that_server_and_learner_accept_FAM_2(tmp_path, fa
     monkeypatch.chdir(tmp_path)
     build_family(family, tmp_path / "model")
     write_line(tmp_path, (64, 64), [CAT])
-    monkeypatch.setattr(sys, "argv", ["init", "--data", "train.jsonl", "--model", "model", "--gpus", "0"])
+    monkeypatch.setattr(
+        sys, "argv", ["init", "--data", "train.jsonl", "--model", "model", "--gpus", "0", "--device-gib", "4"]
+    )
     main()
     cfg = load_config("train.yaml")
     assert problems_of(resolve(cfg, 0), token=None) == []
