@@ -129,10 +129,10 @@ def test_a_start_policy_and_further_updates_cost_their_passes(tmp_path):
     assert planned(cfg, size) - planned(plain, size) == 2 * 90 * max_tokens_per_step(cfg, 1)
     grpo = load_config(ROOT / "configs/grpo/detection.yaml")
     more = grpo.model_copy(update={"rlhf": grpo.rlhf.model_copy(update={"num_iterations": 3, "beta": 0.1})})
-    once = replace(grpo_work := planned_work(grpo, size, 1, None, None), num_other_passes=0)
-    assert grpo_work.num_other_passes == grpo.has_reference
-    added = 2 * 90 * grpo_work.num_tokens * 2  # the old policy's pass and the start policy's
-    assert planned(more, size) == pytest.approx(3 * once.train_flops + added)
+    work = planned_work(grpo, size, learners=1, new_tokens=None, segment_tokens=None)
+    assert work.num_other_passes == grpo.has_reference
+    added = 2 * 90 * work.num_tokens * 2  # the old policy's pass and the start policy's
+    assert planned(more, size) == pytest.approx(3 * replace(work, num_other_passes=0).train_flops + added)
 
 
 def planned(cfg: Config, size: ModelSize) -> float:

@@ -320,9 +320,9 @@ def _load_shard(path: str, map_location: Any = None) -> Any:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    own = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]  # in DeepSpeed 0.19's shards
+    classes = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]  # in DeepSpeed 0.19's shards
     try:
-        with torch.serialization.safe_globals(own):
+        with torch.serialization.safe_globals(classes):
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0] if "GLOBAL" not in str(error) else re.search(r"GLOBAL \S+", str(error))[0]
