@@ -11,19 +11,26 @@ from studies.new_class import FORCED, grpo
 
 SFT = Arm("SFT", overrides=FORCED, is_rival=True, scores_start=True)
 STAGE2 = Arm("stage 2", is_on_policy=True)
-METHOD = """The start model is that of *Partial annotation*. The narrow set shows yellow shapes only, in images of less
-contrast, with noise and other sizes, fully annotated; the rest is what the start model was warmed up on, without
+METHOD = """\
+The start model is that of *Partial annotation*. The narrow set shows yellow shapes only, in images of less
+contrast, with noise and other sizes, fully annotated. The rest is what the start model was warmed up on, without
 yellow. Half of the tuning and test images are of either kind, and settings are chosen by F1 on both together. The curve
-has the means over seeds after each quarter of the steps. *Equal seconds* are those of *GRPO by object*. Its baselines
-were first by kind of decision, which favours short answers (task `forgetting, baselines by kind` in
-`docs/results.json`: 0.793 on the test images, SFT 0.779 at equal steps); they are per true object now, in its tuning,
-too. SFT first had the rate of equal steps at equal seconds (0.655; task `forgetting, first start model`, with its runs
-at equal steps); its rate is tuned for so many steps now. The test runs below were made on another machine than all that
-went before, from a start model trained there anew with the same seed: F1 0.699 on the test images, the first one's
-0.700. A step of *GRPO by object* took as long as 9.1 of SFT on the first machine, which gave the 542 steps of equal
-seconds, and 9.6 on the second; the seconds in the table mix the two.
+has the means over seeds after each quarter of the steps. *Equal seconds* are those of *GRPO by object*.
+
+Changed on the way:
+
+- The baselines of *GRPO by object* were first by kind of decision, which favours short answers (task `forgetting,
+  baselines by kind`: 0.793 on the test images, SFT 0.779 at equal steps). They are per true object now, in its tuning,
+  too.
+- SFT first had the rate of equal steps at equal seconds (0.655; task `forgetting, first start model`, with its runs at
+  equal steps). Its rate is tuned for so many steps now.
+- The test runs below were made on another machine than all that went before, from a start model trained there anew with
+  the same seed: F1 0.699 on the test images, the first one's 0.700. A step of *GRPO by object* took as long as 9.1 of
+  SFT on the first machine, which gave the 542 steps of equal seconds, and 9.6 on the second; the seconds in the table
+  mix the two.
 """
-LONG_METHOD = """As above, with other images and twice the steps, and tuned for them. It was added after the scores
+LONG_METHOD = """\
+As above, with other images and twice the steps, and tuned for them. It was added after the scores
 above had been seen: at 60 steps *GRPO by object* still gained, and supervised training no longer did. With a rate tuned
 for twice the steps, supervised training gains, too. *GRPO by object* is to be made anew here, too.
 """

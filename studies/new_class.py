@@ -51,23 +51,32 @@ COLUMNS = {
     "duplicates_per_image": "duplicates / image",
     "parse_rate": "parse rate",
 }
-METHOD = """The start model was warmed up on images that show none of the new classes. The training images each show a
-new class and annotate nothing else; the old classes are there, without annotation. *Pseudo-labels* are the annotation
-merged with the start model's answers, made once; *refreshed* ones come from the model in training as it was at the last
-multiple of ten steps. *Start model's answers + KL* is stage 2 with the start model's rollouts in place of the policy's.
-*Equal seconds* are those of *stage 2 + KL*.
+METHOD = """\
+The start model was warmed up on images that show none of the new classes. The training images each show a
+new class and annotate nothing else; the old classes are there, without annotation.
+
+- *Pseudo-labels* are the annotation merged with the start model's answers, made once. *Refreshed* ones come from the
+  model in training as it was at the last multiple of ten steps.
+- *Start model's answers + KL* is stage 2 with the start model's rollouts in place of the policy's.
+- *Equal seconds* are those of *stage 2 + KL*.
 """
-REPLAY_METHOD = """The same, and each arm also sees fully annotated images of the warm-up, a tenth as many as it trains
-on. Settings are those tuned without.
+REPLAY_METHOD = """\
+The same, and each arm also sees fully annotated images of the warm-up, a tenth as many as it trains on.
+Settings are those tuned without.
 """
-SHIFTED_METHOD = """As above, with a weak start model, and images of less contrast, with noise and other sizes. Changed
-on the way: the start model first had 300 steps of warm-up. It was too weak to tell anything: stage 2 + KL ended at an
-F1 of 0.116, SFT + pseudo-labels at 0.150 (5 seeds each, task `shifted, 300 warm-up steps` in `docs/results.json`). It
-has 700 steps now, chosen by the start model's own F1 on the tuning images (0.407). Then stage 2 + KL, which only holds
-what the start model knew, ended below SFT + pseudo-labels, which sharpens it. *Stage 2 + KL + pseudo-labels* was added
-after test scores of both had been seen, so its own are not blind; its settings were chosen on the tuning images.
-It learns missed pseudo-labels, too, and what the policy sees besides stays neutral, where SFT learns to leave it out.
-*Equal seconds* are those of this arm.
+SHIFTED_METHOD = """\
+As in *New class*, with a weak start model, and images of less contrast, with noise and other sizes. *Stage 2
++ KL + pseudo-labels* learns missed pseudo-labels, too, and what the policy sees besides stays neutral, where SFT learns
+to leave it out. *Equal seconds* are those of this arm.
+
+Changed on the way:
+
+- The start model first had 300 steps of warm-up. It was too weak to tell anything: stage 2 + KL ended at an F1 of
+  0.116, SFT + pseudo-labels at 0.150 (5 seeds each, task `shifted, 300 warm-up steps`). It has 700 steps now, chosen by
+  the start model's own F1 on the tuning images (0.407).
+- Then *stage 2 + KL*, which only holds what the start model knew, ended below *SFT + pseudo-labels*, which sharpens it.
+  *Stage 2 + KL + pseudo-labels* was added after test scores of both had been seen, so its own are not blind; its
+  settings were chosen on the tuning images.
 """
 
 

@@ -39,79 +39,120 @@ UNMATCHED = tuple(map(stage2, ("drop_duplicates", "keep", "trim", "redirect")))
 CREDITS = ("object", "answer")
 BY_OBJECT, BY_ANSWER = (grpo(advantage, GRPO_CONFIG) for advantage in CREDITS)
 ARMS = (STAGE2_KL, PSEUDO, PROMPTED, SFT, COMPLETE, BY_OBJECT, *UNMATCHED, BY_ANSWER)
-METHOD = """The images show twelve classes, all of which the start model knows a little. A share of the training images
-annotates all that it shows, each of the others one class that it shows. *Pseudo-labels* complete these with the start
-model's answers. *Label set in the prompt*: each prompt names the classes that its image annotates, and all twelve when
-it is scored. Settings are tuned where half of the images are complete. *Equal seconds* are those of *stage 2 + KL*.
-An earlier version of this page said that *stage 2 + KL* had won here: on 256 test images it was 0.013 above
-pseudo-labels, at equal seconds, too. 512 other images did not bear that out (+0.004 [-0.004, +0.011] at equal steps),
-so further images decide now, drawn anew. *SFT + pseudo-labels* first had 81 steps at equal seconds, counted from test
-runs that other work had slowed, and an F1 of 0.860 on the test images (task `partial_50, 81 steps for equal seconds` in
-`docs/results.json`). In a trial of *GRPO by object* the mean F1 of an answer to 768 other images went from 0.893 to
-0.889 and 0.887 in 20 steps (rates 0.0005 and 0.001), and was stopped: where a model sees what there is, its reward adds
-little.
+METHOD = """\
+The images show twelve classes, all of which the start model knows a little. A share of the training images
+annotates all that it shows; each of the others annotates one class that it shows.
+
+- *Pseudo-labels* complete the annotation with the start model's answers.
+- *Label set in the prompt*: each prompt names the classes that its image annotates, and all twelve when it is scored.
+- Settings are tuned where half of the images are complete. *Equal seconds* are those of *stage 2 + KL*.
+
+Changed on the way:
+
+- An earlier version of this page said that *stage 2 + KL* had won here: on 256 test images it was 0.013 above
+  pseudo-labels, at equal seconds, too. 512 other images did not bear that out (+0.004 [-0.004, +0.011] at equal steps),
+  so further images decide now, drawn anew.
+- *SFT + pseudo-labels* first had 81 steps at equal seconds, counted from test runs that other work had slowed, and an
+  F1 of 0.860 on the test images (task `partial_50, 81 steps for equal seconds`).
+- In a trial of *GRPO by object* the mean F1 of an answer to 768 other images went from 0.893 to 0.889 and 0.887 in 20
+  steps (rates 0.0005 and 0.001), and was stopped: where a model sees what there is, its reward adds little.
 """
-FAINT_METHOD = """Shapes in noise, 3 to 5 of one or two classes, each with its own contrast of 0 to 0.5, so that a
-part of them is lost. The start model is that of the other versions, then trained on 8,000 such pictures with complete
-annotation until a round brought less than 0.01 of F1. The training pictures annotate one class each. This version was
-added before any run of it, after *Dense, faint crowds* had shown that GRPO can gain where supervised training no longer
-does. The expectation: pseudo-labels are not much better than the model that made them, while a reward on the annotated
-class tells which guesses are worth saying. *Equal seconds* are those of *GRPO by object*. 4,096 further images decide.
+FAINT_METHOD = """\
+Shapes in noise, 3 to 5 of one or two classes, each with its own contrast of 0 to 0.5, so that a part of
+them is lost. The start model is that of the other versions, then trained on 8,000 such pictures with complete
+annotation until a round brought less than 0.01 of F1. The training pictures annotate one class each. *Equal seconds*
+are those of *GRPO by object*. 4,096 further images decide.
+
+This version was added before any run of it, after *Dense, faint crowds* had shown that GRPO can gain where supervised
+training no longer does. The expectation: pseudo-labels are not much better than the model that made them, while a
+reward on the annotated class tells which guesses are worth saying. So far, on the tuning images: *GRPO by object* 0.772
+and 0.775 with the rates 0.00025 and 0.001, *SFT + pseudo-labels* 0.769, 0.776 and 0.760 with all three, the start model
+0.766.
+
 Changed on the way, before any run: the start model was first trained with more noise (40 grey levels, now 30) and one
 contrast of 0.14 for all shapes, or 0.02 to 0.4, or 0 to 0.6. These were given up at a coordinate loss of 5.3, 5.3 and
 5.4 after 351, 176 and 101 steps, without a score; a trial with less noise and a contrast of 0.1 to 0.7 had 4.7 after
 176, and an F1 of 0.744 after 250.
-On the tuning images *GRPO by object* had an F1 of 0.772 and 0.775 with the rates 0.00025 and 0.001, *SFT +
-pseudo-labels* 0.769, 0.776 and 0.760 with all three, the start model 0.766.
 """
-FAINTER_METHOD = """As above, but each shape has a contrast of 0.09, so that none is seen for certain. The start model
-is that of *Partial annotation, faint shapes*, trained likewise on 8,000 such pictures. This version was added before
-any run of it, when that one had most of its runs at equal steps on the tuning images and three test runs of
-pseudo-labels. On the tuning images the start model has 0.664 (the best of four rounds), *SFT + pseudo-labels* 0.663,
-0.664 and 0.680, *GRPO by object* with a rate of 0.001 0.669. It gains less than on faint crowds, perhaps because its
-reward sees two shapes in a picture, not eight.
+FAINTER_METHOD = """\
+As above, but each shape has a contrast of 0.09, so that none is seen for certain. The start model is
+that of *Partial annotation, faint shapes*, trained likewise on 8,000 such pictures.
+
+This version was added before any run of it, when that one had most of its runs at equal steps on the tuning images and
+three test runs of pseudo-labels. So far, on the tuning images: the start model 0.664 (the best of four rounds), *SFT +
+pseudo-labels* 0.663, 0.664 and 0.680, *GRPO by object* with a rate of 0.001 0.669. It gains less than on faint crowds,
+perhaps because its reward sees two shapes in a picture, not eight.
 """
-CAST_METHOD = """The images of the other versions with a colour cast: all colours turn by 33 degrees about the grey
-axis, so that red looks much like the start model's yellow, green like its blue. Each training image is annotated for
-one class, drawn of all twelve, whether it shows it or not. The start model is that of the other versions, which has
-never seen the cast, so that pseudo-labels repeat its confusions. This version and *end unlearnt* (`supervise_closing:
-complete`) were added after trials, and before any run of the study; its images are others than theirs. The angle was
-chosen by the start model's own F1 (0.845, 0.803, 0.704 and 0.489 at 0, 15, 25 and 35 degrees, 0.770 and 0.558 at -20
-and -35, on 96 images). *Equal seconds* are those of *stage 2 + KL, end unlearnt*. 2,048 further images decide.
-*Refreshed pseudo-labels* are a rival here, too. *Start model's answers + KL, end unlearnt* is the same training on the
-start model's rollouts. It is no arm of the other versions and no rival; it tells what being on-policy is worth.
-Trials on 256 images, each with a rate of 0.001 and from 0.492. With three of twelve classes annotated an image: *GRPO
-by object* had a mean F1 of an answer of 0.741, 0.735 and 0.765 after 10, 20 and 30 steps (at first 0.527); *SFT +
-pseudo-labels* an F1 of 0.649 after 60; with a rate of 0.004 it had 0.58 to 0.62 between 40 and 240; *refreshed
-pseudo-labels* had 0.693, 0.773 and 0.809 after 20, 40 and 60, and 0.802 after 120; stage 2 without KL 0.780, 0.783 and
-0.792 after 20, 40 and 60. With two classes: refreshed 0.613, 0.723 and 0.766, stage 2 0.766, 0.728 and 0.737, as its
-answers get shorter. With a KL weight of 10 and 30 it had 0.682 and 0.624 after 40. With its end unlearnt, and a weight
-of 0.5, it had 0.776, 0.785 and 0.790. With one class: refreshed 0.576, 0.631 and 0.656, stage 2 without KL 0.737, 0.575
-and 0.519, with its end unlearnt and a weight of 0.5 0.790, 0.766 and 0.767, with a weight of 3 0.779, 0.705 and 0.765.
-The start model's answers in place of its own, with 0.5: 0.775, 0.771 and 0.757. So what wins there is what is learnt,
-not whose answers they are.
+CAST_METHOD = """\
+The images of the other versions with a colour cast: all colours turn by 33 degrees about the grey axis, so
+that red looks much like the start model's yellow, green like its blue. Each training image is annotated for one class,
+drawn of all twelve, whether it shows it or not. The start model is that of the other versions. It has never seen the
+cast, so that pseudo-labels repeat its confusions.
+
+- *End unlearnt* is `supervise_closing: complete`. *Equal seconds* are those of *stage 2 + KL, end unlearnt*.
+- *Refreshed pseudo-labels* are a rival here, too.
+- *Start model's answers + KL, end unlearnt* is the same training on the start model's rollouts. It is no arm of the
+  other versions and no rival; it tells what being on-policy is worth.
+- For *SFT, label set in the prompt* such prompts are new, and four in five of its lines list nothing; hardly any of its
+  answers to prompts of all classes parse.
+- 2,048 further images decide.
+
+This version and *end unlearnt* were added after trials, and before any run of the study; its images are others than
+those of the trials. The angle was chosen by the start model's own F1 (0.845, 0.803, 0.704 and 0.489 at 0, 15, 25 and 35
+degrees, 0.770 and 0.558 at -20 and -35, on 96 images). The trials, F1 on 256 images, each with a rate of 0.001 and from
+0.492:
+
+| classes annotated | arm | after 20 steps | 40 | 60 |
+| --- | --- | ---: | ---: | ---: |
+| 3 of 12 | SFT + pseudo-labels | | | 0.649 |
+| 3 of 12 | SFT + refreshed pseudo-labels | 0.693 | 0.773 | 0.809 |
+| 3 of 12 | stage 2 without KL | 0.780 | 0.783 | 0.792 |
+| 2 of 12 | SFT + refreshed pseudo-labels | 0.613 | 0.723 | 0.766 |
+| 2 of 12 | stage 2 without KL, whose answers get shorter | 0.766 | 0.728 | 0.737 |
+| 2 of 12 | stage 2 + KL, weight 10 | | 0.682 | |
+| 2 of 12 | stage 2 + KL, weight 30 | | 0.624 | |
+| 2 of 12 | stage 2 + KL, end unlearnt, weight 0.5 | 0.776 | 0.785 | 0.790 |
+| 1 of 12 | SFT + refreshed pseudo-labels | 0.576 | 0.631 | 0.656 |
+| 1 of 12 | stage 2 without KL | 0.737 | 0.575 | 0.519 |
+| 1 of 12 | stage 2 + KL, end unlearnt, weight 0.5 | 0.790 | 0.766 | 0.767 |
+| 1 of 12 | stage 2 + KL, end unlearnt, weight 3 | 0.779 | 0.705 | 0.765 |
+| 1 of 12 | start model's answers + KL, end unlearnt, weight 0.5 | 0.775 | 0.771 | 0.757 |
+
+With three classes, refreshed pseudo-labels had 0.802 after 120 steps, *SFT + pseudo-labels* with a rate of 0.004 0.58
+to 0.62 between 40 and 240, and *GRPO by object* a mean F1 of an answer of 0.741, 0.735 and 0.765 after 10, 20 and 30
+(at first 0.527). So what wins is what is learnt, not whose answers they are.
+
 After the runs below, one trial with three times the steps on the tuning images (a rate of 0.001, a weight of 0.5): its
 own answers 0.817, 0.822 and 0.817 after 60, 120 and 180 steps, the start model's 0.790, 0.789 and 0.799.
-For *SFT, label set in the prompt* such prompts are new, and four in five of its lines list nothing; hardly any of its
-answers to prompts of all classes parse.
 """
-LONG_CAST_METHOD = """As above, with other images, and twice the steps, for which the settings are tuned anew. This
-version was added after all runs above and the trial of three times the steps had been seen, and before any run of it,
-to tell whether own answers are worth more than the start model's where training goes on. *Start model's answers + KL,
-end unlearnt* is a rival here. Both have the KL weight that they chose above, and the same learning rates are tried
-for all arms. The expectation: own answers are 0.01 to 0.03 better, at equal seconds, too, and pseudo-labels stay far
-below. *SFT, label set in the prompt* is left out. *Equal seconds* are those of *stage 2 + KL, end unlearnt*. 2,048
-further images decide. The grid began at 0.00025, which most arms chose. After all runs a lower rate was added, for all
-arms alike. Only SFT chose it (before: F1 0.455, at equal seconds 0.330; task `partial_cast_long, rates from 0.00025`).
-Pseudo-labels at equal seconds were made anew on another kind of processor, all but the lowest rate's tuning. Their
-start model has an F1 of 0.549 on the test images, the others' 0.534.
+LONG_CAST_METHOD = """\
+As above, with other images, and twice the steps, for which the settings are tuned anew.
+
+- *Start model's answers + KL, end unlearnt* is a rival here. Both have the KL weight that they chose above, and the
+  same learning rates are tried for all arms.
+- *SFT, label set in the prompt* is left out.
+- *Equal seconds* are those of *stage 2 + KL, end unlearnt*. 2,048 further images decide.
+
+This version was added after all runs above and the trial of three times the steps had been seen, and before any run of
+it, to tell whether own answers are worth more than the start model's where training goes on. The expectation: own
+answers are 0.01 to 0.03 better, at equal seconds, too, and pseudo-labels stay far below.
+
+Changed on the way:
+
+- The grid began at 0.00025, which most arms chose. After all runs a lower rate was added, for all arms alike. Only SFT
+  chose it (before: F1 0.455, at equal seconds 0.330; task `partial_cast_long, rates from 0.00025`).
+- Pseudo-labels at equal seconds were made anew on another kind of processor, all but the lowest rate's tuning. Their
+  start model has an F1 of 0.549 on the test images, the others' 0.534.
 """
-NONE_METHOD = """As above; the start model is that of another kind of processor (see *Method*). No training prompt
-names all twelve classes, and most answers to one that does break their syntax (*label set in the prompt*).
+NONE_METHOD = """\
+As above. The start model is that of another kind of processor. No training prompt names all twelve classes,
+and most answers to one that does break their syntax (*label set in the prompt*).
 """
-MOST_METHOD = """As above; the start model is that of a third kind of processor (see *Method*), with an F1 of 0.846.
+MOST_METHOD = """\
+As above. The start model is that of a third kind of processor, with an F1 of 0.846.
 """
-FEW_METHOD = """As above; the start model is that of a fourth kind of processor (see *Method*), with an F1 of 0.874.
+FEW_METHOD = """\
+As above. The start model is that of a fourth kind of processor, with an F1 of 0.874.
 """
 METHODS = {0: NONE_METHOD, 0.25: FEW_METHOD, 0.75: MOST_METHOD}
 

@@ -1,5 +1,7 @@
 """The text of docs/results.md and its plots. Pure functions of the records."""
 
+import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,64 +26,79 @@ NEEDED, MIN_SEEDS = 2, 5
 MIN_SHARE = 0.95  # of the clock's seconds that "equal seconds" means
 NUM_GIVEN_UP = 3
 GIVEN_UP = "Three more were [given up after trials](results_trials.md)."
-CAVEAT = """
-**What this does not show.** Under the colour cast the training target wins, more than who wrote the answers: the same
-training on the start model's answers is level with stage 2 (+0.008 [-0.002, +0.017]). It is not counted as a rival
-there, as it is in *New class*. If it were, only twice the steps would show the claim for *Partial annotation*, and not
-with Bonferroni's correction. With twice the steps it is a rival: own answers are 0.011 better [+0.003, +0.019], at
-equal seconds (218 steps) 0.022 [+0.011, +0.034]. But there the rival took a rate that was best on the tuning images by
-0.003 and did worse on the others. Before, with 185 steps and a lower rate, it was closer (0.007 [+0.0002, +0.0141]).
-With twice the steps learning rates are bracketed for all arms but SFT and, at equal seconds, pseudo-labels, which took
-the lowest and stay far below; the one KL weight is the smallest that was tried. The number of annotated classes was
-chosen after trials: with three of twelve, refreshed pseudo-labels did as well.
-In *Dense* every object is annotated, so the one rival is SFT with adapters, which hardly moves there. The start models
-come from rounds of full training, until one brought less than 0.01 of F1, which is about what GRPO gains: on faint
-crowds +0.009 at equal seconds, and +0.014 once more, where the round after the one that was taken had lost 0.009 on the
-tuning images. The gain comes from precision; counts got worse."""
+CAVEAT = """## What this does not show
+
+- **A colour cast: what is learnt wins, more than whose answers it is learnt on.** The same training on the start
+  model's answers is level with stage 2 (+0.008 [-0.002, +0.017]). It is no rival in this version, as it is in *New
+  class*. If it were, only the version with twice the steps would show the claim for *Partial annotation*, and not with
+  Bonferroni's correction.
+- **Twice the steps: there it is a rival, and the margin is small.** Own answers are 0.011 better [+0.003, +0.019], and
+  at equal seconds (218 steps) 0.022 [+0.011, +0.034]. But the rival took a learning rate that was best on the tuning
+  images by 0.003 and did worse on the test images. Before, with 185 steps and a lower rate, it was closer (0.007
+  [+0.0002, +0.0141]).
+- **The grids end somewhere.** With twice the steps, the best learning rate lies inside the grid for all arms but SFT
+  and, at equal seconds, pseudo-labels; both took the lowest and stay far below. The one KL weight is the smallest that
+  was tried.
+- **Trials chose how many classes an image annotates.** With three of twelve, refreshed pseudo-labels did as well.
+- **Dense: the only rival is SFT with adapters, which hardly moves**, since every object is annotated. The start models
+  come from rounds of full training, which ended when a round brought less than 0.01 of F1. GRPO gains about as much: on
+  faint crowds +0.009 at equal seconds, and +0.014 once more, where the round after the one that was taken had lost
+  0.009 on the tuning images. The gain comes from precision; counting got worse.
+"""
+OVERVIEW_NOTE = """
+*Open*: some on-policy arm may still win. *Closest* and *strongest* are picked by these scores, of arms with five seeds:
+the on-policy arm that is surest to lead all rivals, and the rival that it is least sure to lead. Names are explained
+where a version has its section.
+"""
 COLOURS = ("#c0392b", "#e67e22", "#8e44ad", "#16a085", "#2962d6", "#555")
 
-ABOUT = """Written by `python -m studies.results --limit 0` from `docs/results.json`. Every finished run of an arm
-counts, with the scores of its last step, but for those that were made anew, whose tasks have a comma and a reason
-behind their names; trials are told in the text and have no record. Runs of one version may be of several revisions,
-which the records name. [Earlier results](results_earlier.md) on fully annotated images found nothing
-that beats supervised training.
+ABOUT = """## How it was measured
 
-**Method.** Tuning, training and test images are disjoint. Each arm is tuned alike with seed 0 on the tuning images
-(the same learning rates; where the arm has a KL, times one or two weights; two give it twice as many tries), then runs
-with seeds 1 to 5; the scores on the test images after its last step count. Beyond this grid the arms were not treated
-alike: targets of stage 2 and the credit of GRPO came out of trials on other images, while the rivals are as the field
-has them, and the ten steps after which labels are refreshed were never tuned. *Equal seconds*: the arm runs as many
-steps as fit into the training time of the on-policy arm that a study names, and at least as many as that one. Where its
-labels are the start model's answers, the time for these is deducted, as the arm tells that makes them anew at each
-step; where a version has no such arm, nothing is. At first the policy's rollouts told it. These take up to twice as
-long, with adapters beside the weights, so that such rivals had too few steps; their runs were made anew (the first ones
-are tasks `..., answers at the policy's price` in `docs/results.json`). The learning rate is tuned once more for so many
-steps. *Seconds* in the tables are of all steps and such answers; starts, tuning and evaluations are not counted. Other
-work on the machine hardly shows in them: each part of a step counts with its 10th percentile over a run, and with the
-lowest value over an arm's runs. Each run makes its rollouts with transformers' `generate`; a rollout server would be
-quicker, which would give the rivals fewer steps at equal seconds. Start models are trained on the machine that makes
-the runs. Two that were scored twice had the same score, but on another kind of processor that of *Partial annotation*
-had an F1 of 0.851 on the test images in place of 0.859, 0.846 on a third, and 0.874 on a fourth. Since then records
-name their start model, and a study takes but one; earlier ones do not. Runs with another are left out (tasks `...,
-another start model`), but where a section says so.
+Written by `python -m studies.results --limit 0` from `docs/results.json`, which has a record of each run. [Earlier
+results](results_earlier.md) on fully annotated images found nothing that beats supervised training.
 
-Scores are means over seeds ± standard deviation. A duplicate overlaps another prediction of its label by an IoU of 0.9
-or more (the reward and `drop_duplicates` take 0.5). Intervals are of 95 % (Welch's t). They cover the seeds, not which
-images were drawn for the test. Where a study has *further images* for the test, two to eight times as many, its verdict
-goes by these: their intervals cover the draw of the images, too (jackknife over 32 parts of them). None covers the
-start model, the training images or what tuning chose. Nothing corrects for comparing several arms.
+- **Images.** Tuning, training and test images are disjoint.
+- **Tuning.** Each arm is tuned with seed 0 on the tuning images: the same learning rates for all, times one or two
+  weights where the arm has a KL (two give it twice as many tries). Then it runs with seeds 1 to 5.
+- **Scores** are those on the test images after the last step: means over seeds ± standard deviation. A duplicate
+  overlaps another prediction of its label by an IoU of 0.9 or more (the reward and `drop_duplicates` take 0.5).
+- **Which runs count.** Every finished run of an arm does, unless it was made anew. The first one then has a task whose
+  name goes on behind a comma with the reason. Trials are told in the text and have no record. Runs of one version may
+  be of several revisions, which the records name.
+- **Where arms were not treated alike.** Targets of stage 2 and the credit of GRPO came out of trials on other images,
+  while the rivals are as the field has them. That labels are refreshed after ten steps was never tuned.
+- **Equal seconds.** The arm runs as many steps as fit into the training time of the on-policy arm that a study names,
+  and at least as many as that one. The learning rate is tuned once more for so many steps. Where an arm's labels are
+  the start model's answers, the time for these is deducted; how long they take is read off the arm that makes them anew
+  at each step, and where a version has no such arm, nothing is deducted. At first the policy's rollouts told the time.
+  These take up to twice as long, with adapters beside the weights, so that such rivals had too few steps. Their runs
+  were made anew (the first ones are tasks `..., answers at the policy's price`).
+- **Seconds** in the tables are of all steps and such answers. Starts, tuning and evaluations are not counted. Other
+  work on the machine hardly shows in them: each part of a step counts with its 10th percentile over a run, and with the
+  lowest value over an arm's runs. Rollouts are made with transformers' `generate`. A rollout server would be quicker,
+  which would give the rivals fewer steps at equal seconds.
+- **Start models** are trained on the machine that makes the runs, and another kind of processor rounds otherwise: that
+  of *Partial annotation* has an F1 of 0.859 on the test images from one kind, and 0.851, 0.846 and 0.874 from three
+  others. Two that were trained and scored twice on one kind had the same score. So records name their start model, and
+  a version takes only one; earlier records do not name it. Runs from another one are left out (tasks `..., another
+  start model`), unless a section says so.
+- **Intervals** are of 95 % (Welch's t). They cover the seeds, not which images were drawn for the test. Where a study
+  has *further images* for the test, two to eight times as many, its verdict goes by these: their intervals cover the
+  draw of the images, too (jackknife over 32 parts of them). None covers the start model, the training images or what
+  tuning chose. Nothing corrects for comparing several arms.
 """
 
 
 def text_of(studies: Sequence[Study], records: Sequence[Record], missing: Mapping[str, int]) -> str:
     """Return docs/results.md. `missing`: how many planned runs of each study have no record."""
-    return "\n".join(["# Results\n", verdict(studies, records), ABOUT, sections(studies, records, missing)])
+    parts = [verdict(studies, records), overview(studies, records, missing), CAVEAT, ABOUT]
+    return "\n".join(["# Results\n", *parts, sections(studies, records, missing)])
 
 
 def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     """Return the first lines of docs/results.md: what is shown of the claim, in how many studies, where and by what."""
     claims = dict.fromkeys(study.claim for study in studies)
-    refuted = [study.repeats for study in studies if study.repeats and is_lost(records, study)]
+    refuted = refuted_by_repetition(studies, records)
     winners = {study.name: wins(records, study) if study not in refuted else [] for study in studies}
     lost_versions = [study for study in studies if study in refuted or is_lost(records, study)]
     undecided = [study for study in studies if not winners[study.name] and study not in lost_versions]
@@ -117,9 +134,46 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
         lines.append(f"With {confidence:.2%} intervals (Bonferroni, over all of them) these still show it: {left}.")
     if once := [study.title for study in refuted if wins(records, study)]:
         lines.append(f"Shown once, but not when it was repeated, so not counted: {'; '.join(once)}.")
-    lines.append(CAVEAT)
     lines += [shortage for study in studies if winners[study.name] and (shortage := short_of_seconds(records, study))]
     return "\n".join(lines) + "\n"
+
+
+def refuted_by_repetition(studies: Sequence[Study], records: Sequence[Record]) -> list[Study]:
+    """The versions whose repetition has lost."""
+    return [study.repeats for study in studies if study.repeats and is_lost(records, study)]
+
+
+def overview(studies: Sequence[Study], records: Sequence[Record], missing: Mapping[str, int]) -> str:
+    """Return a table of the versions: the on-policy arm that came closest to the claim, and what held it most."""
+    refuted = refuted_by_repetition(studies, records)
+    rows = []
+    for study in studies:
+        lost = study in refuted or is_lost(records, study)
+        state = "not shown" if lost else "**shown**" if wins(records, study) else "open"
+        arm, rival = closest(records, study) or ("", "")
+        lead = signed(*deciding_difference(records, study, arm, rival)) if arm else ""
+        link = f"[{study.title}](#{re.sub(r'[^a-z0-9 -]', '', study.title.lower()).replace(' ', '-')})"
+        rows.append([link, state, arm, rival, lead, str(missing.get(study.name, 0) or "")])
+    header = ["version", "claim", "closest on-policy arm", "its strongest rival", "F1, difference", "runs to come"]
+    return table(header, rows) + OVERVIEW_NOTE
+
+
+def closest(records: Sequence[Record], study: Study) -> tuple[str, str] | None:
+    """Return the on-policy arm that is surest to lead each rival, and the one it is least sure to lead.
+
+    Only arms with `MIN_SEEDS` seeds; one that took too long only where all did. None where there is no such pair.
+    """
+    ours, rivals = (
+        [name for name in names if is_scored(records, study, name)] for names in (study.on_policy, study.rivals)
+    )
+    if not ours or not rivals:
+        return None
+    in_time = [arm for arm in ours if not is_slower_than_clock(records, study, arm)]
+    low = {
+        (arm, rival): deciding_difference(records, study, arm, rival)[1] for arm in in_time or ours for rival in rivals
+    }
+    hardest = [min((pair for pair in low if pair[0] == arm), key=low.__getitem__) for arm in in_time or ours]
+    return max(hardest, key=low.__getitem__)
 
 
 def wins(records: Sequence[Record], study: Study, confidence: float = CONFIDENCE) -> list[str]:
@@ -147,18 +201,22 @@ def is_lost(records: Sequence[Record], study: Study) -> bool:
 def unbeaten(records: Sequence[Record], study: Study, arm: str, confidence: float = CONFIDENCE) -> list[str]:
     """The rivals that `arm` does not beat, of those where both have `MIN_SEEDS` seeds: one is enough to lose."""
     done = [name for name in study.rivals if is_scored(records, study, arm) and is_scored(records, study, name)]
-    found = ((name, deciding_interval(records, study, arm, name, confidence)) for name in done)
-    return [name for name, bounds in found if bounds is None or bounds[0] <= 0]
+    return [name for name in done if deciding_difference(records, study, arm, name, confidence)[1] <= 0]
 
 
-def deciding_interval(
+def deciding_difference(
     records: Sequence[Record], study: Study, arm: str, rival: str, confidence: float = CONFIDENCE
-) -> tuple[float, float] | None:
-    """Return the interval that a verdict goes by: on the further test images, where a study has them."""
+) -> tuple[float, float, float]:
+    """Return the difference of mean F1 and the interval that a verdict goes by.
+
+    Both are of the further test images, where a study has them.
+    """
+    ours, theirs = (deciding_runs(records, study, name) for name in (arm, rival))
     if study.further:
-        ours, theirs = (deciding_runs(records, study, name) for name in (arm, rival))
-        return further.difference(ours, theirs, confidence)[1:]
-    return interval(*both(records, study, arm, rival), confidence)
+        return further.difference(ours, theirs, confidence)
+    values = last(ours, "f1"), last(theirs, "f1")
+    low, high = interval(*values, confidence) or (-math.inf, math.inf)
+    return statistics.fmean(values[0]) - statistics.fmean(values[1]), low, high
 
 
 def is_scored(records: Sequence[Record], study: Study, name: str) -> bool:
@@ -263,9 +321,12 @@ def difference_table(records: Sequence[Record], study: Study, names: Sequence[st
 
 def difference(records: Sequence[Record], study: Study, arm: str, rival: str) -> str:
     ours, theirs = both(records, study, arm, rival)
-    shown = f"{statistics.fmean(ours) - statistics.fmean(theirs):+.3f}"
-    bounds = interval(ours, theirs)
-    return f"{shown} [{bounds[0]:+.3f}, {bounds[1]:+.3f}]" if bounds else f"{shown} (too few seeds)"
+    value, bounds = statistics.fmean(ours) - statistics.fmean(theirs), interval(ours, theirs)
+    return signed(value, *bounds) if bounds else f"{value:+.3f} (too few seeds)"
+
+
+def signed(value: float, low: float, high: float) -> str:
+    return f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def further_table(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:
@@ -278,7 +339,7 @@ def further_table(records: Sequence[Record], study: Study, names: Sequence[str])
     ours = [name for name in study.on_policy if name in runs]
     rows = []
     for name, own in runs.items():
-        differences = [further_difference(runs[arm], own) if name not in ours else "" for arm in ours]
+        differences = [signed(*further.difference(runs[arm], own)) if name not in ours else "" for arm in ours]
         rows.append([name, str(len(own)) if name != START else "", spread(further.f1(own)), *differences])
     num_images = next(iter(runs.values()))[0]["further"]["images"]
     header = [f"F1 on {num_images:,} further images", "seeds", "F1", *(f"difference of {arm}" for arm in ours)]
@@ -300,11 +361,6 @@ def lost_arms(records: Sequence[Record], study: Study) -> str:
         if reasons:
             listed.append(f"*{arm}* ({'; '.join(reasons)})")
     return f"Cannot show the claim any more, whatever is still to come: {'; '.join(listed)}.\n" if listed else ""
-
-
-def further_difference(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
-    value, low, high = further.difference(ours, theirs)
-    return f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def ends_of_grid(records: Sequence[Record], study: Study, names: Sequence[str]) -> str:

@@ -796,6 +796,30 @@ def test_the_first_lines_say_what_is_shown_and_what_is_missing():
     assert versions.startswith("**The claim is not shown.**")  # two versions of one study count once
 
 
+def test_the_table_of_versions_names_the_arm_that_came_closest_and_what_held_it():
+    """The closest is the one with the highest lower bound over its strongest rival, of those that took no longer."""
+
+    def row(records: list[dict], study=NEW_CLASS) -> list[str]:
+        lines = results_report.text_of(STUDIES, records, {"new_class": 7}).splitlines()
+        [line] = [line for line in lines if line.startswith(f"| [{study.title}](#")]
+        return [cell.strip() for cell in line.split("|")[1:-1]]
+
+    assert row([]) == ["[New class](#new-class)", "open", "", "", "", "7"]
+    assert row([], REPLAY)[0] == "[New class, with 10 % replay](#new-class-with-10--replay)"
+    done = all_finished(NEW_CLASS, 0.8, 0.6)
+    strong = [r | {"scores": {"60": r["scores"]["60"] | {"f1": 0.9}}} for r in done if r["variant"] == PSEUDO.name]
+    others = [r for r in done if r["variant"] != PSEUDO.name]
+    assert row(done)[1:3] == ["**shown**", STAGE2.name] and row(done)[4].startswith("+0.200 [+0.1")
+    assert row([*others, *strong])[1:4] == ["not shown", STAGE2.name, PSEUDO.name]
+    assert row([*others, *strong[1:]])[1:3] == ["open", STAGE2.name]  # a seed of the rival is missing
+    assert row([*others, *strong[1:]])[3] != PSEUDO.name
+    images = with_further(all_finished(HALF, 0.8, 0.6), 0.6)
+    by_object = [run for run in with_further(images, 0.9) if run["variant"] == "GRPO by object"]
+    rest = [run for run in images if run["variant"] != "GRPO by object"]
+    assert row([*by_object, *rest], HALF)[2] == "GRPO by object" and "+0.300 [" in row([*by_object, *rest], HALF)[4]
+    assert row([*slowed(by_object, 9.0), *rest], HALF)[2] == HALF.clock.name
+
+
 def test_the_first_lines_say_what_is_left_if_one_corrects_for_the_number_of_versions():
     """0.03 of F1 is 3 standard errors here, 0.2 is 20."""
     sure = [*all_finished(NEW_CLASS, 0.8, 0.6), *all_finished(DENSE, 0.8, 0.6)]
@@ -872,7 +896,7 @@ def test_the_figures_of_the_caveat_are_those_of_the_records(ours, theirs, words)
     found = further.difference(*runs)
     told = [word.strip("+()[],") for word in words.split() if "." in word]
     assert [f"{value:.{len(word.partition('.')[2])}f}" for value, word in zip(found, told, strict=False)] == told
-    assert words in " ".join(results_report.CAVEAT.split())
+    assert words in " ".join(results_report.text_of([], [], {}).split())
 
 
 def with_further(runs: list[dict], f1: float) -> list[dict]:
