@@ -163,17 +163,15 @@ def closest(records: Sequence[Record], study: Study) -> tuple[str, str] | None:
 
     Only arms with `MIN_SEEDS` seeds; one that took too long only where all did. None where there is no such pair.
     """
-    ours, rivals = (
-        [name for name in names if is_scored(records, study, name)] for names in (study.on_policy, study.rivals)
-    )
+    scored = [name for name in (*study.on_policy, *study.rivals) if is_scored(records, study, name)]
+    rivals = [name for name in scored if name in study.rivals]
+    ours = [name for name in scored if name in study.on_policy]
+    ours = [arm for arm in ours if not is_slower_than_clock(records, study, arm)] or ours
     if not ours or not rivals:
         return None
-    in_time = [arm for arm in ours if not is_slower_than_clock(records, study, arm)]
-    low = {
-        (arm, rival): deciding_difference(records, study, arm, rival)[1] for arm in in_time or ours for rival in rivals
-    }
-    hardest = [min((pair for pair in low if pair[0] == arm), key=low.__getitem__) for arm in in_time or ours]
-    return max(hardest, key=low.__getitem__)
+    least = {arm: min((deciding_difference(records, study, arm, rival)[1], rival) for rival in rivals) for arm in ours}
+    arm = max(least, key=least.__getitem__)
+    return arm, least[arm][1]
 
 
 def wins(records: Sequence[Record], study: Study, confidence: float = CONFIDENCE) -> list[str]:
