@@ -23,6 +23,7 @@ from studies.tables import CONFIDENCE, Record, interval, last, runs_of, spread, 
 
 START = "start model"
 NEEDED, MIN_SEEDS = 2, 5
+SHOWN, LOST, OPEN = "**shown**", "not shown", "open"  # of a version
 MIN_SHARE = 0.95  # of the clock's seconds that "equal seconds" means
 NUM_GIVEN_UP = 3
 GIVEN_UP = "Three more were [given up after trials](results_trials.md)."
@@ -79,9 +80,9 @@ results](results_earlier.md) on fully annotated images found nothing that beats 
   which would give the rivals fewer steps at equal seconds.
 - **Start models** are trained on the machine that makes the runs, and another kind of processor rounds otherwise: that
   of *Partial annotation* has an F1 of 0.859 on the test images from one kind, and 0.851, 0.846 and 0.874 from three
-  others. Two that were trained and scored twice on one kind had the same score. So records name their start model, and
-  a version takes only one; earlier records do not name it. Runs from another one are left out (tasks `..., another
-  start model`), unless a section says so.
+  others. Two that were scored twice had the same score. So records name their start model, and a version takes only
+  one; earlier records do not name it. Runs from another one are left out (tasks `..., another start model`), unless a
+  section says so.
 - **Intervals** are of 95 % (Welch's t). They cover the seeds, not which images were drawn for the test. Where a study
   has *further images* for the test, two to eight times as many, its verdict goes by these: their intervals cover the
   draw of the images, too (jackknife over 32 parts of them). None covers the start model, the training images or what
@@ -98,10 +99,10 @@ def text_of(studies: Sequence[Study], records: Sequence[Record], missing: Mappin
 def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     """Return the first lines of docs/results.md: what is shown of the claim, in how many studies, where and by what."""
     claims = dict.fromkeys(study.claim for study in studies)
-    refuted = refuted_by_repetition(studies, records)
-    winners = {study.name: wins(records, study) if study not in refuted else [] for study in studies}
-    lost_versions = [study for study in studies if study in refuted or is_lost(records, study)]
-    undecided = [study for study in studies if not winners[study.name] and study not in lost_versions]
+    state = states(studies, records)
+    winners = {study.name: wins(records, study) if state[study.name] == SHOWN else [] for study in studies}
+    lost_versions = [study for study in studies if state[study.name] == LOST]
+    undecided = [study for study in studies if state[study.name] == OPEN]
     won: dict[str, list[str]] = {}
     for study in studies:
         if arms := winners[study.name]:
@@ -132,28 +133,27 @@ def verdict(studies: Sequence[Study], records: Sequence[Record]) -> str:
     if won:
         left = "; ".join(study.title for study in sure) or "none"
         lines.append(f"With {confidence:.2%} intervals (Bonferroni, over all of them) these still show it: {left}.")
-    if once := [study.title for study in refuted if wins(records, study)]:
+    if once := [study.title for study in lost_versions if wins(records, study)]:
         lines.append(f"Shown once, but not when it was repeated, so not counted: {'; '.join(once)}.")
     lines += [shortage for study in studies if winners[study.name] and (shortage := short_of_seconds(records, study))]
     return "\n".join(lines) + "\n"
 
 
-def refuted_by_repetition(studies: Sequence[Study], records: Sequence[Record]) -> list[Study]:
-    """The versions whose repetition has lost."""
-    return [study.repeats for study in studies if study.repeats and is_lost(records, study)]
+def states(studies: Sequence[Study], records: Sequence[Record]) -> dict[str, str]:
+    """Where each version stands, by name. One whose repetition has lost counts for nothing."""
+    refuted = [study.repeats for study in studies if study.repeats and is_lost(records, study)]
+    lost = [study for study in studies if study in refuted or is_lost(records, study)]
+    return {study.name: LOST if study in lost else SHOWN if wins(records, study) else OPEN for study in studies}
 
 
 def overview(studies: Sequence[Study], records: Sequence[Record], missing: Mapping[str, int]) -> str:
     """Return a table of the versions: the on-policy arm that came closest to the claim, and what held it most."""
-    refuted = refuted_by_repetition(studies, records)
-    rows = []
+    state, rows = states(studies, records), []
     for study in studies:
-        lost = study in refuted or is_lost(records, study)
-        state = "not shown" if lost else "**shown**" if wins(records, study) else "open"
         arm, rival = closest(records, study) or ("", "")
         lead = signed(*deciding_difference(records, study, arm, rival)) if arm else ""
         link = f"[{study.title}](#{re.sub(r'[^a-z0-9 -]', '', study.title.lower()).replace(' ', '-')})"
-        rows.append([link, state, arm, rival, lead, str(missing.get(study.name, 0) or "")])
+        rows.append([link, state[study.name], arm, rival, lead, str(missing.get(study.name, 0) or "")])
     header = ["version", "claim", "closest on-policy arm", "its strongest rival", "F1, difference", "runs to come"]
     return table(header, rows) + OVERVIEW_NOTE
 
