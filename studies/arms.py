@@ -75,7 +75,7 @@ class Study:
         claim: the study whose verdict it counts for; two versions of a study have one.
         config: what its runs share.
         material: version of its images and its start model; records of another one are stale.
-        prepare: makes images and start model below `root`, if missing.
+        prepare: makes images and start model below `root`, if missing; called by `studies.portable`.
         arms: by how much they tell.
         clock: the arm whose seconds are those of "equal seconds"; a slower one cannot win.
         num_train: images of the training split.
@@ -87,6 +87,7 @@ class Study:
         num_evals: how often a run is scored, in equal distances.
         further: makes the folder of further test images if missing, and returns it; None: there are none.
         repeats: the version that this one was declared to confirm; that one counts for nothing if this one is lost.
+        is_portable: all that `prepare` makes is the same on all processors.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Study:
     num_evals: int = 1
     further: Callable[[], Path] | None = field(default=None, hash=False)
     repeats: "Study | None" = None
+    is_portable: bool = False
 
     @cached_property
     def training(self) -> dict[str, Any]:

@@ -109,13 +109,13 @@ def prepare(material: Material) -> None:
     cached(root / "replay", [settings, REPLAYED], "images to replay", lambda to: write_replay(root / "data", to))
 
 
-def prepare_model(root: Path, settings: list, seed: int, steps: int) -> list:
+def prepare_model(root: Path, settings: list, seed: int, steps: int, is_portable: bool = False) -> list:
     """Make `model` below `root`, if missing, from `data/warmup.jsonl`; return all that it is made with."""
     cached(root / "start", [seed], "untrained", lambda to: build_start_model(to, SIDE, seed=seed))
     cfg = load_warmup_config(WARMUP_CONFIG)
     data = cfg.train_jsonl[0].model_copy(update={"path": str(root / "data/warmup.jsonl")})
     paths = {"model": str(root / "start"), "train_jsonl": [data], "output_dir": str(root / "model")}
-    cfg = cfg.model_copy(update=paths | {"seed": seed, "steps": steps})
+    cfg = cfg.model_copy(update=paths | {"seed": seed, "steps": steps} | ({"autocast": "off"} if is_portable else {}))
     made_with = [settings, cfg.model_dump()]
     cached(root / "model", made_with, "start model", lambda _: warm_up(cfg))
     return made_with

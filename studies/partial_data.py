@@ -27,17 +27,20 @@ from utils.config.schema import Data
 ROOT = Path("runs/study/partial")
 SEED = 105
 WARMUP_STEPS = 800
+PORTABLE_ROOT = Path("runs/study/partial_portable")  # of shares with the same start model on all processors
 VERSION = 1  # raise it when images, labels or start model are made differently; records of older material are stale
+PORTABLE_VERSION = 2
 SPLITS = {"warmup": 6000, "train": 1200, "tune": 128, "test": 256}  # images
 FURTHER = range(20_000, 22_048)  # scenes of the further test images, behind those of all splits
 LABELS = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
 
 
-def prepare_start() -> list:
-    """Make `data` and `model` below `ROOT`, if missing; return all that they are made with."""
-    settings = [VERSION, SEED, SPLITS]
-    cached(ROOT / "data", settings, "synthetic scenes", make_data)
-    return prepare_model(ROOT, settings, SEED, WARMUP_STEPS)
+def prepare_start(root: Path = ROOT) -> list:
+    """Make `data` and `model` below `root`, if missing; return all that they are made with."""
+    is_portable = root == PORTABLE_ROOT
+    settings = [PORTABLE_VERSION if is_portable else VERSION, SEED, SPLITS]
+    cached(root / "data", settings, "synthetic scenes", make_data)
+    return prepare_model(root, settings, SEED, WARMUP_STEPS, is_portable)
 
 
 FAINT = Crowds(
@@ -68,10 +71,10 @@ CAST = Crowds(
 CAST_LONG = replace(CAST, name="partial_cast_long", seed=115)
 
 
-def prepare(share: float) -> None:
+def prepare(share: float, root: Path = ROOT) -> None:
     """Make the start model and all files of a share, if missing."""
     torch.set_num_threads(1)
-    prepare_share(ROOT, share, prepare_start(), max_new_tokens=128)
+    prepare_share(root, share, prepare_start(root), max_new_tokens=128)
 
 
 def prepare_crowds(crowds: Crowds) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from studies import dense, forgetting, further, new_class, partial, results_report, runs, taught
+from studies import dense, forgetting, further, new_class, partial, portable, results_report, runs, taught
 from studies.arms import SEEDS, TUNING_SEED, Job, Study, find, missing, num_left, num_steps, planned, shown, starts_of
 from studies.results_report import START
 from studies.runs import RunFailed, Task, load_records, quiet_parts, same_run, slug, store, write_config
@@ -84,7 +84,7 @@ def run_all(studies: Sequence[Study], limit: int | None = None) -> list[str]:
             job = claim_next(studies, failed, stack)
             if job is None:
                 break
-            job.study.prepare()
+            portable.prepare(job.study)
             start = runs.weights_digest(start_model(job.study))
             if (others := starts_of(load_records(), job.study)) and start not in others:
                 return [*failed, f"{job.name}: here the start model is {start}; other runs have {', '.join(others)}"]
@@ -162,7 +162,7 @@ def score_kept(studies: Sequence[Study]) -> list[str]:
     """Score on the further test images what records lack that and still have a model; return the names that failed."""
     failed = []
     for study in (study for study in studies if study.further):
-        study.prepare()
+        portable.prepare(study)
         for record, model, suffix in kept(study):
             name = f"{study.name}: {record['variant']}, seed {record['seed']}, further test images"
             with alone(runs.ROOT / "claims" / f"{slug(name)}.lock", wait=False) as is_ours:

@@ -82,12 +82,15 @@ class RunFailed(Exception):
     """A learner ended with an error."""
 
 
-def run_to_end(command: Sequence[str], log: Path) -> int:
-    """Run a command to its end and return its status; stop it if this process is stopped first."""
+def run_to_end(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> int:
+    """Run a command to its end and return its status; stop it if this process is stopped first.
+
+    Args:
+        environment: set for it besides the usual.
+    """
+    env = ENVIRONMENT | dict(environment or {})
     with log.open("w") as sink:
-        process = subprocess.Popen(
-            command, env=ENVIRONMENT, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         return process.wait()
     finally:
