@@ -84,6 +84,7 @@ class Study:
         annotated: labels that the training data of `only_annotated` arms annotate; empty: the lines say it.
         replay: fully annotated lines, below `root`, that each arm sees besides.
         tuned_on: the study whose tuning counts for this one; None: its own.
+        tuned_here: arms whose learning rate at equal seconds is tuned on this study all the same, by name.
         num_evals: how often a run is scored, in equal distances.
         further: makes the folder of further test images if missing, and returns it; None: there are none.
         repeats: the version that this one was declared to confirm; that one counts for nothing if this one is lost.
@@ -111,6 +112,7 @@ class Study:
     further: Callable[[], Path] | None = field(default=None, hash=False)
     repeats: "Study | None" = None
     is_portable: bool = False
+    tuned_here: tuple[str, ...] = ()
 
     @cached_property
     def training(self) -> dict[str, Any]:
@@ -206,12 +208,12 @@ def longer_grid(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
 
     A longer run may want a lower rate. None before the number of steps is known; where it is the same, `grid`.
     """
-    if study.tuned_on:
+    if study.tuned_on and arm.name not in study.tuned_here:
         return longer_grid(records, study.tuned_on, next(own for own in study.tuned_on.arms if own.name == arm.name))
     best = tuned(records, study, arm)
     if best is None or not has_seconds(records, study, arm):
         return []
-    jobs = [replace(best, lr=lr, equal_seconds=True) for lr in study.learning_rates]
+    jobs = [replace(best, study=study, arm=arm, lr=lr, equal_seconds=True) for lr in study.learning_rates]
     return jobs if num_steps(jobs[0], records) > int(study.training["max_steps"]) else grid(study, arm)
 
 
@@ -275,7 +277,7 @@ def planned(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
     jobs = [] if study.tuned_on else grid(study, arm)
     jobs += tests(records, study, arm, equal_seconds=False)
     if arm.is_rival and has_seconds(records, study, arm):
-        jobs += [] if study.tuned_on else longer_grid(records, study, arm)
+        jobs += [] if study.tuned_on and arm.name not in study.tuned_here else longer_grid(records, study, arm)
         jobs += tests(records, study, arm, equal_seconds=True)
     return list(dict.fromkeys(jobs))
 
@@ -286,7 +288,7 @@ def num_left(records: Sequence[Record], study: Study) -> int:
     for arm in study.arms:
         jobs = planned(records, study, arm)
         total = len(SEEDS) * (1 + arm.is_rival) + (0 if study.tuned_on else len(grid(study, arm)))
-        if arm.is_rival and not study.tuned_on:
+        if arm.is_rival and (not study.tuned_on or arm.name in study.tuned_here):
             known = longer_grid(records, study, arm)
             total += sum(job.equal_seconds for job in known) if known else len(study.learning_rates)
         left += total - sum(find(records, job) is not None for job in jobs)
