@@ -522,6 +522,37 @@ def test_a_study_that_is_tuned_on_another_has_its_settings_and_no_grid_of_its_ow
     assert COMPLETE in HALF.arms and all(COMPLETE not in SHARES[index].arms for index in (1, 4))  # 0 % and 100 %
 
 
+def test_an_arm_of_such_a_study_may_be_tuned_there_at_equal_seconds():
+    (quarter,) = (study for study in SHARES if study.tuned_here)
+    (pseudo,) = (arm for arm in quarter.arms if arm.name in quarter.tuned_here)
+    (sft,) = (arm for arm in quarter.arms if arm.name == "SFT")
+    done = [
+        run for arm in (quarter.clock, pseudo, sft) for run in tuning(arm, HALF) + finished(arm, 0.5, study=quarter)
+    ]
+    left = arms.num_left(done, quarter)
+    assert not arms.longer_grid(done, quarter, sft)  # waits for the other study
+    jobs = arms.longer_grid(done, quarter, pseudo)
+    assert [job.lr for job in jobs] == list(quarter.learning_rates) and all(job.is_tuning for job in jobs)
+    assert {job.study for job in jobs} == {quarter} and {arms.num_steps(job, done) for job in jobs} == {132}
+    assert set(jobs) <= set(arms.planned(done, quarter, pseudo))
+    done += [record(job, job.lr, steps=132) for job in jobs]
+    assert arms.num_left(done, quarter) == left - len(jobs)
+    best = arms.tests(done, quarter, pseudo, equal_seconds=True)
+    assert [job.seed for job in best] == list(SEEDS)
+    assert {(job.study, job.lr) for job in best} == {(quarter, max(quarter.learning_rates))}
+
+
+def test_a_share_with_a_portable_start_model_has_files_of_its_own(tmp_path):
+    (study,) = (study for study in SHARES if study.is_portable)
+    assert study.root == partial_data.PORTABLE_ROOT / "1" and study.material == partial_data.PORTABLE_VERSION
+    assert study.prepare.args == (1.0, partial_data.PORTABLE_ROOT)
+    for arm in study.arms:
+        job = Job(study, arm, 1, 1e-3, 10.0 if arm.has_kl else None)
+        task = results.Task(study.name, arm.config or study.config)
+        cfg = load_config(results.write_config(task, tmp_path / results.slug(arm.name), job.overrides))
+        assert cfg.model.path == str(results.start_model(study)) == str(partial_data.PORTABLE_ROOT / "model")
+
+
 def test_records_of_other_settings_or_older_images_do_not_count():
     job = arms.grid(NEW_CLASS, SFT)[0]
     own = record(job, 0.5)
