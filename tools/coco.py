@@ -281,11 +281,7 @@ def _ring(
     if simplify is None and isinstance(drawn, dict):
         simplify = min(MASK_SIMPLIFY_PX, MASK_SIMPLIFY_SHARE * math.sqrt(part.area))
     points = shapely.get_coordinates(part.exterior.simplify(simplify) if simplify else part.exterior)[:-1]
-    coords = [_rounded(value) for value in points.reshape(-1).tolist()]
-    if len(coords) < 6:
-        remarks.append("box instead of outline: no ring or mask with an area")
-        return None
-    return coords
+    return [_rounded(value) for value in points.reshape(-1).tolist()]
 
 
 def _shape(segmentation: Any, width: int, height: int) -> shapely.Geometry | None:

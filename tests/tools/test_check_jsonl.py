@@ -43,6 +43,9 @@ def test_the_program_ends_with_1_on_mistakes_and_0_without(tmp_path, monkeypatch
     code, text = run_tool(good, bad, tmp_path / "absent.jsonl", "--lines", "1")
     assert code == 1 and "2 lines: 5, ..." in text and "tools.init" not in text
     assert f"{tmp_path}/absent.jsonl: cannot be read: No such file or directory" in text
+    (tmp_path / "empty.jsonl").touch()
+    code, text = run_tool(tmp_path / "empty.jsonl")
+    assert code == 1 and "0 good samples" in text and "empty.jsonl: the file is empty" in text
     code, text = run_tool(good, "--prompt", "")
     assert code == 1 and "no prompt" in text
 

@@ -17,7 +17,7 @@ from faster_coco_eval.core import mask as rle_masks
 from PIL import Image
 
 from tools.check_jsonl import check
-from tools.coco import SHARED, Options, convert_object
+from tools.coco import SHARED, LeftOut, Options, convert_object
 from tools.convert import INCOMPLETE, STRAY, _written_whole, convert, main, parse_splits, split_of
 from tools.evaluate import coco_scores
 from utils.data.images import FORMATS
@@ -78,16 +78,24 @@ def test_dat_1_a_line_by_hand(tmp_path):
 
 
 def test_boxes_are_clipped_and_those_without_area_dropped(tmp_path):
-    boxes = [[-5, -5, 10, 10], [90, 70, 50, 50], [200, 0, 9, 9], [5, 5, 0, 9], [5, 5, -3, 9], [1, 2, 3], ["1", 2, 3, 4]]
+    boxes = [[-5, -5, 10, 10], [90, 70, 50, 50], [200, 0, 9, 9], [1, 2, 3], ["1", 2, 3, 4]]
+    boxes += [[5, 5, 0, 9], [5.001, 5, 0.002, 9], [5, 5.001, 9, 0.002], [5, 5, -3, 9], [5, 5, 3, -9]]
     rows, report = converted(tmp_path, [annotation(bbox=box) for box in boxes])
     assert [item["bbox_2d"] for item in rows[0]["objects"]] == [[0, 0, 5, 5], [90, 70, 100, 80]]
     assert report.reasons == {
         (CHANGED, "clipped to the image"): (2, 1),
         (LOST, "outside the image"): (1, 1),
-        (LOST, "degenerate: no area"): (1, 1),
-        (LOST, "malformed: negative size"): (1, 1),
+        (LOST, "degenerate: no area"): (3, 1),
+        (LOST, "malformed: negative size"): (2, 1),
         (LOST, "malformed: no usable bbox"): (2, 1),
     }
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_box_of_no_finite_number_is_left_out(number):
+    """Other formats than COCO can spell them."""
+    with pytest.raises(LeftOut, match="malformed"):
+        convert_object(annotation(bbox=[5, 5, number, 9]), CATEGORIES, WIDTH, HEIGHT, Options())
 
 
 def test_a_missing_box_comes_from_the_outline(tmp_path):
@@ -790,6 +798,8 @@ def test_object_of_an_unknown_category_type():
 def test_ids_that_are_whole_fractions_are_numbers(tmp_path):
     """As pandas writes them."""
     path = coco_file(tmp_path, [annotation() | {"category_id": 1.0, "image_id": 1.0}])
+    assert convert(path, tmp_path, tmp_path / "d.jsonl").objects["bbox_2d"] == 1
+    path = coco_file(tmp_path, [annotation(), annotation() | {"image_id": 1e19}])  # fits no database
     assert convert(path, tmp_path, tmp_path / "d.jsonl").objects["bbox_2d"] == 1
 
 

@@ -353,6 +353,9 @@ def test_DAT_1_ms_swift(folder):
     rows = [{"messages": [], "images": [name], "objects": given} for name, given in (("a.png", both), ("b.png", parts))]
     found = rows_of(folder, "swift", write_lines(folder, *rows))
     assert found == {"a.png": [CAT, DOG | {"desc": "cat"}], "b.png": [CAT, DOG]}
+    triangle = {"images": ["a.png"], "objects": {"ref": ["cat"], "bbox": [[0, 0, 50, 0, 50, 40]]}}
+    outlines = rows_of(folder, "swift", write_lines(folder, triangle), options=Options(geometry="poly"))
+    assert outlines == {"a.png": [{"desc": "cat", "poly": [0, 0, 50, 0, 50, 40]}]}
 
 
 @pytest.mark.parametrize("kind", ["swift", "sharegpt"])
@@ -456,6 +459,7 @@ def test_DAT_1_ms_swift_keeps_its_question(folder):
             ("none", []),
             ("two", [asked, answer, asked, answer]),
             ("box", [{"role": "user", "content": "What is at <bbox>?"}, answer]),
+            ("more", [{"role": "user", "content": 3 * "<ref-object>"}, answer]),  # than there are names
         )
     ]
     found = lines_of(folder, "swift", write_lines(folder, *rows))

@@ -171,6 +171,9 @@ def test_every_kind_of_error_by_hand_LRN_9():
     assert judged.errors == {"missed": 1, "duplicate": 2, "badly placed": 1, "wrong label": 1, "extra": 1}
     partly = judge(record([a], [a, extra, box("green", 700, 0, 800, 100)], ["green"]), 0.5)
     assert [verdict for _, verdict in partly.pred] == ["found", "not judged", "extra"]
+    tight, shifted = box("red", 0, 0, 100, 60), box("red", 0, 40, 100, 100)  # both lie on a, hardly on each other
+    both = judge(record([a], [tight, shifted]), 0.5)
+    assert [verdict for _, verdict in both.pred] == ["found", "duplicate"]
 
 
 def test_verdicts_agree_with_the_scores_LRN_7():
@@ -314,6 +317,26 @@ def test_scores_of_checkpoints_come_in_order_and_say_how_much_was_scored_LRN_9(t
     assert found == [("checkpoint-200", "val, first 20 samples"), ("checkpoint-1000", "val")]
 
 
+def test_less_of_what_is_bad_is_better():
+    before, after = {"f1": 0.5, "counting_error": 2.0}, {"f1": 0.7, "counting_error": 1.0}
+    assert [row["is_better"] for row in score_rows([(0, before), (4, after)])] == [True, True]
+    assert [row["is_better"] for row in score_rows([(0, after), (4, before)])] == [False, False]
+    assert [row["is_better"] for row in score_rows([(0, before), (4, before)])] == [None, None]
+
+
+def test_calls_that_were_repeated_or_failed_are_counted_and_a_full_sync_has_its_reason(run_dir, tmp_path):
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    calls = [{"num_requests": 4, "attempt": attempt, "outcome": end} for attempt, end in ((1, "timeout"), (2, "ok"))]
+    line = {"step": 1, "phase": "train", "servers": [], "sync": {"fallback": "use_dora"}, "weight_version": "abc:1"}
+    line["calls"] = calls
+    (run / "rollouts.jsonl").write_text(2 * (json.dumps(line) + "\n"))
+    found = read_run(run)["servers"]
+    counts = {"calls": 4, "requests": 16, "retries": 2, "failed": 2}
+    assert found == counts | {"urls": [], "fallbacks": ["use_dora"], "version": "abc:1"}
+    page = write_report(run, tmp_path / "new" / "folder" / "page.html").read_text()
+    assert "2 repeated, 2 failed" in page and "full sync because use_dora" in page
+
+
 @pytest.mark.parametrize("named", [["grey cat"], ["grey cat", "dog"], None])
 def test_scores_of_other_new_classes_are_not_compared_LRN_9(named):
     """LRN-9: `eval.new_labels` changed between the two evaluations. Earlier versions did not write it."""
@@ -350,6 +373,12 @@ def test_curves_stay_inside_their_frame_and_bounded():
     assert len(placed) <= MAX_POINTS and all(46 <= x <= 370 and 10 <= y <= 182 for x, y in placed)
     assert draw("a", [Line("b", []), Line("c", [(1.0, float("inf"))])]) is None
     assert thin([(0.0, 1.0), (1.0, 3.0)]) == [(0.0, 1.0), (1.0, 3.0)]
+
+
+def test_one_point_is_drawn_in_the_middle_and_evaluations_have_marks():
+    [(_, points, marks)] = draw("a", [Line("b", [(0.0, 0.0)], has_marks=True)]).lines
+    assert marks == [((46 + 370) / 2, 182.0)] and points == "208.0,182.0"
+    assert draw("a", [Line("b", [(0.0, 0.0)])]).lines[0][2] == []
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (-3, 7), (0, 1234567), (1e-9, 3e-9), (0.3, 0.30001), (5, 5)])

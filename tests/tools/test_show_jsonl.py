@@ -8,6 +8,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from tests.data.test_samples import line, png, write
+from tools import show_jsonl
 from tools.show_jsonl import colour_of, main, pick_samples, picture, show
 from utils.data.samples import DataError
 
@@ -47,10 +48,16 @@ def test_a_sheet_and_single_pictures(data_file, tmp_path):
     assert all(Image.open(tmp_path / "out" / name).width == 100 for name in names)
 
 
-def test_text_samples_and_several_images_say_so(tmp_path):
+def test_text_samples_and_several_images_say_so(tmp_path, monkeypatch):
     png(tmp_path / "b.png")
-    rows = [line(images=[], objects=[]), line(images=["a.png", "b.png"])]
-    assert len(show(pick_samples(write(tmp_path, *rows), 2, 0, "x"), tmp_path / "s", separate=True)) == 2
+    rows = [line(images=[], objects=[]), line(images=["a.png", "b.png"], objects=[]), line(objects=[])]
+    captions = []
+    written = show_jsonl.text_panel
+    monkeypatch.setattr(show_jsonl, "text_panel", lambda texts, *_, **__: captions.append(texts) or written(texts, 200))
+    samples = pick_samples(write(tmp_path, *rows), 3, 0, "x")
+    assert len(show(samples, tmp_path / "s", separate=True)) == 3
+    ends = ["0 objects, no image", "0 objects, first of 2 images", "0 objects"]
+    assert [text.partition(", ")[2] or text for [(text, _)] in captions] == ends
 
 
 def test_a_bad_line_is_named(tmp_path):
