@@ -118,6 +118,10 @@ class Study:
     def training(self) -> dict[str, Any]:
         return resolve_yaml(self.config)[0]["training"]
 
+    def tunes_longer(self, arm: Arm) -> bool:
+        """Whether the learning rate of equal seconds is tuned on this study."""
+        return not self.tuned_on or arm.name in self.tuned_here
+
     @property
     def rivals(self) -> list[str]:
         """What an on-policy arm has to beat, by the names of the records."""
@@ -208,7 +212,7 @@ def longer_grid(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
 
     A longer run may want a lower rate. None before the number of steps is known; where it is the same, `grid`.
     """
-    if study.tuned_on and arm.name not in study.tuned_here:
+    if study.tuned_on and not study.tunes_longer(arm):
         return longer_grid(records, study.tuned_on, next(own for own in study.tuned_on.arms if own.name == arm.name))
     best = tuned(records, study, arm)
     if best is None or not has_seconds(records, study, arm):
@@ -277,7 +281,7 @@ def planned(records: Sequence[Record], study: Study, arm: Arm) -> list[Job]:
     jobs = [] if study.tuned_on else grid(study, arm)
     jobs += tests(records, study, arm, equal_seconds=False)
     if arm.is_rival and has_seconds(records, study, arm):
-        jobs += [] if study.tuned_on and arm.name not in study.tuned_here else longer_grid(records, study, arm)
+        jobs += longer_grid(records, study, arm) if study.tunes_longer(arm) else []
         jobs += tests(records, study, arm, equal_seconds=True)
     return list(dict.fromkeys(jobs))
 
@@ -288,7 +292,7 @@ def num_left(records: Sequence[Record], study: Study) -> int:
     for arm in study.arms:
         jobs = planned(records, study, arm)
         total = len(SEEDS) * (1 + arm.is_rival) + (0 if study.tuned_on else len(grid(study, arm)))
-        if arm.is_rival and (not study.tuned_on or arm.name in study.tuned_here):
+        if arm.is_rival and study.tunes_longer(arm):
             known = longer_grid(records, study, arm)
             total += sum(job.equal_seconds for job in known) if known else len(study.learning_rates)
         left += total - sum(find(records, job) is not None for job in jobs)

@@ -240,15 +240,15 @@ def long_cast_study(crowds: Crowds) -> Study:
     )
 
 
-def portable(study: Study) -> Study:
+def portable_study(share: float) -> Study:
     """Return the study of a share with a start model that is the same on all processors."""
-    root = PORTABLE_ROOT / study.root.name
+    study = share_study(share, HALF)
     return replace(
         study,
         config="studies/configs/partial_portable.yaml",
-        root=root,
+        root=PORTABLE_ROOT / f"{share:g}",
         material=PORTABLE_VERSION,
-        prepare=partial(prepare, float(root.name), PORTABLE_ROOT),
+        prepare=partial(prepare, share, PORTABLE_ROOT),
         arms=tuple(replace(arm, config=PORTABLE_GRPO_CONFIG) if arm.config else arm for arm in study.arms),
         is_portable=True,
     )
@@ -257,7 +257,7 @@ def portable(study: Study) -> Study:
 HALF = share_study(0.5)
 FAINT = faint_study(partial_data.FAINT, "Partial annotation, faint shapes", FAINT_METHOD)
 FAINTER = faint_study(partial_data.FAINTER, "Partial annotation, fainter shapes", FAINTER_METHOD)
-SHARES = (HALF, *(share_study(share, HALF) for share in (0.0, 0.25, 0.75)), portable(share_study(1.0, HALF)))
+SHARES = (HALF, *(share_study(share, HALF) for share in (0.0, 0.25, 0.75)), portable_study(1.0))
 CAST = cast_study(partial_data.CAST, "Partial annotation, a colour cast", CAST_METHOD)
 CAST_LONG = long_cast_study(partial_data.CAST_LONG)
 PARTIAL = (*SHARES, FAINT, FAINTER, CAST, CAST_LONG)
