@@ -4,13 +4,13 @@ import itertools
 from pathlib import Path
 
 from studies.new_class_data import Shift, draw, to_line, write_jsonl
-from studies.partial_data import prepare_start
+from studies.partial_data import PORTABLE_ROOT, prepare_start
 from tools.cached import cached
 from tools.make_demo import COLOURS, SHAPES, Scenes
 
 ROOT = Path("runs/study")
 SEEDS = {"forgetting": 106, "forgetting_long": 107}  # of the images, by study
-VERSION = 1  # raise it when images are drawn differently; records of older material are stale
+VERSION = 2  # raise it when images or start model are made differently; records of older material are stale
 COLOUR = "yellow"
 LABELS = tuple(f"{COLOUR} {shape}" for shape in SHAPES)
 SHIFT = Shift(contrast=0.5, noise=20.0, sizes=(0.15, 0.32))
@@ -22,7 +22,7 @@ FURTHER = range(20_000, 21_024)  # scenes of the further test images, behind tho
 
 def prepare(name: str) -> None:
     """Make `data` of a study, and the start model, if missing."""
-    prepare_start()
+    prepare_start(PORTABLE_ROOT)
     settings = [VERSION, SEEDS[name], SPLITS, repr(SHIFT)]
     cached(ROOT / name / "data", settings, "a narrow set and the rest", lambda to: make_data(to, SEEDS[name]))
 

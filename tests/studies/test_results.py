@@ -542,10 +542,23 @@ def test_an_arm_of_such_a_study_may_be_tuned_there_at_equal_seconds():
     assert {(job.study, job.lr) for job in best} == {(quarter, max(quarter.learning_rates))}
 
 
-def test_a_share_with_a_portable_start_model_has_files_of_its_own(tmp_path):
+def test_a_share_with_a_portable_start_model_has_files_of_its_own():
     (study,) = (study for study in SHARES if study.is_portable)
     assert study.root == partial_data.PORTABLE_ROOT / "1" and study.material == partial_data.PORTABLE_VERSION
     assert study.prepare.args == (1.0, partial_data.PORTABLE_ROOT)
+
+
+@pytest.mark.parametrize("study", [FORGETTING, LONG], ids=lambda study: study.name)
+def test_forgetting_is_prepared_with_the_portable_start_model(monkeypatch, study):
+    roots = []
+    monkeypatch.setattr(forgetting_data, "prepare_start", roots.append)
+    monkeypatch.setattr(forgetting_data, "cached", lambda *_: None)
+    study.prepare()
+    assert roots == [partial_data.PORTABLE_ROOT] and study.is_portable
+
+
+@pytest.mark.parametrize("study", [study for study in STUDIES if study.is_portable], ids=lambda study: study.name)
+def test_the_arms_of_a_portable_study_start_from_the_portable_model(tmp_path, study):
     for arm in study.arms:
         job = Job(study, arm, 1, 1e-3, 10.0 if arm.has_kl else None)
         task = results.Task(study.name, arm.config or study.config)
