@@ -1,7 +1,6 @@
-"""Write docs/config.md from the schema: `python -m tools.make_config_docs`; `--check` fails where it is stale."""
+"""Write docs/config.md from the schema: `python -m tools.make_config_docs`."""
 
 import argparse
-import sys
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -82,12 +81,8 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
-    if not parser.parse_args().check:
-        TARGET.write_text(render(), encoding="utf-8")
-    elif not TARGET.exists() or TARGET.read_text(encoding="utf-8") != render():
-        sys.exit(f"{TARGET} is out of date; run python -m tools.make_config_docs")
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    TARGET.write_text(render(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, Qwen3VLForConditionalGeneration
 
 from tests.config.test_checkpoint_files import NOT_WHOLE
 from tools import make_demo
-from tools.add_coord_tokens import TOKENS, add_coord_tokens, coord_rows, main, smooth_curve
+from tools.add_coord_tokens import TOKENS, add_coord_tokens, add_to_tokenizer, coord_rows, extended, main, smooth_curve
 from utils.config.memory import model_size
 from utils.config.schema import Tuner
 from utils.data.encoding import encode_prompt, load_processor
@@ -86,6 +87,9 @@ def test_only_files_with_the_vocabulary_are_written_anew(tmp_path, monkeypatch) 
     assert len(files) > 3 and sorted(files) == sorted(path.name for path in target.glob("*.safetensors"))
     anew = [name for name in files if not (source / name).samefile(target / name)]
     assert 1 <= len(anew) <= 2
+    for name in anew:
+        with safe_open(target / name, "pt") as tensors:
+            assert tensors.metadata() == {"format": "pt"}  # some readers refuse a file that does not say it
     before = {name: tensor for file in files for name, tensor in load_file(source / file).items()}
     after = {name: tensor for file in files for name, tensor in load_file(target / file).items()}
     assert list(before) == list(after)
@@ -99,10 +103,60 @@ def test_only_files_with_the_vocabulary_are_written_anew(tmp_path, monkeypatch) 
     assert AutoConfig.from_pretrained(target).text_config.vocab_size == len(after["lm_head.weight"])
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_files_of_a_cache_are_linked_or_copied_not_pointed_at(tmp_path, monkeypatch, has_links) -> None:
+    """A hub's cache holds symbolic links to files elsewhere, which may go."""
+    source = build(tmp_path / "released", monkeypatch, True, 0)
+    (tmp_path / "blobs").mkdir()
+    for file in source.glob("*.safetensors"):
+        blob = file.rename(tmp_path / "blobs" / file.name)
+        file.symlink_to(blob)
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_link)
+    target = add_coord_tokens(source, tmp_path / "out")
+    files = list(target.glob("*.safetensors"))
+    assert any(file.samefile(source / file.name) for file in files) == has_links
+    assert files and not any(file.is_symlink() for file in files)
+
+
+def no_link(*_: object) -> None:
+    raise OSError("no links here")
+
+
 def test_the_same_seed_gives_the_same_rows(tmp_path, monkeypatch) -> None:
     source = build(tmp_path / "released", monkeypatch, True, 0)
     rows = [load_vocabulary(add_coord_tokens(source, tmp_path / str(i), seed)) for i, seed in enumerate((0, 0, 1))]
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
+
+
+def test_spare_rows_of_a_release_do_not_count(tmp_path, monkeypatch) -> None:
+    """They were never trained, so that their spread says nothing."""
+    source = build(tmp_path / "released", monkeypatch, True, RESERVE)
+    num_old = len(load_processor(source).tokenizer)
+    before = load_vocabulary(add_coord_tokens(source, tmp_path / "before"))
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("embed_tokens.weight")]:
+            tensors[name][num_old:] *= 1000
+            save_file(tensors, file, metadata={"format": "pt"})
+    after = load_vocabulary(add_coord_tokens(source, tmp_path / "after"))
+    assert torch.equal(before[: num_old + 1000], after[: num_old + 1000])
+
+
+def test_what_an_interrupted_try_left_is_not_in_the_result(tmp_path, monkeypatch) -> None:
+    source = build(tmp_path / "released", monkeypatch, True, 0)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/left.safetensors").write_bytes(b"half a file")
+    assert not (add_coord_tokens(source, tmp_path / "out") / "left.safetensors").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_part_of_the_tokens_is_too_many(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(make_demo, "NUM_COORD_TOKENS", 0)
+    tokenizer = make_demo.build_processor(64).tokenizer
+    tokenizer.add_tokens(TOKENS[:3])
+    with pytest.raises(ValueError, match="has 3 of 1000 coordinate tokens already; start from the release, which has"):
+        add_to_tokenizer(tokenizer, tmp_path)
 
 
 def load_vocabulary(folder: Path) -> torch.Tensor:
@@ -131,6 +185,21 @@ def test_neighbours_are_alike_and_the_further_the_less(dim) -> None:
     assert 0.6 < spread < 1.4
 
 
+def test_dimensions_spread_as_those_of_the_old_rows_do() -> None:
+    scale = torch.tensor([0.1, 1.0]).repeat_interleave(1024)
+    rows = coord_rows(scale * torch.randn(600, 2048, generator=torch.Generator().manual_seed(3)), [0], seed=0)
+    small, large = rows.std(dim=0).split(1024)
+    assert large.mean() / small.mean() == pytest.approx(10, rel=0.1)
+
+
+def test_rows_of_no_token_are_the_mean_of_the_old_ones() -> None:
+    """Their logit is the mean of the old logits, which is not the largest."""
+    old = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    grown = extended(old, num_rows=10, first=7, rows=torch.ones(2, 4))
+    assert torch.equal(grown[:6], old) and torch.equal(grown[7:9], torch.ones(2, 4))
+    torch.testing.assert_close(grown[[6, 9]], old.mean(dim=0).expand(2, 4))
+
+
 def test_rows_start_from_the_digits() -> None:
     """Rows are closer to the digits' mean than to that of other tokens."""
     old = torch.randn(500, 256, generator=torch.Generator().manual_seed(0))
@@ -152,7 +221,10 @@ def old_form(source: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda source: add_coord_tokens(source, source.parent / "x") and (source.parent / "x"), "has 1000 of 1000"),
+        (
+            lambda source: add_coord_tokens(source, source.parent / "x") and (source.parent / "x"),
+            "has 1000 of 1000 coordinate tokens already; use it as it is",
+        ),
         (lambda source: (source.parent / "out").mkdir(), "out: exists; name another directory"),
         (
             lambda source: (source / "config.json").write_text('{"model_type": "qwen2"}'),

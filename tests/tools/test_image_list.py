@@ -63,6 +63,15 @@ def test_DAT_1_an_entry_that_may_mean_two_images_is_refused(folder):
     assert "val/a.png" in listed and "val/a.png" in listed  # as the lines of a conversation
 
 
+def test_DAT_1_only_an_image_files_ending_is_no_part_of_a_name(tmp_path):
+    """DAT-1: the same picture as PNG and as JPEG is one; frames numbered behind a dot are not."""
+    (tmp_path / "list.txt").write_text("b\nframe.001\n.\n")
+    listed = ImageList(tmp_path / "list.txt")
+    assert "b.png" in listed and "b.jpg" in listed
+    assert "frame.001.png" in listed and "frame.002.png" not in listed
+    assert listed.num_unknown() == 1  # the dot
+
+
 def test_DAT_1_what_is_not_listed_and_what_is_not_there_is_counted(folder):
     (folder / "list.txt").write_text("b\nnothing\nnor/b\n")
     report = convert(folder / "coco.json", folder / "images", folder / "d.jsonl", only=folder / "list.txt")

@@ -1,5 +1,7 @@
 """`tools.plan`: seconds worked out by hand, and the message when nothing was measured (CFG-16)."""
 
+import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -9,11 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.config.test_load import edited
+from tests.config.test_plan import checkpoint, settings
 from tools import plan
 from tools.plan import (
     Constants,
+    Split,
     StepTime,
     StepWork,
     calibrate,
@@ -21,14 +26,15 @@ from tools.plan import (
     measure,
     planned_work,
     predict,
+    recomputed,
     splits,
     work_of_step,
     write_constants,
 )
 from utils.config.load import build_config, load_config
-from utils.config.memory import ModelSize, model_size
+from utils.config.memory import GIB, ModelSize, model_size
 from utils.config.plan import max_tokens_per_step
-from utils.config.schema import Config
+from utils.config.schema import RM, RS, Config
 from utils.run.monitor import write_run_json
 
 ROOT = Path(__file__).parents[2]
@@ -88,10 +94,8 @@ def test_without_constants_the_tool_says_how_to_measure_them():
 
 
 def finished_run(folder: Path, **changes) -> Path:
-    """Write what a run of two learners and a server of two devices leaves: five steps, the first three of them slow."""
+    """Write what a run of two learners and a server of two devices leaves: 7 steps, four of them slow."""
     from torch.utils.tensorboard import SummaryWriter
-
-    from tests.config.test_plan import checkpoint
 
     checkpoint(folder / "model")
     cfg = build_config(edited(model__path=str(folder / "model"), **changes))
@@ -101,9 +105,9 @@ def finished_run(folder: Path, **changes) -> Path:
     values |= {"seconds/step": 8.0, "rollout/new_tokens_mean": 30.0, "train/tokens_per_s": 100.0}
     values |= {"rollout/num_images": 16.0, "sync/bytes": 5e6}
     with SummaryWriter(folder / "run") as writer:
-        for step in range(1, 6):
+        for step in range(1, 8):
             for tag, value in values.items():
-                writer.add_scalar(tag, value * (10 if step <= 3 else 1), step)
+                writer.add_scalar(tag, value * (10 if step <= 3 or step == 6 else 1), step)
     return folder / "run"
 
 
@@ -144,11 +148,28 @@ def test_a_run_that_cannot_tell_says_why(tmp_path):
         measure(tmp_path)
     with pytest.raises(ValueError, match="with prefetch a step's seconds are not its own"):
         measure(finished_run(tmp_path, RM__async={"enabled": True}))
+    (tmp_path / "alone").mkdir()
+    alone = finished_run(tmp_path / "alone")
+    record = json.loads((alone / "run.json").read_text())
+    (alone / "run.json").write_text(json.dumps(record | {"server_world_sizes": []}))
+    with pytest.raises(ValueError, match="no longer exists, or it had no servers"):
+        measure(alone)
 
 
 def no_curves(run: Path) -> None:
     """As with `report_to: [wandb]`."""
     next(run.glob("events*")).unlink()
+
+
+def few_steps(run: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    events = EventAccumulator(str(run)).Reload()
+    tags = events.Tags()["scalars"]
+    no_curves(run)
+    with SummaryWriter(run) as writer:
+        for tag, step in itertools.product(tags, (1, 2, 3)):
+            writer.add_scalar(tag, 1.0, step)
 
 
 def other_curves(run: Path) -> None:
@@ -172,6 +193,7 @@ def newer_key(run: Path) -> None:
         (other_curves, "run: its curves lack rollout/new_tokens_mean, rollout/num_images, seconds/prepare, "),
         (lambda run: (run / "run.json").write_text("{}"), "run/run.json: is not that of a run; name the training.outp"),
         (lambda run: (run / "run.json").write_text('{"config": {"mo'), "run/run.json: is no whole JSON (Unterminated "),
+        (few_steps, "run: needs more than 3 steps"),
         (newer_key, "run/run.json: mode=1: unknown key"),
     ],
 )
@@ -255,18 +277,119 @@ def test_engines_need_room_and_devices_of_their_own_CFG_16():
     data["custom"]["extra"]["rollout_matching"]["vllm"] = {"mode": "colocate", "tensor_parallel_size": 1}
     with pytest.raises(ValueError, match="the learners' own devices generate"):
         splits(build_config(data), constants, 4, args)
+    del data["custom"]["extra"]["rollout_matching"]["vllm"]
+    data["custom"]["extra"]["rollout_matching"]["rollout_backend"] = "hf"
+    with pytest.raises(ValueError, match="the learners' own devices generate"):
+        splits(build_config(data), constants, 4, args)
+
+
+def splits_of(
+    num_devices: int, config: str = "stage2/qwen3vl_8b_3v1", device_gib: float = 80, **changes
+) -> list[Split]:
+    """Splits of a preset with changes at dotted paths (`__` for the dot)."""
+    data = load_config(ROOT / f"configs/{config}.yaml").model_dump()
+    for path, value in changes.items():
+        *parents, last = path.replace("RM", RM).replace("RS", RS).replace("__", ".").split(".")
+        section = data
+        for key in parents:
+            section = section[key]
+        section[last] = value
+    args = Namespace(device_gib=device_gib, new_tokens=None, segment_tokens=None, nodes=1)
+    return splits(build_config(data), Constants(1e14, 1e13, 1e-3, 0.1, 1e10), num_devices, args)
+
+
+def test_splits_are_those_that_the_config_can_start_CFG_16(tmp_path):
+    """CFG-16: whole engines, an answer at once for each learner (DIS-2), and no DeepSpeed JSON that contradicts."""
+    assert {split.rollout_devices % 2 for split in splits_of(8, RS__vllm_tensor_parallel_size=2)} == {0}
+    assert {split.learners for split in splits_of(8, RM__decode_batch_size=1)} == {1, 2, 3, 4}
+    training = load_config(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml").training
+    own = {"gradient_accumulation_steps": training.gradient_accumulation_steps, "zero_optimization": {"stage": 2}}
+    own["train_batch_size"] = 3 * training.per_device_train_batch_size * training.gradient_accumulation_steps
+    (tmp_path / "ds.json").write_text(json.dumps(own))
+    assert [split.learners for split in splits_of(8, deepspeed=str(tmp_path / "ds.json"))] == [3]
+
+
+def test_a_split_fits_by_the_memory_of_the_devices_at_hand_CFG_16():
+    """CFG-16: of learners and of engines; what does not fit comes last, however fast it would be."""
+    for device_gib in (80, 50):
+        found = splits_of(8, "stage2/qwen3vl_8b_full_4v4", device_gib)
+        fits = [split.learner_bytes <= device_gib * GIB for split in found]
+        assert [split.fits for split in found] == fits == sorted(fits, reverse=True) and len(set(fits)) == 2
+    rates = [split.samples_per_s for split in found]
+    assert rates != sorted(rates, reverse=True)
+    small = {"RS__vllm_gpu_memory_utilization": 0.4}
+    assert any(split.fits for split in splits_of(8, **small))
+    assert not any(split.fits for split in splits_of(8, device_gib=40, **small))
+
+
+def test_samples_are_counted_not_answers_GRP_1():
+    """GRP-1: several answers of one sample are one sample."""
+    for split in splits_of(4, "grpo/detection"):
+        cfg = load_config(ROOT / "configs/grpo/detection.yaml")
+        own = cfg.training.per_device_train_batch_size * cfg.training.gradient_accumulation_steps
+        assert split.samples_per_s == pytest.approx(split.learners * own / split.time.step)
+
+
+def test_the_work_of_a_step_follows_the_config_unless_means_are_given(tmp_path):
+    """Two learners, each with two times three samples in float32; of the 90 parameters 52 can change."""
+    batches = {"training__per_device_train_batch_size": 2, "training__gradient_accumulation_steps": 3}
+    changes = batches | {"model__dtype": "float32", "RM__max_new_tokens": 40}
+    cfg = build_config(edited(model__path=str(checkpoint(tmp_path / "model")), **changes))
+    size = model_size(tmp_path / "model", cfg.tuner)
+    work = planned_work(cfg, size, 2, new_tokens=None, segment_tokens=None)
+    assert (work.num_answers, work.new_tokens, work.sync_bytes) == (12, 40, 52 * 4)
+    assert work.num_tokens == max_tokens_per_step(cfg, 2)
+    given = planned_work(cfg, size, 2, new_tokens=30.5, segment_tokens=100.0)
+    assert (given.new_tokens, given.num_tokens) == (30.5, 1200)
+    half = build_config(edited(model__path=str(tmp_path / "model"), model__dtype="bfloat16"))
+    assert planned_work(half, size, 2, None, None).sync_bytes == 52 * 2
+
+
+@pytest.mark.parametrize(("device", "recompute"), [("cuda", 0.0), ("cpu", 1.0)])
+def test_without_a_gpu_all_layers_are_recomputed_LRN_3(tmp_path, device, recompute):
+    """LRN-3: `auto` goes by a GPU's memory; the program has none to go by there."""
+    server = settings(device=device)
+    cfg = build_config(edited(model__path=str(checkpoint(tmp_path / "model")), RS=server))
+    assert recomputed(cfg, model_size(tmp_path / "model", cfg.tuner), 1, 80 * GIB)[1] == recompute
+
+
+def plan_with(monkeypatch, *arguments: str) -> None:
+    command = ["plan", "--config", str(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml"), *arguments]
+    monkeypatch.setattr("sys.argv", command)
+    plan.main()
+
+
+def test_devices_that_no_split_can_use_end_with_2_CFG_16(monkeypatch, capsys):
+    """CFG-16."""
+    monkeypatch.setattr(plan, "load_constants", lambda kind: CONSTANTS)
+    with pytest.raises(SystemExit) as caught:
+        plan_with(monkeypatch, "--devices-per-node", "1")
+    assert caught.value.code == 2 and "no split of these devices works; use more devices" in capsys.readouterr().err
+
+
+def test_a_run_is_measured_and_splits_shown_with_the_memory_given_CFG_16(monkeypatch, capsys):
+    """CFG-16: the table says which splits have too little memory."""
+    asked = []
+    monkeypatch.setattr(plan, "measure", lambda *given: asked.append(given) or CONSTANTS)
+    plan_with(monkeypatch, "--run", "some", "--device-gib", "1", "--devices-per-node", "2")
+    assert asked == [(Path("some"), GIB)]
+    shown = capsys.readouterr().out
+    assert shown.count("(too much)") == 1
+    plan_with(monkeypatch, "--run", "some", "--devices-per-node", "2")
+    assert "(too much)" not in capsys.readouterr().out
 
 
 def test_headers_get_the_plans_memory_CFG_16(tmp_path, monkeypatch):
-    """CFG-16: only that line changes."""
+    """CFG-16: only that line changes; where nothing generates it has no rollout device."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    spoilt = tmp_path / "configs/stage2/qwen3vl_8b_6v2.yaml"
-    shipped = spoilt.read_text()
-    spoilt.write_text(re.sub("# Memory: .*", "# Memory:   9.9 GiB", shipped))
-    monkeypatch.setattr(plan, "PRESETS", [spoilt])
+    spoilt = [tmp_path / f"configs/{name}.yaml" for name in ("stage2/qwen3vl_8b_6v2", "stage1/qwen3vl_8b_8gpu")]
+    shipped = [path.read_text() for path in spoilt]
+    for path, text in zip(spoilt, shipped, strict=True):
+        path.write_text(re.sub("# Memory: .*", "# Memory:   9.9 GiB", text))
+    monkeypatch.setattr(plan, "PRESETS", spoilt)
     monkeypatch.setattr("sys.argv", ["plan", "--update-headers"])
     plan.main()
-    assert spoilt.read_text() == shipped
+    assert [path.read_text() for path in spoilt] == shipped
 
 
 def test_a_run_that_seldom_generates_tells_no_constants(tmp_path):
@@ -281,4 +404,18 @@ def test_a_run_that_seldom_generates_tells_no_constants(tmp_path):
         for tag in ("seconds/rollout", "seconds/sync", "rollout/new_tokens_mean", "rollout/num_images", "sync/bytes"):
             writer.add_scalar(tag, 1.0, 5)
     with pytest.raises(ValueError, match="most of its steps do not generate, train or sync; measure a run whose"):
+        measure(run)
+
+
+@pytest.mark.parametrize("part", ["rollout/num_images", "seconds/rollout", "seconds/train", "seconds/sync"])
+def test_a_run_whose_steps_lack_a_part_tells_no_constants(tmp_path, part):
+    from torch.utils.tensorboard import SummaryWriter
+
+    run = finished_run(tmp_path)
+    tags = EventAccumulator(str(run)).Reload().Tags()["scalars"]
+    no_curves(run)
+    with SummaryWriter(run) as writer:
+        for tag, step in itertools.product(tags, range(1, 6)):
+            writer.add_scalar(tag, float(tag != part), step)
+    with pytest.raises(ValueError, match="most of its steps do not generate, train or sync"):
         measure(run)
