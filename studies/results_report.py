@@ -289,7 +289,8 @@ def sections(studies: Sequence[Study], records: Sequence[Record], missing: Mappi
             parts.append(ends_of_grid(records, study, names))
             parts.append(several_starts(records, study))
         if left := missing.get(study.name, 0):
-            parts.append(f"{'Still to come' if names else 'No test run has finished; still to come'}: {left} runs.\n")
+            start = "Still to come" if names else "No test run has finished; still to come"
+            parts.append(f"{start}: {left} run{'s' * (left > 1)}.\n")
     return "\n".join(part for part in parts if part)
 
 
