@@ -99,6 +99,7 @@ def test_only_files_with_the_vocabulary_are_written_anew(tmp_path, monkeypatch) 
     indexes = [json.loads((path / "model.safetensors.index.json").read_text()) for path in (source, target)]
     assert indexes[0]["weight_map"] == indexes[1]["weight_map"]
     assert indexes[1]["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    assert indexes[1]["metadata"]["total_parameters"] == sum(tensor.numel() for tensor in after.values())
     assert model_size(target, Tuner()).total == sum(tensor.numel() for tensor in after.values())
     assert AutoConfig.from_pretrained(target).text_config.vocab_size == len(after["lm_head.weight"])
 
