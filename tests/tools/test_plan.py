@@ -156,6 +156,13 @@ def test_a_run_that_cannot_tell_says_why(tmp_path):
         measure(alone)
 
 
+def plan_with(monkeypatch, *arguments: str) -> None:
+    """Run the program on a preset."""
+    config = str(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml")
+    monkeypatch.setattr("sys.argv", ["plan", "--config", config, *arguments])
+    plan.main()
+
+
 def no_curves(run: Path) -> None:
     """As with `report_to: [wandb]`."""
     next(run.glob("events*")).unlink()
@@ -200,10 +207,8 @@ def newer_key(run: Path) -> None:
 def test_a_run_that_cannot_be_read_ends_with_2_and_its_reason_CFG_16(tmp_path, monkeypatch, capsys, spoil, message):
     """CFG-16."""
     spoil(finished_run(tmp_path))
-    command = ["plan", "--config", str(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml"), "--run", str(tmp_path / "run")]
-    monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit) as caught:
-        plan.main()
+        plan_with(monkeypatch, "--run", str(tmp_path / "run"))
     assert caught.value.code == 2 and f"no prediction for cuda devices: {tmp_path}/{message}" in capsys.readouterr().err
 
 
@@ -351,12 +356,6 @@ def test_without_a_gpu_all_layers_are_recomputed_LRN_3(tmp_path, device, recompu
     server = settings(device=device)
     cfg = build_config(edited(model__path=str(checkpoint(tmp_path / "model")), RS=server))
     assert recomputed(cfg, model_size(tmp_path / "model", cfg.tuner), 1, 80 * GIB)[1] == recompute
-
-
-def plan_with(monkeypatch, *arguments: str) -> None:
-    command = ["plan", "--config", str(ROOT / "configs/stage2/qwen3vl_8b_3v1.yaml"), *arguments]
-    monkeypatch.setattr("sys.argv", command)
-    plan.main()
 
 
 def test_devices_that_no_split_can_use_end_with_2_CFG_16(monkeypatch, capsys):
