@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from studies import new_class_data, partial_data, portable, results, runs
-from studies.partial import PARTIAL, SHARES
+from studies.partial import SHARES
 from studies.runs import RunFailed
 
 # Stands for an older processor. Where ATen's kernels are chosen by `ONE_WAY`, that wins.
@@ -108,7 +108,8 @@ def test_runs_and_further_scores_prepare_by_way_of_the_portable_process(tmp_path
 
     monkeypatch.setattr(portable, "prepare", prepare)
     monkeypatch.setattr(runs, "ROOT", tmp_path)  # of claims
-    study = next(study for study in PARTIAL if study.is_portable)
+    monkeypatch.setattr(runs, "RECORDS", tmp_path / "results.json")  # none: every run is missing
+    study = replace(SHARES[0], is_portable=True)
     for make in (results.run_all, results.score_kept):
         with pytest.raises(Prepared):
             make([study])
