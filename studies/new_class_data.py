@@ -34,6 +34,7 @@ SPLITS = {
     "test": 256,
 }  # images; "tune" decides settings, "test" only scores
 REPLAYED = 0.1  # warm-up images for replay, in shares of the training images
+FURTHER = range(20_000, 21_024)  # scenes of the further test images, behind those of all splits
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Material:
     Attributes:
         seed: of its images and of its start model.
         version: raise it when it is drawn, warmed up or labelled differently; records of older material are stale.
+        is_portable: all of it is the same on all processors.
     """
 
     name: str
@@ -80,26 +82,32 @@ class Material:
     warmup_steps: int
     shift: Shift = Shift()
     version: int = 1
+    is_portable: bool = False
 
     @property
     def root(self) -> Path:
         return Path("runs/study") / self.name
+
+    @property
+    def settings(self) -> list:
+        facts = asdict(self)
+        del facts["is_portable"]
+        return [facts.pop("version"), facts, SPLITS, NEW_LABELS]
 
 
 MATERIALS = {
     "new_class": Material("new_class", seed=101, warmup_steps=1500),
     "shifted": Material("shifted", 102, 700, Shift(contrast=0.5, noise=20.0, sizes=(0.15, 0.32)), version=2),
 }
+PORTABLE = replace(MATERIALS["new_class"], name="new_class_portable", version=2, is_portable=True)
 
 
 def prepare(material: Material) -> None:
     """Make `data`, `start`, `model` and the pseudo-labels `data/pseudo.jsonl` below `material.root`, if missing."""
     torch.set_num_threads(1)
-    facts = asdict(material)
-    settings = [facts.pop("version"), facts, SPLITS, NEW_LABELS]
-    root = material.root
+    root, settings = material.root, material.settings
     cached(root / "data", settings, "synthetic scenes", lambda folder: make_data(folder, material))
-    made_with = prepare_model(root, settings, material.seed, material.warmup_steps)
+    made_with = prepare_model(root, settings, material.seed, material.warmup_steps, material.is_portable)
     cached(
         root / "pseudo",
         made_with,
@@ -107,6 +115,20 @@ def prepare(material: Material) -> None:
         lambda to: write_pseudo_labels(root / "model", root / "data/train.jsonl", to),
     )
     cached(root / "replay", [settings, REPLAYED], "images to replay", lambda to: write_replay(root / "data", to))
+
+
+def prepare_further(material: Material) -> Path:
+    """Make the further test images, fully annotated, if missing; return their folder, with `test.jsonl`."""
+    folder = material.root / "further"
+    made_with = [material.settings, FURTHER.start, FURTHER.stop]
+    cached(folder, made_with, "further test images", lambda to: make_further(to, material))
+    return folder
+
+
+def make_further(folder: Path, material: Material) -> None:
+    (folder / "test").mkdir()
+    scenes = ((at, *draw(material.seed, at, material.shift, Scenes())) for at in FURTHER)
+    write_jsonl(folder / "test.jsonl", [to_line(folder, "test", *scene) for scene in scenes])
 
 
 def prepare_model(root: Path, settings: list, seed: int, steps: int, is_portable: bool = False) -> list:

@@ -33,7 +33,7 @@ from studies.dense import AGAIN, DENSE
 from studies.dense import FAINT as FAINT_CROWDS
 from studies.forgetting import FORGETTING, LONG
 from studies.new_class import NEW_CLASS, NO_KL, OFFLINE, PSEUDO, REFRESHED, REPLAY, SFT, SHIFTED, STAGE2
-from studies.new_class_data import MATERIALS, NEW_LABELS, Cast, Shift
+from studies.new_class_data import MATERIALS, NEW_LABELS, PORTABLE, Cast, Shift
 from studies.offline_stage2 import ReferenceEngine
 from studies.partial import (
     COMPLETE,
@@ -67,7 +67,9 @@ OFF_POLICY = ("studies.offline_stage2", "studies.refreshed_labels")
 
 def record(job: Job, f1: float, steps: int = 60) -> dict:
     scores = dict.fromkeys(results.SCORES, 0.5) | {"f1": f1}
-    return {
+    has_further = job.study.further and not job.is_tuning
+    counts = {"images": 320, "counts": [[100 * f1, 100, 100]] * further.PARTS}
+    return ({"further": counts} if has_further else {}) | {
         "task": job.study.name,
         "variant": job.variant,
         "seed": job.seed,
@@ -90,6 +92,11 @@ def finished(arm, f1: float, equal_seconds: bool = False, study=NEW_CLASS) -> li
     """Records of all test seeds of a tuned arm, 0.01 apart."""
     jobs = arms.tests(tuning(arm, study), study, arm, equal_seconds=False)
     return [record(replace(job, equal_seconds=equal_seconds), f1 + 0.01 * (job.seed - 3)) for job in jobs]
+
+
+def bare(run: dict) -> dict:
+    """The same run, before its model is scored on further images."""
+    return {key: value for key, value in run.items() if key != "further"}
 
 
 def slowed(runs: list[dict], seconds: float) -> list[dict]:
@@ -473,7 +480,7 @@ def test_every_run_is_a_valid_config_and_only_tests_see_test_images(tmp_path, st
         train, *replayed = cfg.custom.train_jsonl
         assert train.annotated == (list(NEW_LABELS) if arm.only_annotated and study in NEW_CLASSES else None)
         assert [(file.path, file.annotated) for file in replayed] == (
-            [("runs/study/new_class/replay/train.jsonl", None)] if study is REPLAY else []
+            [("runs/study/new_class_portable/replay/train.jsonl", None)] if study is REPLAY else []
         )
         assert cfg.training.max_steps == study.training["max_steps"]
         if arm.program == "train_grpo.py":
@@ -548,6 +555,31 @@ def test_a_share_with_a_portable_start_model_has_files_of_its_own():
     assert study.prepare.args == (1.0, partial_data.PORTABLE_ROOT)
 
 
+@pytest.mark.parametrize("study", [NEW_CLASS, REPLAY], ids=lambda study: study.name)
+def test_new_class_is_prepared_with_a_portable_start_model(monkeypatch, study):
+    made = {}
+    monkeypatch.setattr(new_class_data, "cached", lambda folder, settings, what, make: made.update({what: make}))
+    monkeypatch.setattr(new_class_data, "warm_up", lambda cfg: made.update(cfg=cfg))
+    study.prepare()
+    made["start model"](study.root)
+    assert study.is_portable and study.root == PORTABLE.root and study.material == PORTABLE.version
+    assert made["cfg"].output_dir == str(PORTABLE.root / "model")
+    assert (made["cfg"].autocast, made["cfg"].steps) == ("off", MATERIALS["new_class"].warmup_steps)
+
+
+def test_further_images_of_new_class_show_and_annotate_all_classes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(new_class_data, "FURTHER", range(20_000, 20_040))
+    folder = NEW_CLASS.further()
+    lines = [json.loads(line) for line in (folder / "test.jsonl").open()]
+    assert [line["id"] for line in lines] == [f"test-{number:06d}" for number in range(20_000, 20_040)]
+    seen = {item["desc"] for line in lines for item in line["objects"]}
+    assert seen == set(partial_data.LABELS)
+    image, objects = new_class_data.draw(PORTABLE.seed, 20_007, Shift(), new_class_data.Scenes())
+    assert lines[7]["objects"] == objects
+    assert np.array_equal(np.asarray(Image.open(folder / lines[7]["images"][0])), np.asarray(image))
+
+
 @pytest.mark.parametrize("study", [FORGETTING, LONG], ids=lambda study: study.name)
 def test_forgetting_is_prepared_with_the_portable_start_model(monkeypatch, study):
     roots = []
@@ -559,11 +591,12 @@ def test_forgetting_is_prepared_with_the_portable_start_model(monkeypatch, study
 
 @pytest.mark.parametrize("study", [study for study in STUDIES if study.is_portable], ids=lambda study: study.name)
 def test_the_arms_of_a_portable_study_start_from_the_portable_model(tmp_path, study):
+    root = PORTABLE.root if study in NEW_CLASSES else partial_data.PORTABLE_ROOT
     for arm in study.arms:
         job = Job(study, arm, 1, 1e-3, 10.0 if arm.has_kl else None)
         task = results.Task(study.name, arm.config or study.config)
         cfg = load_config(results.write_config(task, tmp_path / results.slug(arm.name), job.overrides))
-        assert cfg.model.path == str(results.start_model(study)) == str(partial_data.PORTABLE_ROOT / "model")
+        assert cfg.model.path == str(results.start_model(study)) == str(root / "model")
 
 
 def test_records_of_other_settings_or_older_images_do_not_count():
@@ -671,7 +704,7 @@ def test_a_record_names_the_revision_that_its_run_began_with(tmp_path, monkeypat
         return record(job, 0.5)
 
     monkeypatch.setattr(results, "run_learner", run_learner)
-    results.run_all([replace(NEW_CLASS, prepare=lambda: None)], 1)
+    results.run_all([replace(NEW_CLASS, prepare=lambda: None, is_portable=False)], 1)
     assert [run["revision"] for run in results.load_records()] == ["old"]
 
 
@@ -686,7 +719,8 @@ def test_a_failed_run_is_tried_once_and_a_limit_ends_the_rest(tmp_path, monkeypa
         return record(job, 0.5)
 
     monkeypatch.setattr(results, "run_learner", run_learner)
-    assert results.run_all([replace(NEW_CLASS, prepare=lambda: None)], 3) == [f"new_class: {calls[0]}, seed 0"]
+    studies = [replace(NEW_CLASS, prepare=lambda: None, is_portable=False)]
+    assert results.run_all(studies, 3) == [f"new_class: {calls[0]}, seed 0"]
     assert len(calls) == len(set(calls)) == 3
     assert [r["variant"] for r in results.load_records()] == calls[1:]
 
@@ -707,13 +741,13 @@ def test_a_start_model_is_known_by_its_weights_and_others_are_not_mixed_with_it(
     own_files(tmp_path, monkeypatch)
     calls = []
     monkeypatch.setattr(results, "run_learner", lambda job, steps: calls.append(job) or record(job, 0.5))
-    studies = [replace(NEW_CLASS, prepare=lambda: None)]
+    studies = [replace(NEW_CLASS, prepare=lambda: None, is_portable=False)]
     for _ in range(2):
         assert results.run_all(studies, 1) == []
-    assert {run["start"] for run in results.load_records()} == {"weights of runs/study/new_class/model"}
+    assert {run["start"] for run in results.load_records()} == {"weights of runs/study/new_class_portable/model"}
     monkeypatch.setattr(results.runs, "weights_digest", lambda model: "other")
     [refused] = results.run_all(studies, 1)
-    assert "here the start model is other; other runs have weights of runs/study/new_class/model" in refused
+    assert "here the start model is other; other runs have weights of runs/study/new_class_portable/model" in refused
     assert len(calls) == 2
 
 
@@ -742,7 +776,7 @@ def test_processes_side_by_side_make_each_run_once(tmp_path, monkeypatch):
             results.run_all(studies, 1)
         return record(job, 0.5)
 
-    studies = [replace(NEW_CLASS, prepare=lambda: None)]
+    studies = [replace(NEW_CLASS, prepare=lambda: None, is_portable=False)]
     monkeypatch.setattr(results, "run_learner", run_learner)
     results.run_all(studies, 2)
     assert len(calls) == len(set(calls)) == 3
@@ -771,7 +805,7 @@ def test_an_on_policy_arm_wins_only_above_every_rival_with_all_seeds():
         others = [other for other in done if other is not run]
         if run["variant"] in (*NEW_CLASS.rivals, STAGE2.name):
             assert not beats(others, NEW_CLASS, STAGE2.name)
-    strong = [r | {"scores": {"60": r["scores"]["60"] | {"f1": 0.9}}} for r in done if r["variant"] == PSEUDO.name]
+    strong = with_further([run for run in done if run["variant"] == PSEUDO.name], 0.9)
     others = [r for r in done if r["variant"] != PSEUDO.name]
     assert not beats([*others, *strong], NEW_CLASS, STAGE2.name)
 
@@ -851,7 +885,7 @@ def test_the_table_of_versions_names_the_arm_that_came_closest_and_what_held_it(
     assert row([]) == ["[New class](#new-class)", "open", "", "", "", "7"]
     assert row([], REPLAY)[0] == "[New class, with 10 % replay](#new-class-with-10--replay)"
     done = all_finished(NEW_CLASS, 0.8, 0.6)
-    strong = [r | {"scores": {"60": r["scores"]["60"] | {"f1": 0.9}}} for r in done if r["variant"] == PSEUDO.name]
+    strong = with_further([run for run in done if run["variant"] == PSEUDO.name], 0.9)
     others = [r for r in done if r["variant"] != PSEUDO.name]
     assert row(done)[1:3] == ["**shown**", STAGE2.name] and row(done)[4].startswith("+0.200 [+0.1")
     assert row([*others, *strong])[1:4] == ["not shown", STAGE2.name, PSEUDO.name]
@@ -954,7 +988,7 @@ def with_further(runs: list[dict], f1: float) -> list[dict]:
 
 def test_where_there_are_further_test_images_the_verdict_goes_by_them():
     """A difference on the test images alone says nothing, and one on the further images alone all."""
-    runs = all_finished(HALF, 0.8, 0.6)
+    runs = [bare(run) for run in all_finished(HALF, 0.8, 0.6)]
     ours = [run for run in runs if run["variant"] == "stage 2 + KL"]
     rivals = [run for run in runs if run["variant"] in HALF.rivals]
     assert not results_report.is_scored(runs, HALF, "stage 2 + KL") and not results_report.wins(runs, HALF)
@@ -966,8 +1000,7 @@ def test_where_there_are_further_test_images_the_verdict_goes_by_them():
         done += with_further([r for r in reversed_ if r["variant"] == "stage 2 + KL"], 0.6 + gain)
         assert results_report.wins(done, HALF) == wins
         for run in done:  # each run has to be scored
-            bare = {key: value for key, value in run.items() if key != "further"}
-            assert not results_report.wins([*(other for other in done if other is not run), bare], HALF)
+            assert not results_report.wins([*(other for other in done if other is not run), bare(run)], HALF)
     shown = results_report.text_of(STUDIES, [*with_further(ours, 0.8), *level], {})
     assert "| F1 on 320 further images | seeds | F1 | difference of stage 2 + KL |" in shown
     assert "| SFT | 5 | 0.600 ± 0.016 | +0.200 [" in shown and "| stage 2 + KL | 5 | 0.800 ± 0.016 |  |" in shown
@@ -990,12 +1023,12 @@ def test_kept_models_are_scored_on_further_images_once_and_those_without_a_model
     monkeypatch.setattr(results, "evaluate", evaluate)
     prompted = next(arm for arm in study.arms if arm.scored_as)
     for run in [*tuning(prompted, study), *finished(prompted, 0.5, study=study)]:
-        results.store(run)
+        results.store(bare(run))
     kept = [job for job in arms.tests(results.load_records(), study, prompted, False) if job.seed in (2, 4)]
     for job in kept:
         results.merged(job, 60).mkdir(parents=True)
     for _ in range(2):
-        assert results.score_kept([study, NEW_CLASS]) == []
+        assert results.score_kept([study, SHIFTED]) == []
     plain, with_prompts = (str(tmp_path / "images" / f"test{suffix}.jsonl") for suffix in ("", "_prompted"))
     models = [str(results.merged(job, 60).relative_to(tmp_path)) for job in kept]
     assert scored == [("start", plain), *((model, with_prompts) for model in models)]
