@@ -1,6 +1,5 @@
 """Resume with other data or another base checkpoint: refused by name, by both programs (security review, finding 7)."""
 
-import gc
 import itertools
 import json
 import re
@@ -84,7 +83,6 @@ def launch(
         training = {"output_dir": str(tmp_path / "run"), "max_steps": steps, "save_steps": 1}
         path = write(folder, model, server, data=str(data), training=training, **more)
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"data": {"on_bad_sample": "skip"}}))
-        gc.collect()  # the lock of a refused start before this one
         return start(program, path, *arguments, sync=responses.sync, save=SAVE)
 
     launch.data = data
