@@ -549,10 +549,11 @@ def test_an_arm_of_such_a_study_may_be_tuned_there_at_equal_seconds():
     assert {(job.study, job.lr) for job in best} == {(quarter, max(quarter.learning_rates))}
 
 
-def test_a_share_with_a_portable_start_model_has_files_of_its_own():
-    (study,) = (study for study in SHARES if study.is_portable)
-    assert study.root == partial_data.PORTABLE_ROOT / "1" and study.material == partial_data.PORTABLE_VERSION
-    assert study.prepare.args == (1.0, partial_data.PORTABLE_ROOT)
+def test_shares_with_a_portable_start_model_have_files_of_their_own():
+    studies = [study for study in SHARES if study.is_portable]
+    assert [study.root for study in studies] == [partial_data.PORTABLE_ROOT / name for name in ("0.75", "1")]
+    assert [study.prepare.args for study in studies] == [(share, partial_data.PORTABLE_ROOT) for share in (0.75, 1.0)]
+    assert {study.material for study in studies} == {partial_data.PORTABLE_VERSION}
 
 
 @pytest.mark.parametrize("study", [NEW_CLASS, REPLAY], ids=lambda study: study.name)
