@@ -103,7 +103,7 @@ PORTABLE = replace(MATERIALS["new_class"], name="new_class_portable", version=2,
 
 
 def prepare(material: Material) -> None:
-    """Make `data`, `start`, `model` and the pseudo-labels `data/pseudo.jsonl` below `material.root`, if missing."""
+    """Make `data`, `start`, `model`, pseudo-labels and images to replay below `material.root`, if missing."""
     torch.set_num_threads(1)
     root, settings = material.root, material.settings
     cached(root / "data", settings, "synthetic scenes", lambda folder: make_data(folder, material))

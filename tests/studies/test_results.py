@@ -1162,7 +1162,7 @@ def test_a_run_from_an_untrained_model_becomes_a_record(tmp_path, monkeypatch, s
     assert (material.root / "pseudo/train.jsonl").exists()
     teacher = {"model.reference_path": str(material.root / "model")} if study is TAUGHT else {}
     own = {f"{RM}.max_new_tokens": 16} | teacher
-    result = short_run(monkeypatch, replace(study, root=material.root), arm, own)
+    result = short_run(monkeypatch, replace(study, root=material.root, further=None), arm, own)
     assert result["step_seconds"]["rollout"] > 0
 
 
@@ -1173,7 +1173,7 @@ def test_a_grpo_run_is_scored_after_each_part_of_its_steps(tmp_path, monkeypatch
     (tmp_path / "data").mkdir()
     forgetting_data.make_data(tmp_path / "data", seed=1)
     build_start_model(tmp_path / "model", new_class_data.SIDE)
-    study = replace(FORGETTING, root=tmp_path, num_evals=2)
+    study = replace(FORGETTING, root=tmp_path, num_evals=2, further=None)
     (arm,) = (arm for arm in study.arms if arm.name == "GRPO by object")
     result = short_run(monkeypatch, study, arm, {"rlhf.max_new_tokens": 16}, scored_after={"1", "2"})
     assert {"f1", "f1_old", "f1_new"} <= set(result["scores"]["1"])
