@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from studies.arms import KL, OFFLINE_PROGRAM, Arm, Study
-from studies.new_class_data import MATERIALS, NEW_LABELS, PORTABLE, SPLITS, Material, prepare, prepare_further
+from studies.new_class_data import NEW_LABELS, PORTABLE, SPLITS, prepare, prepare_further
 from utils.config.schema import RM
 
 FORCED: dict[str, Any] = {f"{RM}.teacher_forced_ratio": 1.0, KL: 0.0}
@@ -83,7 +83,7 @@ Settings are those tuned without.
 SHIFTED_METHOD = """\
 As in *New class*, with a weak start model, and images of less contrast, with noise and other sizes. *Stage 2
 + KL + pseudo-labels* learns missed pseudo-labels, too, and what the policy sees besides stays neutral, where SFT learns
-to leave it out. *Equal seconds* are those of this arm.
+to leave it out. *Equal seconds* are those of this arm. 1,024 further images decide.
 
 Changed on the way:
 
@@ -91,12 +91,25 @@ Changed on the way:
   0.116, SFT + pseudo-labels at 0.150 (5 seeds each, task `shifted, 300 warm-up steps`). It has 700 steps now, chosen by
   the start model's own F1 on the tuning images (0.407).
 - Then *stage 2 + KL*, which only holds what the start model knew, ended below *SFT + pseudo-labels*, which sharpens it.
-  *Stage 2 + KL + pseudo-labels* was added after test scores of both had been seen, so its own are not blind; its
+  *Stage 2 + KL + pseudo-labels* was added after test scores of both had been seen, so its own were not blind; its
   settings were chosen on the tuning images.
+- All runs are being made anew, from a start model that is the same on all processors. No record of those before names
+  the start model (task `shifted, an earlier start model`), and they had no further images. On the 256 test images, five
+  seeds each:
+
+| from an earlier start model | steps | F1 | F1, old classes | F1, new classes |
+| --- | ---: | ---: | ---: | ---: |
+| stage 2 + KL | 60 | 0.487 | 0.496 | 0.451 |
+| SFT + pseudo-labels | 60 | 0.518 | 0.530 | 0.469 |
+| SFT + pseudo-labels, equal seconds, with the rate of equal steps | 195 | 0.535 | 0.523 | 0.587 |
+| stage 2 + KL + pseudo-labels | 60 | 0.526 | 0.534 | 0.487 |
+
+*Stage 2 + KL + pseudo-labels* was not above *SFT + pseudo-labels* there (+0.008 [-0.008, +0.024]).
 """
 
 
-def new_class_study(name: str, title: str, method: str, material: Material, arms: tuple[Arm, ...], clock: Arm) -> Study:
+def new_class_study(name: str, title: str, method: str, arms: tuple[Arm, ...], clock: Arm) -> Study:
+    material = PORTABLE[name]
     config = f"studies/configs/{name}_grpo.yaml"
     return Study(
         name,
@@ -114,12 +127,12 @@ def new_class_study(name: str, title: str, method: str, material: Material, arms
         columns=COLUMNS,
         method=method,
         annotated=NEW_LABELS,
-        further=partial(prepare_further, material) if material.is_portable else None,
-        is_portable=material.is_portable,
+        further=partial(prepare_further, material),
+        is_portable=True,
     )
 
 
-NEW_CLASS = new_class_study("new_class", "New class", METHOD, PORTABLE, ARMS, STAGE2)
+NEW_CLASS = new_class_study("new_class", "New class", METHOD, ARMS, STAGE2)
 REPLAY = replace(
     NEW_CLASS,
     name="new_class_replay",
@@ -129,10 +142,5 @@ REPLAY = replace(
     tuned_on=NEW_CLASS,
 )
 SHIFTED = new_class_study(
-    "shifted",
-    "New class, weak start model, shifted images",
-    SHIFTED_METHOD,
-    MATERIALS["shifted"],
-    (ON_LABELS, *ARMS),
-    ON_LABELS,
+    "shifted", "New class, weak start model, shifted images", SHIFTED_METHOD, (ON_LABELS, *ARMS), ON_LABELS
 )

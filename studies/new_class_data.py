@@ -99,7 +99,10 @@ MATERIALS = {
     "new_class": Material("new_class", seed=101, warmup_steps=1500),
     "shifted": Material("shifted", 102, 700, Shift(contrast=0.5, noise=20.0, sizes=(0.15, 0.32)), version=2),
 }
-PORTABLE = replace(MATERIALS["new_class"], name="new_class_portable", version=2, is_portable=True)
+PORTABLE = {
+    name: replace(material, name=f"{name}_portable", version=material.version + 1, is_portable=True)
+    for name, material in MATERIALS.items()
+}
 
 
 def prepare(material: Material) -> None:

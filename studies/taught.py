@@ -16,8 +16,8 @@ DISTILLED = replace(OFFLINE, name="teacher's answers + KL to the teacher", label
 ON_LABELS = replace(STAGE2, name="stage 2 + KL to the teacher + its labels", data=PSEUDO.data, labels="teacher")
 ALONE = replace(STAGE2, name="stage 2 + KL to the teacher")
 METHOD = """\
-The weak start model of *New class, weak start model, shifted images*, on other images of the same kind, and a
-teacher: the start model of *New class*, warmed up further on such images, without the new classes as well.
+The earlier start model of *New class, weak start model, shifted images*, on other images of the same kind, and
+a teacher: the earlier start model of *New class*, warmed up further on such images, without the new classes as well.
 
 - *Teacher's labels* are the annotation merged with the teacher's answers, made once.
 - *Teacher's answers + KL to the teacher* is stage 2 with the teacher's rollouts in place of the policy's: distillation
@@ -39,4 +39,6 @@ TAUGHT = replace(
     arms=(ON_LABELS, SFT, DISTILLED, ALONE),
     clock=ON_LABELS,
     method=METHOD,
+    further=None,
+    is_portable=False,
 )

@@ -556,16 +556,19 @@ def test_shares_with_a_portable_start_model_have_files_of_their_own():
     assert {study.material for study in studies} == {partial_data.PORTABLE_VERSION}
 
 
-@pytest.mark.parametrize("study", [NEW_CLASS, REPLAY], ids=lambda study: study.name)
+@pytest.mark.parametrize("study", [NEW_CLASS, REPLAY, SHIFTED], ids=lambda study: study.name)
 def test_new_class_is_prepared_with_a_portable_start_model(monkeypatch, study):
     made = {}
+    earlier, portable = (of["shifted" if study is SHIFTED else "new_class"] for of in (MATERIALS, PORTABLE))
     monkeypatch.setattr(new_class_data, "cached", lambda folder, settings, what, make: made.update({what: make}))
     monkeypatch.setattr(new_class_data, "warm_up", lambda cfg: made.update(cfg=cfg))
     study.prepare()
     made["start model"](study.root)
-    assert study.is_portable and study.root == PORTABLE.root and study.material == PORTABLE.version
-    assert made["cfg"].output_dir == str(PORTABLE.root / "model")
-    assert (made["cfg"].autocast, made["cfg"].steps) == ("off", MATERIALS["new_class"].warmup_steps)
+    assert study.is_portable and study.root == portable.root != earlier.root
+    assert study.material == portable.version > earlier.version
+    assert made["cfg"].output_dir == str(portable.root / "model")
+    assert (made["cfg"].autocast, made["cfg"].steps) == ("off", earlier.warmup_steps)
+    assert (portable.seed, portable.shift) == (earlier.seed, earlier.shift)
 
 
 def test_further_images_of_new_class_show_and_annotate_all_classes(tmp_path, monkeypatch):
@@ -576,7 +579,7 @@ def test_further_images_of_new_class_show_and_annotate_all_classes(tmp_path, mon
     assert [line["id"] for line in lines] == [f"test-{number:06d}" for number in range(20_000, 20_040)]
     seen = {item["desc"] for line in lines for item in line["objects"]}
     assert seen == set(partial_data.LABELS)
-    image, objects = new_class_data.draw(PORTABLE.seed, 20_007, Shift(), new_class_data.Scenes())
+    image, objects = new_class_data.draw(PORTABLE["new_class"].seed, 20_007, Shift(), new_class_data.Scenes())
     assert lines[7]["objects"] == objects
     assert np.array_equal(np.asarray(Image.open(folder / lines[7]["images"][0])), np.asarray(image))
 
@@ -592,7 +595,7 @@ def test_forgetting_is_prepared_with_the_portable_start_model(monkeypatch, study
 
 @pytest.mark.parametrize("study", [study for study in STUDIES if study.is_portable], ids=lambda study: study.name)
 def test_the_arms_of_a_portable_study_start_from_the_portable_model(tmp_path, study):
-    root = PORTABLE.root if study in NEW_CLASSES else partial_data.PORTABLE_ROOT
+    root = study.root if study in NEW_CLASSES else partial_data.PORTABLE_ROOT
     for arm in study.arms:
         job = Job(study, arm, 1, 1e-3, 10.0 if arm.has_kl else None)
         task = results.Task(study.name, arm.config or study.config)
@@ -1029,7 +1032,7 @@ def test_kept_models_are_scored_on_further_images_once_and_those_without_a_model
     for job in kept:
         results.merged(job, 60).mkdir(parents=True)
     for _ in range(2):
-        assert results.score_kept([study, SHIFTED]) == []
+        assert results.score_kept([study, TAUGHT]) == []
     plain, with_prompts = (str(tmp_path / "images" / f"test{suffix}.jsonl") for suffix in ("", "_prompted"))
     models = [str(results.merged(job, 60).relative_to(tmp_path)) for job in kept]
     assert scored == [("start", plain), *((model, with_prompts) for model in models)]
