@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from utils.config.load import ConfigError, exit_with, load_config_or_exit
 from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry_run
+from utils.output import outlive_readers, tell
 from utils.rollout.access import access_token
 from utils.server.launch import Launch, describe, engine_args, problems_of, resolve
 from utils.server.process import (
@@ -43,6 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     fill_plan_arguments(parser, args)
 
+    outlive_readers()
     escape_logs()  # before vLLM's own loggers are set up, which keep this
     cfg, token = load_config_or_exit(args.config), access_token()
     try:
@@ -79,7 +81,7 @@ def main() -> None:
 
 def stop_loading(number: int, frame: object) -> NoReturn:
     """End at once: nothing is to be saved, and the kernel ends the engines with this process."""
-    os.write(2, b"\nrollout server: stopped while loading\n")  # not print, which the signal may have interrupted
+    tell("\nrollout server: stopped while loading\n")
     os._exit(128 + number)
 
 
@@ -116,9 +118,9 @@ async def serve(launch: Launch, server_socket: socket.socket, token: str | None)
 
     def stop() -> None:
         if not front.should_exit:
-            print("rollout server: stopping", flush=True)
             kill_later()
-        front.should_exit = True
+            front.should_exit = True
+            print("rollout server: stopping", flush=True)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ["", "config", "data", "sync", "learner", "rollout", "server", "run"]  # "": the words of a step, flat
 STEP = {"parsing", "answer_format", "matching", "geometry", "targets", "packing", "losses", "policy_loss", "grpo"}
 FLAT = STEP | {"drafts", "token_table", "scores", "rewards", "detection_rewards", "credit", "capacity", "dist"}
-FLAT |= {"families"}
+FLAT |= {"families", "output"}
 
 
 def imports(path: Path) -> set[str]:

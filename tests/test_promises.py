@@ -29,6 +29,7 @@ SECURITY = [
     f"at most {images.MAX_DECODING >> 20} Mi pixels are decoded at once",
     f"At most {front.MAX_CONNECTIONS}, heads of at most {front.MAX_HEAD_BYTES >> 10} KiB",
     f"A head must be whole within {front.HEAD_S:g} s, a body within {front.BODY_S:g} s",
+    f"and an answer be read within {front.ANSWER_S:g} s",
     f"connection is closed after {front.front_config(app.limit_body).timeout_keep_alive} s",
     f"A body must come within {images.URL_TOTAL_S:g} s, and no wait",
     f"wait for a byte takes more than {images.URL_TIMEOUT_S:g} s",

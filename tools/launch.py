@@ -31,6 +31,7 @@ from types import FrameType
 import psutil
 
 from utils.dist import COMMAND_NAME, SECRET_NAME, check_master_port
+from utils.output import outlive_readers
 
 MASTER_PORT, HOSTFILE = 29500, "/job/hostfile"  # DeepSpeed's defaults
 SSH_FAILED = 255  # ssh's own status, which pdsh passes on
@@ -59,6 +60,7 @@ print(accelerator.device_name(), accelerator.device_count())
 
 def main() -> None:
     arguments = sys.argv[1:]
+    outlive_readers()
     try:
         check_places_of(arguments)
         check_port_of(arguments)
@@ -88,7 +90,8 @@ def run(command: list[str], environment: dict[str, str]) -> int:
         ranks = ranks_of(process.pid)
         if ranks or not stop_other_nodes(process.pid, command):
             for target in ranks or process_tree(process.pid):
-                target.send_signal(signal.SIGTERM)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    target.send_signal(signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -172,10 +175,10 @@ def stop_other_nodes(pid: int, command: list[str]) -> bool:
     Ranks that have not started yet are ended with their launcher.
     """
     script = next((number for number, word in enumerate(command) if word.endswith(".py")), len(command) - 1)
-    name, options = command[script], "".join(f" {word}" for word in command[script + 1 :])
+    name, options = command[script], re.escape("".join(f" {word}" for word in command[script + 1 :]))
     # The brackets keep the patterns from matching the shell that runs this very command.
-    rank = shlex.quote(f"[{name[0]}]{name[1:]} --local_rank=[0-9]+{options}")
-    launcher = shlex.quote(f"[d]eepspeed.launcher.launch .*{name}{options}")
+    rank = shlex.quote(f"[{name[0]}]{re.escape(name[1:])} --local_rank=[0-9]+{options}")
+    launcher = shlex.quote(f"[d]eepspeed.launcher.launch .*{re.escape(name)}{options}")
     for process in process_tree(pid):
         with contextlib.suppress(psutil.Error, ValueError):
             words = process.cmdline()

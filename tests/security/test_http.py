@@ -10,7 +10,7 @@ import time
 import pytest
 import uvicorn
 from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from utils.run.setup import learner_host
 from utils.server import front, images
@@ -30,10 +30,12 @@ def port():
 
 
 @contextlib.contextmanager
-def serving(app):
+def serving(app, send_buffer=None):
     config = front.front_config(front.require_host(app, front.own_hosts("127.0.0.1")))
     config.lifespan = "off"
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # its connections inherit it
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -100,6 +102,42 @@ def test_a_body_that_does_not_end_behind_another_request_is_cut_off_SRV_10(monke
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
         while client.recv(1 << 16):  # until the end
             pass
+
+
+@pytest.mark.parametrize("num_bytes", [60_000, 1_000_000])
+def test_an_answer_that_its_client_does_not_read_is_given_up_SRV_10(monkeypatch, num_bytes):
+    """Whatever the server's socket cannot take; closing the idle connection alone would wait for the client."""
+    monkeypatch.setattr(front, "ANSWER_S", 0.5)
+
+    async def large(scope, receive, send):
+        await PlainTextResponse("x" * num_bytes)(scope, receive, send)
+
+    def first_bytes(client: socket.socket) -> None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(5)
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+
+    with serving(large, send_buffer=4096) as port:
+        with socket.socket() as unread:
+            first_bytes(unread)
+            time.sleep(1.5)
+            read = 1000
+            with contextlib.suppress(ConnectionResetError):
+                while data := unread.recv(1 << 16):
+                    read += len(data)
+            assert read < num_bytes
+        with socket.socket() as slow:  # one that reads in time gets all of it
+            first_bytes(slow)
+            time.sleep(0.2)
+            read = 1000
+            while read < num_bytes:
+                read += len(slow.recv(1 << 16))
+            time.sleep(0.7)
+            slow.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while b"HTTP/1.1 200" not in (data := slow.recv(1 << 16)):
+                assert data
 
 
 def test_a_body_in_the_smallest_chunks_holds_nobody_up_SRV_10(port):

@@ -258,7 +258,8 @@ def test_every_node_gets_the_variables_and_sigterm_and_no_command_line_shows_a_s
     given |= {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     without_proxies = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     command = [sys.executable, "-m", "tools.launch", "--hostfile", str(tmp_path / "hosts"), "--master_addr", "10.0.0.1"]
-    command += [str(tmp_path / "rank.py"), "--config", str(write_config(tmp_path))]
+    shutil.copy(write_config(tmp_path), tmp_path / "8b_3+1.yaml")
+    command += [str(tmp_path / "rank.py"), "--config", str(tmp_path / "8b_3+1.yaml")]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, env={**without_proxies, **given}, stdout=log, stderr=subprocess.STDOUT)
     seen: list = []
@@ -325,6 +326,28 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path):
         process.send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == signal.SIGTERM
+    finally:
+        process.kill()
+
+
+def test_a_rank_that_has_just_ended_keeps_no_signal_from_the_others(tmp_path):
+    code = """
+import subprocess, sys, psutil, tools.launch
+gone, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+ranks = [psutil.Process(process.pid) for process in (gone, other)]
+gone.kill()
+gone.wait()
+tools.launch.ranks_of = lambda pid: ranks
+print("up", flush=True)
+tools.launch.run(["sleep", "1.5"], {})
+sys.exit(-other.wait(5))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    try:
+        assert process.stdout.readline() == "up\n"
+        time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == signal.SIGTERM
     finally:

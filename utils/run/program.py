@@ -15,6 +15,7 @@ from utils.config.memory import expert_adapters_problem, heads_problem
 from utils.config.plan import add_plan_arguments, fill_plan_arguments, print_dry_run
 from utils.dist import COMMAND_NAME, capture_error
 from utils.families import family_in, longest_sequence, read_config
+from utils.output import outlive_readers
 from utils.run.inputs import KINDS, data_problems
 from utils.run.resume import EARLIER_RUN, holds_a_run
 from utils.run.session import Program
@@ -39,6 +40,7 @@ def run_program(
             dry run (its second argument) it touches no device.
     """
     args = parse_args(description)
+    outlive_readers()
     cfg = load_config_or_exit(args.config)
     require_variant(cfg, variant, script)
     check(cfg, args.dry_run)

@@ -14,6 +14,7 @@ from types import FrameType
 import torch
 
 from utils.dist import ALONE_NAME, COMMAND_NAME, DistributedError
+from utils.output import tell
 from utils.rollout.link import RolloutError
 from utils.run.resume import checkpoint_folders, folders_up_to, problem_of_sizes
 
@@ -51,8 +52,8 @@ class StopRequest:
         words = "stop requested: finishing this optimizer step unless a server hangs, then saving a checkpoint"
         if not self.is_training:
             words = f"stopped by {self.signal_name} before the first step; start again with the same command"
-        if _is_main():  # not by print, which the signal may have interrupted
-            os.write(2, f"\n{words}\n".encode())
+        if _is_main():
+            tell(f"\n{words}\n")
         if not self.is_training:
             os._exit(STOPPED_STATUS)  # an exception could be caught by whoever waits here
         self.requested.set()

@@ -17,21 +17,23 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_CONNECTIONS = 8192  # a call has two: its own, and one that looks at /health/ meanwhile
 HEAD_S = 20.0  # from a connection's start, or a head's first byte, to the end of the head
 BODY_S = 300.0  # from the end of the head to the end of the body
+ANSWER_S = 300.0  # until a client has read what the socket could not take of an answer
 READ_BYTES = 16 << 10  # at once; others wait meanwhile, for long if they are tiny chunks
 
 
 class BoundedHttp(H11Protocol):
-    """Closes connections beyond `MAX_CONNECTIONS`, and those whose head or body is not whole in time.
-
-    Nothing limits an answer: `/infer/` may take hours.
+    """Closes connections beyond `MAX_CONNECTIONS`, and those whose head or body is not whole, or whose answer is not
+    read, in time. Nothing limits how long an answer takes to make: `/infer/` may take hours.
     """
 
     _awaited: Any = None  # what the running timer waits for, a state of h11
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports; else 256 KiB
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # pause_writing as soon as anything waits for the client
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
         self._bound_wait()
@@ -47,8 +49,17 @@ class BoundedHttp(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY:  # of a request that came behind the one just answered
             self._bound_wait()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(ANSWER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._read()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._read()
         super().connection_lost(exc)
 
     def _bound_wait(self) -> None:
@@ -60,6 +71,11 @@ class BoundedHttp(H11Protocol):
         if state in limits:
             self._awaited = state
             self._timer = self.loop.call_later(limits[state], self.transport.abort)
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        self._unread = None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
