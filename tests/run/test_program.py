@@ -219,7 +219,12 @@ def test_an_evaluation_holds_some_samples_at_a_time_LRN_7(folder, start_model, s
     """LRN-7: images of a rank's whole share would not fit into memory; its last slice may be smaller, or empty."""
     monkeypatch.setattr(session, "EVAL_SAMPLES", 3)
     sizes, encode = [], session.Data.encode
-    monkeypatch.setattr(session.Data, "encode", lambda self, own: sizes.append(len(own)) or encode(self, own))
+
+    def sized(self: session.Data, own: Any, keeps_pixels: bool = True) -> Any:
+        sizes.append(len(own))
+        return encode(self, own, keeps_pixels)
+
+    monkeypatch.setattr(session.Data, "encode", sized)
     training = {"output_dir": str(folder / "sliced"), "eval_at_start": True}
     path = write_config(folder, start_model, server, training=training)
     status, _, error = start(train_stage2, path, sync=responses.sync)

@@ -107,7 +107,9 @@ def test_log_1_an_evaluation_in_parts_has_no_retries_but_the_real_ones(tmp_path,
         log = RolloutLog(tmp_path, client, Rank())
         run = MagicMock(timed=lambda part: nullcontext(), finished_steps_saved=nullcontext)
         run.cfg.rm.max_new_tokens, run.cfg.uses_vllm, run.cfg.is_colocate = 9, True, False
-        run.ranks, run.data.val_samples = SimpleNamespace(rank=0, world_size=1), range(12)
+        run.ranks = SimpleNamespace(rank=0, world_size=1)
+        run.data.validation_ahead = lambda slices, keeps_pixels: [(own, own) for own in slices]
+        run.data.val_samples = range(12)
         run.policy.generate = lambda samples, prompts, *place: roll_out(client, len(samples), place[2], place[1])
         run.policy.with_current_weights = lambda step, work, where: work()
         Session.score_validation(run, 7, lambda sample, result: None)

@@ -1,6 +1,7 @@
 """What a session hands to those who do its work: each checkpoint's limits, each rank's share of an evaluation; what its
 ranks tell each other."""
 
+import queue
 import random
 import time
 import weakref
@@ -18,6 +19,7 @@ import torch
 from tests.config.test_load import edited
 from utils.capacity import EVAL_MICRO_STEP
 from utils.config.load import build_config
+from utils.data.encoding import EncodedPrompt
 from utils.data.samples import DataError
 from utils.dist import DistributedError
 from utils.rollout.backend import RolloutSampling
@@ -235,7 +237,7 @@ def test_steps_without_rollouts_sync_once_to_show_that_it_works_LRN_10(ratios, s
 
 @pytest.mark.parametrize(
     ("uses_vllm", "size", "at_once", "num_calls"),
-    [(True, 1, 512, 1), (False, 1, 512, 1), (True, 1, 2, 2), (True, 3, 16, 2)],
+    [(True, 1, 256, 1), (False, 1, 256, 1), (True, 1, 2, 2), (True, 3, 8, 2)],
 )
 def test_ranks_share_the_validation_samples_LRN_7_TGT_14(monkeypatch, uses_vllm, size, at_once, num_calls):
     """LRN-7, TGT-14: each sample once, greedily; with log-probabilities where the engine can report them. Each rank
@@ -247,7 +249,8 @@ def test_ranks_share_the_validation_samples_LRN_7_TGT_14(monkeypatch, uses_vllm,
         run = MagicMock(timed=lambda part: nullcontext(), finished_steps_saved=nullcontext)
         run.cfg.rm.max_new_tokens, run.cfg.uses_vllm, run.cfg.rm.vllm.tensor_parallel_size = 9, uses_vllm, size
         run.ranks = SimpleNamespace(rank=rank, world_size=3)
-        run.data = SimpleNamespace(val_samples=list("abcdefg"), encode=lambda samples: [own.upper() for own in samples])
+        run.data = Data(None, list("abcdefg"), None, None, torch.float32)
+        monkeypatch.setattr(Data, "encode", lambda self, own, pixels: [f"{each.upper()} {pixels}" for each in own])
 
         def generate(samples: list, prompts: list, *rest: Any) -> list:
             asked.append(rest)
@@ -256,5 +259,34 @@ def test_ranks_share_the_validation_samples_LRN_7_TGT_14(monkeypatch, uses_vllm,
         run.policy = SimpleNamespace(with_current_weights=lambda step, work, where: work(), generate=generate)
         scored += Session.score_validation(run, 4, lambda sample, result: sample + result)
         assert len(asked) == num_calls * (rank + 1)
-    assert sorted(scored) == ["aA", "bB", "cC", "dD", "eE", "fF", "gG"]
+    assert sorted(scored) == [f"{own}{own.upper()} {not uses_vllm}" for own in "abcdefg"]
     assert asked == [(RolloutSampling(max_new_tokens=9, logprobs=uses_vllm), 4, EVAL_MICRO_STEP)] * len(asked)
+
+
+def test_the_next_validation_samples_are_encoded_while_the_engine_answers_LRN_7(monkeypatch):
+    """LRN-7: no further; an error of theirs comes in their turn."""
+    encoded, data = queue.Queue(), Data(None, list("abcde"), None, None, torch.float32)
+
+    def encode(self, samples: list, keeps_pixels: bool) -> list:
+        encoded.put(samples)
+        if "e" in samples:
+            raise OSError("e is gone")
+        return samples
+
+    monkeypatch.setattr(Data, "encode", encode)
+    ahead = data.validation_ahead([range(0, 2), range(2, 4), range(4, 5)], True)
+    for own, following in (("ab", "cd"), ("cd", "e")):
+        assert next(ahead) == (list(own), list(own))
+        if own == "ab":
+            assert encoded.get(timeout=10) == ["a", "b"]
+        assert encoded.get(timeout=10) == list(following) and encoded.empty()
+    with pytest.raises(OSError, match="e is gone"):
+        next(ahead)
+    assert list(data.validation_ahead([], True)) == []
+
+
+def test_prompts_for_an_engine_that_reads_the_images_itself_hold_no_pixels(monkeypatch):
+    monkeypatch.setattr(session, "encode_prompt", lambda sample, processor, dtype: EncodedPrompt([sample], {"p": 1}))
+    data = Data(None, [], None, None, torch.float32)
+    assert data.encode([7, 8]) == [EncodedPrompt([7], {"p": 1}), EncodedPrompt([8], {"p": 1})]
+    assert data.encode([7, 8], keeps_pixels=False) == [EncodedPrompt([7], {}), EncodedPrompt([8], {})]

@@ -7,8 +7,9 @@ import math
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -46,7 +47,8 @@ from utils.targets import Segment
 
 logger = logging.getLogger(__name__)
 
-EVAL_SAMPLES = 512  # of a rank in memory at once, images included
+EVAL_SAMPLES = 256  # of a rank that are answered at once, while the next are encoded
+_Encoded = tuple[list[Sample], list[EncodedPrompt]]
 Score = TypeVar("Score")
 Result = TypeVar("Result")
 
@@ -74,10 +76,28 @@ class Data:
     pixel_dtype: torch.dtype  # the model's: it would cast them itself, in the main thread
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
-    def encode(self, samples: Sequence[Sample]) -> list[EncodedPrompt]:
+    def encode(self, samples: Sequence[Sample], keeps_pixels: bool = True) -> list[EncodedPrompt]:
         """Encode prompts, from any thread: a fast tokenizer cannot be used by two at once."""
         with self._lock:
-            return [encode_prompt(sample, self.processor, self.pixel_dtype) for sample in samples]
+            prompts = (encode_prompt(sample, self.processor, self.pixel_dtype) for sample in samples)
+            return [prompt if keeps_pixels else replace(prompt, vision={}) for prompt in prompts]
+
+    def validation_ahead(self, slices: Sequence[range], keeps_pixels: bool) -> Iterator[_Encoded]:
+        """Validation samples and prompts, slice by slice. The next ones are encoded while the caller has these."""
+
+        def read(places: range) -> _Encoded:
+            samples = [self.val_samples[place] for place in places]
+            return samples, self.encode(samples, keeps_pixels)
+
+        encoder = ThreadPoolExecutor(1, "encode-eval")
+        begun = (encoder.submit(read, places) for places in slices)
+        try:
+            coming = next(begun, None)
+            while coming is not None:
+                ready, coming = coming.result(), next(begun, None)
+                yield ready
+        finally:
+            encoder.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(kw_only=True)
@@ -331,10 +351,9 @@ class Session:
                 largest_share, scored = -(-len(self.data.val_samples) // self.ranks.world_size), []
                 # An engine over several ranks has them exchange their samples, each with its images.
                 vllm = self.cfg.rm.vllm
-                piece = EVAL_SAMPLES // (8 if self.cfg.is_colocate and vllm.tensor_parallel_size > 1 else 1)
-                for start in range(0, largest_share, piece):  # as many calls on each rank
-                    samples = [self.data.val_samples[i] for i in own[start : start + piece]]
-                    prompts = self.data.encode(samples)
+                piece = EVAL_SAMPLES // (4 if self.cfg.is_colocate and vllm.tensor_parallel_size > 1 else 1)
+                slices = [own[at : at + piece] for at in range(0, largest_share, piece)]  # as many on each rank
+                for samples, prompts in self.data.validation_ahead(slices, not self.cfg.uses_vllm):
                     results = self.policy.generate(samples, prompts, greedy, step, EVAL_MICRO_STEP)
                     scored += [score(sample, result) for sample, result in zip(samples, results, strict=True)]
                 return scored
