@@ -84,7 +84,8 @@ results](results_earlier.md) on fully annotated images found nothing that beats 
   one; earlier records do not name it. Runs from another one are left out (tasks `..., another start model`), unless a
   section says so. Newer versions have one that is trained so that all x86-64 processors with AVX2 round alike
   (`studies/portable.py`), which takes longer: in float32, without oneDNN. A step of such training gave the same weights
-  on one processor and on two others that were emulated; no second machine has made a whole start model yet.
+  on one processor and on two others that were emulated. Two machines with different Intel processors made the same
+  start model; these two round alike in the usual training, too.
 - **Intervals** are of 95 % (Welch's t). They cover the seeds, not which images were drawn for the test. Where a study
   has *further images* for the test, two to eight times as many, its verdict goes by these: their intervals cover the
   draw of the images, too (jackknife over 32 parts of them). None covers the start model, the training images or what
